@@ -161,7 +161,7 @@ def test_calls_do_what_they_do_with_the_helper(
 @TOLD
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
-    [("eager", True), ("aot_eager", False), ("aot_eager", True), ("inductor", False)],
+    [("aot_eager", True), ("inductor", False)],
 )
 @pytest.mark.usefixtures("aliasing_is_no_error")
 @pytest.mark.filterwarnings("ignore:.*returns such results anyway")

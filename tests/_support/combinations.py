@@ -1,18 +1,21 @@
-"""Tests of many combinations, of which a usual run takes some.
+"""Markers that decide which tests `make test` runs; `--all-combinations` runs all of them.
 
     @pytest.mark.pairwise
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("name", PROGRAMS)
 
-It takes so many combinations that each value of one parameter meets each value of another, as far
-as they do among all of them. `--all-combinations` runs the rest too.
+`pairwise` selects combinations until each value of a parameter has met each value of the others.
 
-Where Inductor is one of the values of a parameter `backend`, most of the time goes into what it
-generates of PyTorch's own operators, for which it starts g++. So in two thirds of these tests they
-are called instead, as with `torch.compile(mode="lite")`, unless all combinations are asked for.
+    @pytest.mark.exhaustive
 
-A test that itself goes through many things for each of its parameters takes a share of them:
+`exhaustive` skips a slow test, or a slow `pytest.param`, of a behaviour that a faster test covers.
+
+For a parameter `backend="inductor"`, most of the time goes into compiling C++ for PyTorch's own
+operators. Two thirds of these tests call the operators instead, as with
+`torch.compile(mode="lite")`.
+
+A test that iterates over many objects for each of its parameters takes a share of them:
 
     for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
 """
@@ -30,15 +33,20 @@ from tests._support.releases import is_older
 
 T = TypeVar("T")
 OPTION = "--all-combinations"
+# For torch.compile. "eager" runs the first stage of "aot_eager" alone.
+BACKENDS = [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager", "inductor"]
 MARKERS = (
     "pairwise: of its combinations, runs so many that all pairs of values are there; "
     f"{OPTION} runs them all",
+    f"exhaustive: a slow test of a behaviour that a faster test covers; runs only with {OPTION}",
     f"without_cpp: Inductor generates no C++; set for two thirds of its tests, without {OPTION}",
 )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(OPTION, action="store_true", help="run tests marked `pairwise` completely")
+    parser.addoption(
+        OPTION, action="store_true", help="run all tests marked `pairwise` or `exhaustive`"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,8 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption(OPTION):
         return
-    left_out: set[pytest.Item] = set()
-    for group in _groups(items).values():
+    left_out = {item for item in items if item.get_closest_marker("exhaustive") is not None}
+    for group in _groups([item for item in items if item not in left_out]).values():
         if group[0].get_closest_marker("pairwise") is not None:
             chosen = pairwise([item.callspec.params for item in group])
             left_out |= {item for number, item in enumerate(group) if number not in chosen}

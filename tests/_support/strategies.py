@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 # `make test-all` takes more.
-EXAMPLES = int(os.environ.get("TORCHOP_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("TORCHOP_EXAMPLES", "30"))
 # The same examples in every run: a test that fails fails for everybody.
 # What tests share among their examples is a namespace, which is theirs alone.
 stable = settings(

@@ -53,7 +53,9 @@ def test_a_full_disk_behind_standard_output_ends_in_one_line() -> None:
     assert done.stderr == "torchop: [Errno 28] No space left on device\n"
 
 
-@pytest.mark.parametrize("program", [["-m", "torchop"], ["-c", COMMAND]])
+@pytest.mark.parametrize(
+    "program", [["-m", "torchop"], pytest.param(["-c", COMMAND], marks=pytest.mark.exhaustive)]
+)
 def test_a_module_that_crashes_when_it_is_imported_is_shown(
     program: list[str], tmp_path: Path
 ) -> None:
@@ -82,7 +84,10 @@ def test_usage_names_the_command_as_it_was_called(program: list[str], name: str)
     assert done.stderr.startswith(f"Usage: {name} list [OPTIONS] PACKAGE_OR_PATTERN...\n")
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell",
+    ["bash", *(pytest.param(shell, marks=pytest.mark.exhaustive) for shell in ("zsh", "fish"))],
+)
 def test_shells_complete_the_command(shell: str) -> None:
     script = _run(program=["-c", COMMAND], _TORCHOP_COMPLETE=f"{shell}_source")
     assert script.returncode == 0

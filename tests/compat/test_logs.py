@@ -67,7 +67,11 @@ def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found()
     ]
 
 
-@pytest.mark.parametrize("torchop_first", [False, True], ids=["torch first", "torchop first"])
+@pytest.mark.parametrize(
+    "torchop_first",
+    [False, pytest.param(True, marks=pytest.mark.exhaustive)],
+    ids=["torch first", "torchop first"],
+)
 def test_one_artifact_alone(torchop_first: bool) -> None:
     lines = logged("-torchop,torchop_registration", torchop_first=torchop_first)
     assert {artifact for _, artifact, _ in lines} == {"torchop_registration"}

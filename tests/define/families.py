@@ -10,8 +10,6 @@ from torch import Tensor
 
 import torchop
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
-
 
 def exists(namespace: str, name: str) -> bool:
     return hasattr(getattr(torch.ops, namespace), name)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.combinations import BACKENDS
 from tests.define.families import bounds, sine
-
-BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
 def test_it_calls_one_operator_or_the_other(namespace: str) -> None:

@@ -183,6 +183,7 @@ def test_a_result_that_no_package_can_hold_names_the_operator(namespace):
         aoti_package(program, inductor_configs=CONFIGS)
 
 
+@pytest.mark.exhaustive  # compiles a package
 @pytest.mark.filterwarnings("ignore:.*calls Python kernels:UserWarning")  # which this process has
 def test_two_lists_of_tensors(namespace, tmp_path):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

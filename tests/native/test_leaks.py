@@ -32,7 +32,7 @@ pytestmark = [
     ),
 ]
 
-CALLS = int(os.environ.get("TORCHOP_LEAK_CALLS", "20000"))
+CALLS = int(os.environ.get("TORCHOP_LEAK_CALLS", "10000"))
 SLOW_CALLS = CALLS // 10  # with a backward pass, or an exception
 
 # One byte per call would be 20 kB or 1 MB, and an object 50 times that. Allocators take some too.

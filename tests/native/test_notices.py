@@ -69,6 +69,7 @@ def test_in_a_log(environment: dict[str, str]) -> None:
     assert assert_clean(run_forked(PROGRAM, **environment)).splitlines() == SHOWN
 
 
+@pytest.mark.exhaustive
 def test_in_a_notebook(environment: dict[str, str]) -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")

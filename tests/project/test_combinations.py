@@ -10,6 +10,8 @@ import torch._inductor.config  # noqa: F401  # or each run of pytest below impor
 
 from tests._support.combinations import OPTION, pairs, pairwise
 
+pytestmark = pytest.mark.project
+
 pytest_plugins = ["pytester"]
 
 COMBINATIONS: list[dict[str, Any]] = [

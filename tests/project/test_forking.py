@@ -11,6 +11,8 @@ import pytest
 
 from tests._support import forking
 
+pytestmark = pytest.mark.project
+
 
 def answer(server: forking._Server, source: str = "print(1)") -> str:
     run = server.run(

@@ -6,6 +6,8 @@ import pytest
 
 from tests._support import free_threads
 
+pytestmark = pytest.mark.project
+
 pytest_plugins = ["pytester"]
 
 TESTS = """

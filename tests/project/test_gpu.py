@@ -12,6 +12,8 @@ from tools import gpu
 
 from tests._support import on_device
 
+pytestmark = pytest.mark.project
+
 
 def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
     parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}

@@ -23,6 +23,8 @@ from tests._support.forking import run_script
 from torchop._inspect import cache_key, registrant
 from torchop.extend import OpName
 
+pytestmark = pytest.mark.project
+
 FOLDER = Path(__file__).parents[2] / "examples" / "kernel_hub"
 _numbers = itertools.count()
 

@@ -22,6 +22,8 @@ import pytest
 import torchop
 from tests._support.forking import run_forked
 
+pytestmark = pytest.mark.project
+
 PACKAGE = Path(torchop.__file__).parent
 CSRC = PACKAGE / "_native/csrc"
 # From the ground up. A package imports from itself and from those in the rows before its own.

@@ -21,6 +21,8 @@ from markdown_it import MarkdownIt
 from torchop import __main__
 from torchop.testing import _extras
 
+pytestmark = pytest.mark.project
+
 wheel = pytest.importorskip("hatchling.builders.wheel")
 sdist = pytest.importorskip("hatchling.builders.sdist")
 ROOT = Path(__file__).parents[2]
@@ -83,7 +85,6 @@ def test_source_distribution_has_all_that_git_has(sources: Path) -> None:
     assert not [name for name in files if name.startswith(".venv") or name.endswith(".so")]
 
 
-@pytest.mark.project
 def test_tests_of_the_source_distribution_run(sources: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]

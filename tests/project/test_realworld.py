@@ -16,6 +16,8 @@ from torch import Tensor
 
 from tests._support.common import needs_native
 
+pytestmark = pytest.mark.project
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "realworld"
 sys.path.insert(0, str(BENCHMARKS))
 try:
@@ -172,7 +174,6 @@ def test_runs_in_which_nothing_passes_prove_nothing() -> None:
 
 
 @needs_native
-@pytest.mark.project  # two whole runs of pytest
 def test_a_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
     folder = tmp_path / "test" / "library"

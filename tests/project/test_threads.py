@@ -12,6 +12,8 @@ import torchop
 from tests._support.common import assert_clean, load_tool, needs_native
 from tests._support.forking import run_forked
 
+pytestmark = pytest.mark.project
+
 
 @needs_native
 def test_threads_call_operators_that_others_change() -> None:

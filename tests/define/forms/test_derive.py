@@ -13,10 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests._support.combinations import BACKENDS
 from tests._support.devices import OTHER, TYPE
 from tests.define.families import SAMPLES
-
-BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
 @pytest.fixture

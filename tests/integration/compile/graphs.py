@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config
@@ -14,7 +15,10 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
-BACKENDS = ["eager", "aot_eager", "inductor"]
+from tests._support.combinations import BACKENDS as BACKENDS
+
+# For large programs, where compiling C++ for PyTorch's own operators would take most of the time.
+WITHOUT_CPP = ["aot_eager", pytest.param("inductor", marks=pytest.mark.without_cpp)]
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -17,8 +15,9 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
+from tests._support.common import assert_clean
 from tests._support.devices import DEVICE
-from tests._support.forking import run_compiling
+from tests._support.forking import run_compiling, run_script
 from tests.integration.compile.graphs import operators
 
 STRICT = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
@@ -170,9 +169,10 @@ SAVE = """
 """
 
 SAVE_IN_SCRIPT = """
+    import sys
     import torchop.export
 
-    torchop.export.save(torch.export.export(Model(), (torch.ones(2),)), "script.pt2")
+    torchop.export.save(torch.export.export(Model(), (torch.ones(2),)), sys.argv[1])
 """
 
 LOAD = """
@@ -224,8 +224,9 @@ def test_elsewhere_loading_names_the_operator_and_the_module_that_defines_it(sav
 
 
 def test_a_script_that_saved_its_own_operator_is_named_as_that(saved):
-    (saved / "script.py").write_text(textwrap.dedent(MODULE + SAVE_IN_SCRIPT))
-    subprocess.run([sys.executable, "script.py"], cwd=saved, check=True)
+    script = saved / "script.py"
+    script.write_text(textwrap.dedent(MODULE + SAVE_IN_SCRIPT))
+    assert_clean(run_script(script, str(saved / "script.pt2")))
     (said,) = _run(saved, LOAD, "script.pt2")
     assert "exported_elsewhere::triple, which is not registered in this process" in said
     assert "The script that saved the program defines it: move it into a module" in said
@@ -266,26 +267,27 @@ def _in_a_branch(library: torchop.Library) -> Any:
     return lambda x: torch.cond(x.sum() > 0, lambda x: thrice(x), lambda x: x.cos(), (x,))
 
 
-@pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize("make", [_mutating, _with_an_effect, _in_a_branch])
-def test_operators_inside_higher_order_operators_are_found_too(namespace, make, decomposed):
-    file = io.BytesIO()
+def test_operators_inside_higher_order_operators_are_found_too(namespace, make):
+    files = io.BytesIO(), io.BytesIO()
     with torchop.Library(namespace, "FRAGMENT") as library:
 
         class Model(torch.nn.Module):
             forward = staticmethod(make(library))
 
         program = torch.export.export(Model(), (torch.ones(2),))
-        torchop.export.save(program.run_decompositions() if decomposed else program, file)
-        file.seek(0)
-        assert torchop.export.load(file).module()(torch.ones(2)).tolist() == [3.0, 3.0]
+        for file, stage in zip(files, (program, program.run_decompositions()), strict=True):
+            torchop.export.save(stage, file)
+            file.seek(0)
+            assert torchop.export.load(file).module()(torch.ones(2)).tolist() == [3.0, 3.0]
 
     # The library is closed now, as if nobody had imported the module.
-    file.seek(0)
-    with pytest.raises(torchop.OperatorNotFoundError) as caught:
-        torchop.export.load(file)
-    assert f"the operator {namespace}::" in str(caught.value)
-    assert f"the module {__name__!r}, which defines it" in str(caught.value)
+    for file in files:
+        file.seek(0)
+        with pytest.raises(torchop.OperatorNotFoundError) as caught:
+            torchop.export.load(file)
+        assert f"the operator {namespace}::" in str(caught.value)
+        assert f"the module {__name__!r}, which defines it" in str(caught.value)
 
 
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # from PyTorch, until 2.12
@@ -339,8 +341,8 @@ def exported(model):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[" * 100_000, "[1]", '{"a::b": 3}', "null"],
-    ids=["empty", "cut off", "deep", "list", "number", "null"],
+    ["{", "[" * 100_000, "[1]", '{"a::b": 3}'],
+    ids=["cut off", "deep", "list", "number"],
 )
 def test_a_damaged_manifest_is_told_and_the_program_loaded(exported, content):
     file = exported(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import on_both
 from tests.integration.compile.graphs import BACKENDS
-from tests.integration.compile.mutating import accumulate, assert_equals_eager, inputs
+from tests.integration.compile.mutating import accumulate, assert_equals_eager, inputs, together
 
 # --------------------------------------------------------------------------------------------------
 # Lists, and tensors that may be missing
@@ -36,20 +35,15 @@ SHAPES = {
     "Tensor?[]? with None": ("Tensor(a!)?[]? xs", lambda a, b: [a, None]),
     "Tensor?[]? that is None": ("Tensor(a!)?[]? xs", lambda a, b: None),
 }
-WITHOUT_TENSORS = {
-    "an empty list",
-    "Tensor? that is None",
-    "Tensor?[] of None",
-    "Tensor[]? that is None",
-    "Tensor?[]? that is None",
-}
+
+RESULTS = ["()", "Tensor", "Tensor[]"]
 
 
 def _each(xs: Any) -> list[Tensor]:
     return [x for x in (xs if isinstance(xs, (list, tuple)) else [xs]) if x is not None]
 
 
-def _writes_all(namespace: str, arguments: str, result: str) -> torchop.CustomOp:
+def _writes_all(name: str, arguments: str, result: str) -> torchop.CustomOp:
     schema = f'({arguments}, float by, *, str label="a, \\")(") -> {result}'
 
     def kernel(xs, by, *, label='a, ")('):
@@ -64,9 +58,20 @@ def _writes_all(namespace: str, arguments: str, result: str) -> torchop.CustomOp
         count = torch.empty(3)
         return {"()": None, "Tensor": count, "Tensor[]": [count, torch.empty(3)]}[result]
 
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args={"xs"}, schema=schema)
+    op = torchop.custom_op(name, kernel, mutates_args={"xs"}, schema=schema)
     op.register_fake(fake)
     return op
+
+
+def _programs(
+    namespace: str, result: str, shapes: Iterable[str]
+) -> dict[str, Callable[[Tensor, Tensor], Any]]:
+    programs = {}
+    for number, shape in enumerate(shapes):
+        arguments, pick = SHAPES[shape]
+        op = _writes_all(f"{namespace}::op{number}", arguments, result)
+        programs[shape] = _list_program(op, pick)
+    return programs
 
 
 def _list_program(op: Any, pick: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,38 +84,41 @@ def _list_program(op: Any, pick: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _calls(results: Iterable[str], shapes: Iterable[str] = SHAPES) -> list[Any]:
-    """Every shape with every result and backend, so far as Inductor can lower them."""
+def _calls() -> list[Any]:
     fails = pytest.mark.needs_torch("2.12", "results of calls without tensors under Inductor")
     return [
-        pytest.param(shape, result, backend, marks=[fails] if is_hard else [])
-        for shape, result, backend in itertools.product(shapes, results, BACKENDS)
-        for is_hard in [shape in WITHOUT_TENSORS and result != "()" and backend == "inductor"]
+        pytest.param(result, backend, marks=marks)
+        for result in RESULTS
+        for backend, marks in (
+            ("aot_eager", []),
+            ("inductor", [pytest.mark.without_cpp, *([] if result == "()" else [fails])]),
+        )
     ]
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize(("shape", "result", "backend"), _calls(["()", "Tensor"]))
-def test_mutated_lists_and_optional_tensors(namespace, shape, result, backend):
-    arguments, pick = SHAPES[shape]
-    function = _list_program(_writes_all(namespace, arguments, result), pick)
-    assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
+@pytest.mark.parametrize(("result", "backend"), _calls())
+def test_mutated_lists_and_optional_tensors(namespace, result, backend):
+    # An operator that returns a list rejects mutated arguments that share memory.
+    shapes = [shape for shape in SHAPES if result != "Tensor[]" or "views" not in shape]
+    programs = _programs(namespace, result, shapes)
+    function = together(programs)
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    assert_equals_eager(compiled, function, programs)
 
 
-@pytest.mark.parametrize("result", ["()", "Tensor", "Tensor[]"])
-@pytest.mark.parametrize("shape", ["Tensor?[] with None", "Tensor?[]? with None", "Tensor?"])
-def test_mutated_lists_and_optional_tensors_are_exported(namespace, shape, result):
-    arguments, pick = SHAPES[shape]
-    op = _writes_all(namespace, arguments, result)
+@pytest.mark.parametrize("result", RESULTS)
+def test_mutated_lists_and_optional_tensors_are_exported(namespace, result):
+    shapes = ["Tensor?[] with None", "Tensor?[]? with None", "Tensor?"]
+    programs = _programs(namespace, result, shapes)
 
     class Module(torch.nn.Module):
-        def forward(self, a: Tensor, b: Tensor) -> Any:
-            results = _list_program(op, pick)(a, b)
-            return [result for result in results if result is not None]
+        def forward(self, inputs: dict[str, tuple[Tensor, Tensor]]) -> Any:
+            results = together(programs)(inputs).values()
+            return [each for several in results for each in several if each is not None]
 
-    exported = torch.export.export(Module(), inputs())
-    assert_equals_eager(exported.module(), Module())
-    assert_equals_eager(exported.run_decompositions().module(), Module())
+    exported = torch.export.export(Module(), ({shape: inputs() for shape in shapes},))
+    for program in (exported, exported.run_decompositions()):
+        assert_equals_eager(program.module(), Module(), shapes)
 
 
 def test_a_mutated_list_with_none_fails_in_pytorch(namespace):
@@ -132,16 +140,6 @@ def test_a_mutated_list_with_none_fails_in_pytorch(namespace):
 
 # --------------------------------------------------------------------------------------------------
 # Results that are lists
-
-
-@pytest.mark.parametrize(
-    ("shape", "result", "backend"),
-    _calls(["Tensor[]"], [shape for shape in SHAPES if "views" not in shape]),
-)
-def test_an_operator_that_mutates_and_returns_a_list(namespace, shape, result, backend):
-    arguments, pick = SHAPES[shape]
-    function = _list_program(_writes_all(namespace, arguments, result), pick)
-    assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
 
 
 def _halves(namespace: str, library: Any = torchop) -> Any:

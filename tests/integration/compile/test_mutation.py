@@ -16,35 +16,36 @@ import torchop
 from tests._support.common import assert_clean, on_both
 from tests._support.forking import run_compiling
 from tests._support.releases import of_form
-from tests.integration.compile.graphs import BACKENDS, Recorder
-from tests.integration.compile.mutating import FORMS, PROGRAMS, assert_equals_eager, define, inputs
+from tests.integration.compile.graphs import BACKENDS, WITHOUT_CPP, Recorder
+from tests.integration.compile.mutating import (
+    FORMS,
+    PROGRAMS,
+    all_programs,
+    assert_equals_eager,
+    define,
+    inputs,
+)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WITHOUT_CPP)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_compiled_program_does_what_it_does_in_eager_mode(namespace, name, form, backend):
-    write = define(form, namespace, torchop)
-
-    def function(x: Tensor, y: Tensor) -> Any:
-        return PROGRAMS[name](write, x, y)
-
-    assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
+def test_compiled_programs_equal_eager(namespace, form, backend):
+    function = all_programs(define(form, namespace, torchop))
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    assert_equals_eager(compiled, function, PROGRAMS)
 
 
 @pytest.mark.parametrize("form", ["plain", "out"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_an_exported_program_does_what_it_does_in_eager_mode(namespace, name, form):
-    write = define(form, namespace, torchop)
+def test_exported_programs_equal_eager(namespace, form):
+    function = all_programs(define(form, namespace, torchop))
 
     class Module(torch.nn.Module):
-        def forward(self, x: Tensor, y: Tensor) -> Any:
-            return PROGRAMS[name](write, x, y)
+        def forward(self, x: dict[str, tuple[Tensor, Tensor]]) -> Any:
+            return function(x)
 
-    exported = torch.export.export(Module(), inputs())
-    assert_equals_eager(exported.module(), Module())
-    assert_equals_eager(exported.run_decompositions().module(), Module())
+    exported = torch.export.export(Module(), ({name: inputs() for name in PROGRAMS},))
+    for program in (exported, exported.run_decompositions()):
+        assert_equals_eager(program.module(), Module(), PROGRAMS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -74,6 +75,9 @@ import sys
 import torch, torchop
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch._inductor import config
+
+config.fallback_by_default = True  # compile no C++
 
 namespace = sys.argv[1]
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests._support.common import assert_clean, on_both, run_program
+from tests._support.common import assert_clean, on_both
+from tests._support.forking import run_forked
 from tests._support.releases import of_form
 
 Write = Callable[..., Any]
@@ -173,8 +174,8 @@ def _assert_equals_eager(programs: dict[Any, Any], compile_: Callable[..., Any])
     assert_close(ours, expected)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_value_that_was_read_before_a_write_stays(namespace: str, dynamic: bool) -> None:
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_values_read_before_a_write_stay(namespace: str, dynamic: bool) -> None:
     def reading(read: Callable[..., Any], write: Write) -> Callable[..., Any]:
         return lambda *tensors: read(write, *tensors)
 
@@ -278,8 +279,10 @@ as_strided_of_views = pytest.mark.needs_torch(
 )
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=as_strided_of_views)])
-def test_views_of_one_base_are_written_where_they_are(namespace: str, dynamic: bool | None) -> None:
+@pytest.mark.parametrize(
+    "dynamic", [True, pytest.param(None, marks=[as_strided_of_views, pytest.mark.exhaustive])]
+)
+def test_views_of_one_base_are_written_in_place(namespace: str, dynamic: bool | None) -> None:
     @torchop.custom_op(f"{namespace}::both", mutates_args=("a", "b"))
     def both(a: Tensor, b: Tensor) -> None:
         a.add_(1)
@@ -325,7 +328,7 @@ def test_views_of_one_base_are_written_where_they_are(namespace: str, dynamic: b
 
 def test_inductor_is_imported_after_an_operator_was_deregistered() -> None:
     """A kernel that another library registered keeps the name in the dispatcher."""
-    program = run_program("""
+    program = run_forked("""
         import torch, torchop
         library = torchop.Library("gone", "DEF")
         library.define("f_(Tensor(a!) x) -> ()")

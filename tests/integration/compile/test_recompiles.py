@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -130,6 +131,7 @@ def _graphs(
     return str(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.exhaustive
 def test_the_table_says_how_many_graphs_three_calls_need(namespace, request):
     rows = {row: said for row, *said in ROW.findall(PAGE.read_text(encoding="utf-8"))}
     ours = {

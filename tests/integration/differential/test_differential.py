@@ -29,7 +29,7 @@ from tests.integration.differential.stock import (
 )
 from torchop._native.reasons import Reason
 
-EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "900"))
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "450"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
 # After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
 # short runs, each with its own seed, find more.

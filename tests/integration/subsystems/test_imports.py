@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests._support.common import assert_clean, run_program
 from tests._support.forking import run_forked
 
@@ -43,6 +45,7 @@ def test_eager_use_never_imports_dynamo() -> None:
     assert not {name for name in used if name.startswith(("torch._dynamo", "torch._inductor"))}
 
 
+@pytest.mark.exhaustive
 def test_eager_use_of_pytorchs_own_imports_dynamo() -> None:
     # So the test above can fail.
     assert "torch._dynamo" in _modules_after(_USE.format(library="torch.library"))
@@ -102,6 +105,7 @@ def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> Non
     assert packages <= {"torchop", *sys.stdlib_module_names}
 
 
+@pytest.mark.exhaustive
 def test_a_mode_as_pytorch_makes_it_imports_dynamo() -> None:
     program = _RECORDED.format(mode="Mode()")
     used = _modules_after(program.replace("before =", f"{_MODE_OF_PYTORCH}before ="))

@@ -46,8 +46,8 @@ def _define(namespace: str, number: int) -> torchop.CustomOp:
     return op
 
 
-def test_a_thousand_operators_from_eight_threads_each_have_their_own_rules(namespace):
-    total = 1000
+def test_operators_defined_in_eight_threads_have_their_own_rules(namespace):
+    total = 200
     ops: dict[int, torchop.CustomOp] = {}
 
     def define_some(thread: int) -> None:
@@ -67,7 +67,7 @@ def test_a_thousand_operators_from_eight_threads_each_have_their_own_rules(names
         assert torch.vmap(op)(torch.ones(2)).tolist() == [1.0 - number] * 2
 
 
-def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespace):
+def test_the_last_registration_of_eight_threads_counts(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x + 0
@@ -76,7 +76,7 @@ def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespa
     lock = threading.Lock()
 
     def register_some(thread: int) -> None:
-        for step in range(125):
+        for step in range(25):
             number = thread * 1000 + step
             with lock:
                 last.append(number)
@@ -86,7 +86,7 @@ def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespa
             assert op(torch.ones(2)).unique().numel() == 1
 
     in_threads(register_some)
-    assert len(last) == 1000
+    assert len(last) == 25 * THREADS
     assert op(torch.ones(1)).item() == last[-1]
     assert op(torch.ones(1, device="meta")).shape == (last[-1],)
 
@@ -95,7 +95,7 @@ def test_threads_that_define_the_same_operator_leave_exactly_one(namespace):
     def define(thread: int) -> torchop.CustomOp:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for _ in range(20):
+            for _ in range(8):
                 op = torchop.custom_op(
                     f"{namespace}::contested",
                     lambda x: x + thread,

@@ -238,7 +238,7 @@ DYNAMIC = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("case", DYNAMIC)
 def test_it_compiles_with_dynamic_sizes(namespace, case, dynamic):
     ops = SimpleNamespace(
