@@ -18,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests._support import combinations
-from tests.define.families import BACKENDS, bounds, sine, write_sine
+from tests._support.combinations import BACKENDS
+from tests.define.families import bounds, sine, write_sine
 from tests.integration.compile.graphs import fresh_compiler
 
 

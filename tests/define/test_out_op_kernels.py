@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.combinations import BACKENDS
 from tests._support.devices import OTHER, TYPE
 from tests.define.families import (
-    BACKENDS,
     bounds,
     forms_of,
     save_input,

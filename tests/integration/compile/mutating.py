@@ -109,8 +109,9 @@ def define(
 PROGRAMS: dict[str, Callable[[Write, Tensor, Tensor], Any]] = {}
 
 
-def all_programs(write: Write) -> Callable[..., Any]:
-    return together({name: functools.partial(each, write) for name, each in PROGRAMS.items()})
+def calling(write: Write, names: Iterable[str] = PROGRAMS) -> dict[str, Callable[..., Any]]:
+    """The programs, with the operator that they call."""
+    return {name: functools.partial(PROGRAMS[name], write) for name in names}
 
 
 def program(function: Callable[[Write, Tensor, Tensor], Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests._support import combinations
 from tests._support.common import assert_clean, on_both
 from tests._support.forking import run_compiling
 from tests._support.releases import of_form
@@ -20,24 +21,27 @@ from tests.integration.compile.graphs import BACKENDS, WITHOUT_CPP, Recorder
 from tests.integration.compile.mutating import (
     FORMS,
     PROGRAMS,
-    all_programs,
     assert_equals_eager,
+    calling,
     define,
     inputs,
+    together,
 )
 
 
 @pytest.mark.parametrize("backend", WITHOUT_CPP)
 @pytest.mark.parametrize("form", FORMS)
-def test_compiled_programs_equal_eager(namespace, form, backend):
-    function = all_programs(define(form, namespace, torchop))
+def test_compiled_programs_equal_eager(namespace, form, backend, request):
+    # Each program runs with two of the forms.
+    names = combinations.share([*PROGRAMS], FORMS.index(form), 2, request.config)
+    function = together(calling(define(form, namespace, torchop), names))
     compiled = torch.compile(function, backend=backend, fullgraph=True)
-    assert_equals_eager(compiled, function, PROGRAMS)
+    assert_equals_eager(compiled, function, names)
 
 
 @pytest.mark.parametrize("form", ["plain", "out"])
 def test_exported_programs_equal_eager(namespace, form):
-    function = all_programs(define(form, namespace, torchop))
+    function = together(calling(define(form, namespace, torchop)))
 
     class Module(torch.nn.Module):
         def forward(self, x: dict[str, tuple[Tensor, Tensor]]) -> Any:
