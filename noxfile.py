@@ -125,7 +125,6 @@ SANITIZED_TESTS = [
     "tests/native/test_later_registrations.py",
     "tests/native/test_operator_end.py",
     "tests/native/test_exceptions.py",
-    "tests/native/test_nested_calls.py",
     "tests/native/test_changes_during_calls.py",
     "tests/native/test_processes.py",
     "tests/native/test_unusual_arguments.py",

@@ -60,14 +60,8 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "inspect/test_call_record.py": {
         LACKING: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
     },
-    "rules/autograd/derived/test_left_autograd.py": {
-        NUMPY: ("test_what_left_is_named[through_numpy_and_back]",),
-    },
     "rules/autograd/derived/test_native.py": {
-        CPU: (
-            "test_a_generator_that_is_passed_is_replayed",
-            "test_autocast_is_that_of_the_forward",
-        ),
+        CPU: ("test_autocast_is_that_of_the_forward",),
     },
     "rules/autograd/derived/test_random_numbers.py": {
         CPU: (

@@ -14,9 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchop
 from tests._support.common import on_both
 from tests._support.devices import AUTOGRAD, BACKEND, TYPE
-from torchop._core.call import named_inputs, named_outputs, tensors_in
-from torchop._core.contract import ResultCheck
-from torchop._schema.schema import Schema
 
 T = torch.ones(2)
 
@@ -253,59 +250,10 @@ def test_list_of_results_is_a_list_on_every_path(namespace, path):
     assert len(results) == 2
 
 
-@pytest.mark.parametrize("value", [3, True, torch.tensor(3), np.array(3)])
-def test_what_the_dispatcher_reads_as_an_int_is_an_int(namespace, value):
-    op = torchop.custom_op(f"{namespace}::op", integer, mutates_args=())
-    op.register_kernel(TYPE)(lambda x: value)
-    assert op(T) == int(value)
-
-
 def test_one_of_several_tensors_may_be_undefined(namespace):
     op = torchop.custom_op(f"{namespace}::op", two, mutates_args=())
     op.register_kernel(TYPE)(lambda x: (x + 1, None))
     assert op(T)[1] is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "accepted", "refused"),
-    [
-        ("Optional[Tensor]", [T, None], [3, (T,)]),
-        ("Tuple[Tensor]", [(T,), [T]], [T, (T, T), (3,)]),
-        ("float", [1.5, 2, True, T.sum()], ["x", None]),
-        ("bool", [True, 1, T.sum()], [None, "x"]),
-        ("number", [1, 2.5, "anything"], []),
-    ],
-)
-def test_check_of_one_result_by_kind(kind, accepted, refused):
-    check = ResultCheck([kind])
-    for value in accepted:
-        assert check(value, "lib::op") is value
-    for value in refused:
-        with pytest.raises(torchop.ResultError, match="lib::op: the kernel must return"):
-            check(value, "lib::op")
-
-
-def test_tensors_of_a_call_are_named_by_their_place():
-    schema = Schema(torch._C.parse_schema("f(Tensor a, Tensor?[] b, int n, *, Tensor? c) -> ()"))
-    tensors = [torch.ones(i) for i in range(4)]
-    args, kwargs = (tensors[0], [tensors[1], None, tensors[2]], 5), {"c": tensors[3]}
-    assert list(named_inputs(schema, args, kwargs)) == [
-        ("a", "input 'a'", tensors[0]),
-        ("b", "input 'b[0]'", tensors[1]),
-        ("b", "input 'b[2]'", tensors[2]),
-        ("c", "input 'c'", tensors[3]),
-    ]
-    assert list(tensors_in((*args, *kwargs.values()))) == tensors
-
-
-def test_tensors_of_a_result_are_named_by_their_place():
-    tensors = [torch.ones(i) for i in range(3)]
-    assert list(named_outputs(tensors[0])) == [("output 0", tensors[0])]
-    assert list(named_outputs((tensors[0], 5, [tensors[1], tensors[2]]))) == [
-        ("output 0", tensors[0]),
-        ("output 2[0]", tensors[1]),
-        ("output 2[1]", tensors[2]),
-    ]
 
 
 def test_none_for_a_tensor_that_is_not_optional_is_refused(namespace: str) -> None:

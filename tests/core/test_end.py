@@ -13,7 +13,6 @@ import torch
 import torch._inductor.config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import get_schema_info
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
@@ -321,19 +320,6 @@ def test_operators_under_new_names_leave_no_objects(namespace, make):
     assert objects_per_operator(one) < 3.5
 
 
-def test_operators_of_pytorch_leave_objects(namespace):
-    """That the test above can fail."""
-
-    def one(number: int) -> None:
-        op = torch.library.custom_op(
-            f"{namespace}_{number}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
-        )
-        use(overload(f"{namespace}_{number}")) if number < 0 else op(T)
-        op._lib._destroy()
-
-    assert objects_per_operator(one) > 50
-
-
 def test_kernel_of_another_library_stays_under_modes(namespace):
     """A mode calls the kernel that PyTorch keeps by name, which must not be freed too early."""
     other = torchop.Library(namespace, "IMPL")
@@ -415,18 +401,6 @@ def test_flop_formula_ends_with_the_operator(namespace):
     assert op(T).tolist() == [2, 2]
 
 
-def test_flop_formula_stays_with_another_overload(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as home:
-        home.define(f"op{SCHEMA}")
-        home.impl("op", lambda x: x + 1, BACKEND)
-        with torchop.Library(namespace, "FRAGMENT") as library:
-            library.define("op.two(Tensor x, Tensor y) -> Tensor")
-            register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
-        with FlopCounterMode(display=False) as mode:
-            packet(namespace)(T)
-        assert mode.get_total_flops() == 7
-
-
 def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(namespace):
     table = torch.jit._builtins._get_builtin_table()
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
@@ -436,24 +410,6 @@ def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(n
     assert before
     close(held)
     assert f"{namespace}::op" not in table.values()
-
-
-def test_overload_that_the_next_operator_goes_on_with_is_not_taken_for_the_first(namespace):
-    other = torchop.Library(namespace, "FRAGMENT")
-    infos, overloads = [], []
-    for is_functional, schema in enumerate(("(Tensor(a!) x) -> ()", SCHEMA)):
-        with torchop.Library(namespace, "FRAGMENT") as library:
-            library.define(f"op{schema}")
-            # It keeps the entry of the dispatcher.
-            kernel = (lambda x: x + 1) if is_functional else (lambda x: None)
-            quietly(lambda kernel=kernel: other.impl("op", kernel, BACKEND))
-            overloads.append(overload(namespace))
-            with FlopCounterMode(display=False):
-                packet(namespace)(T)
-            infos.append(get_schema_info(overloads[-1]).is_mutable())
-    other.close()
-    assert overloads[0] is overloads[1]
-    assert infos == [True, False]
 
 
 def test_dtensor_does_not_take_an_operator_for_one_that_had_its_address():

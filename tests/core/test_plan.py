@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests._support.devices import TYPE
-from torchop._core.definition import NOTHING, CallPlan, CompiledRule
 from torchop._rules import RULES
 from torchop._rules.kernels.rule import KernelRule
 
@@ -84,44 +83,3 @@ def test_failed_registration_leaves_the_plan(namespace, register):
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         register(op)
     assert op._definition.plan is old
-
-
-def test_plan_has_the_schema_and_an_entry_for_each_rule(namespace):
-    op = define(namespace)
-    plan = op._definition.plan
-    assert isinstance(plan, CallPlan)
-    assert plan.schema is op._definition.schema
-    assert set(picture(plan)) == {kind.__name__ for kind in RULES}
-
-
-def test_call_in_progress_keeps_the_plan_that_it_began_with(namespace):
-    op = define(namespace)
-
-    def kernel(x):
-        op.register_kernel(TYPE)(lambda x: x + 7)
-        return x + 2
-
-    op.register_kernel(TYPE)(kernel)
-    assert op(torch.zeros(1)).item() == 2
-    assert op(torch.zeros(1)).item() == 7
-
-
-def test_nothing_cannot_be_changed():
-    with pytest.raises(TypeError):
-        NOTHING["cpu"] = print
-    assert len(NOTHING) == 0
-
-
-def test_rule_must_say_how_it_is_compiled(namespace):
-    rule = CompiledRule(define(namespace)._definition)
-    assert rule.repr_text() is None
-    with pytest.raises(NotImplementedError):
-        rule.compile()
-
-
-def test_compiled_kernels_are_a_picture_too(namespace):
-    op = define(namespace)
-    kernels = op._definition.plan[KernelRule]
-    assert set(kernels.functions) == {None}
-    op.register_kernel(TYPE)(lambda x: x)
-    assert set(kernels.functions) == {None}

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests._support.devices import BACKEND, TYPE
-from tests._support.forking import run_forked
 from tests._support.releases import needs_tags
-from torchop._core.registry import find_schema, op_name, own_definition, resolve
+from torchop._core.registry import find_schema, op_name, resolve
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
@@ -78,14 +77,6 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_overload_is_an_operator_of_its_own(namespace):
-    plain, two = define(namespace), define(namespace, "op.two")
-    for op in (f"{namespace}::op.two", packet(namespace).two, two):
-        assert op_name(op, "caller") == OpName(namespace, "op", "two")
-        assert resolve(op, "caller") is two._definition
-    assert resolve(packet(namespace).default, "caller") is plain._definition
-
-
 def test_packet_of_several_overloads_is_ambiguous(namespace):
     define(namespace)
     define(namespace, "op.two")
@@ -103,28 +94,6 @@ def test_what_is_no_operator_is_refused_with_its_type(op):
     ) as caught:
         torchop.register_fake(op, lambda x: x)
     assert type(op).__name__ in str(caught.value)
-
-
-STRANGE_NAMES = """
-    import torch, torchop
-    try:
-        torch.library.custom_op("::op", lambda x: x, mutates_args=(), schema="(Tensor x) -> Tensor")
-    except RuntimeError:
-        pass
-    assert "::op" in torch._C._dispatch_get_all_op_names()
-    try:
-        torchop.register_fake("missing::op", lambda x: x)
-    except torchop.OperatorNotFoundError as error:
-        print(error)
-    with torchop.accelerate("*") as acceleration:
-        print(any(row.op.startswith(":") for row in acceleration.operators))
-"""
-
-
-def test_names_that_a_failed_definition_left_to_pytorch_are_passed_over():
-    lines = run_forked(STRANGE_NAMES).stdout.splitlines()
-    assert lines[0].startswith("the operator missing::op does not exist: nothing is ")
-    assert lines[1:] == ["False"]
 
 
 @pytest.mark.parametrize("name", ["op", "::op", "ns::", "ns::op::op", ""])
@@ -183,14 +152,6 @@ def test_operator_that_was_replaced_is_gone(namespace, register):
     define(namespace)
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
         register(old)
-
-
-def test_operator_of_pytorch_is_found_by_its_schema():
-    schema = find_schema(OpName("aten", "add", "Tensor"))
-    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
-    with pytest.raises(torchop.OperatorNotFoundError):
-        find_schema(OpName("aten", "add", "Toaster"))
-    assert own_definition(torch.ops.aten.sin.default, OpName("aten", "sin", "")) is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,11 +241,6 @@ def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, ma
         warnings.simplefilter("error")  # a fake kernel is not needed, but allowed
         torchop.register_fake(f"{namespace}::op", lambda *args, out=None: out, lib=library)
     library._destroy()
-
-
-def test_tags_of_pytorch_operators_with_lists_are_no_form():
-    # PyTorch tags it as an in-place operator too, but it returns nothing.
-    assert find_schema(OpName.parse("aten::_foreach_add_.Scalar")).form is Form.PLAIN
 
 
 @needs_tags

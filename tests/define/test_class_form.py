@@ -133,30 +133,6 @@ def test_valid_is_registered_with_the_examples(namespace: str) -> None:
     assert result.details["dtypes"]["float64"] == "excluded"
 
 
-@needs_native
-def test_a_call_is_native(namespace: str) -> None:
-    explained = torchop.explain(define_crop(namespace), torch.ones(5), [1, 3])
-    assert explained.native, explained
-
-
-def test_compile_and_export(namespace: str) -> None:
-    crop = define_crop(namespace)
-
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return crop(x + 1, [1, 3], 3.0) * 2
-
-    x = torch.arange(5.0, requires_grad=True)
-    expected = torch.tensor([12.0, 18.0])
-    compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x), expected)
-    compiled(x).sum().backward()
-    assert torch.equal(x.grad, torch.tensor([0.0, 6.0, 6.0, 0.0, 0.0]))
-    program = torch.export.export(Model(), (x.detach(),))
-    assert any(node.target is crop.overload for node in program.graph.nodes)
-    assert torch.equal(program.module()(x.detach()), expected)
-
-
 def test_a_handle_is_loaded_from_a_pickle_by_importing_its_module(
     namespace: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,20 +137,6 @@ def test_failed_definition_leaves_nothing_and_the_name_free(
     assert torchop.custom_op(f"{namespace}::op", first, mutates_args=())(T).tolist() == [1, 1]
 
 
-def test_failed_definition_leaves_an_operator_behind_in_pytorch(namespace):
-    def scenario(library, namespace):
-        try:
-            library.custom_op(
-                f"{namespace}::op", without_tensors, mutates_args=(), device_types="cpu"
-            )
-        except ValueError:
-            return is_defined(namespace)
-
-    both = on_both(scenario, namespace)
-    assert both.ours is False
-    assert both.stock is True
-
-
 def test_failed_definition_leaves_the_operator_that_it_would_have_replaced(namespace):
     op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.raises(ValueError, match="unsupported type"):
@@ -299,18 +285,6 @@ def test_none_in_a_list_of_tensors_is_named(namespace):
     with pytest.raises(torchop.ArgumentError) as caught:
         op([torch.ones(1), 3])
     assert "Leave None" not in str(caught.value)
-
-
-def test_an_error_of_a_kernel_is_no_argument_error(namespace):
-    inner = torchop.custom_op(f"{namespace}::inner", scale, mutates_args=())
-
-    @torchop.custom_op(f"{namespace}::outer", mutates_args=())
-    def outer(x: Tensor) -> Tensor:
-        return inner._opoverload(x, "two")
-
-    with pytest.raises(RuntimeError, match=f"{namespace}::inner") as raised:
-        outer(torch.ones(1))
-    assert type(raised.value) is RuntimeError
 
 
 MISTAKES = {

@@ -6,7 +6,6 @@ import functools
 import inspect
 import io
 import pickle
-import pydoc
 import sys
 import textwrap
 import types
@@ -55,15 +54,6 @@ def test_handle_looks_like_its_function(namespace, attribute, expected):
     both = on_both(scenario, namespace)
     assert both.ours == expected
     assert both.stock != expected
-
-
-def test_handle_has_the_signature_of_its_function(namespace):
-    def scenario(library, namespace):
-        return str(inspect.signature(define(namespace, library)))
-
-    both = on_both(scenario, namespace)
-    assert both.ours == str(inspect.signature(scale))
-    assert both.stock == "(*args, **kwargs)"
 
 
 def test_handle_of_a_function_without_a_name_takes_that_of_the_operator(namespace):
@@ -131,13 +121,6 @@ def test_annotations_of_structures_and_of_all_forms(namespace):
             *inspect.signature(handle).parameters,
             "return",
         ]
-
-
-def test_signature_of_the_class_is_how_it_is_made(namespace):
-    op = define(namespace)
-    for cls in (type(op), torchop.CustomOp):
-        assert list(inspect.signature(cls).parameters) == ["definition"]
-    assert "Multiplies by a factor." in pydoc.render_doc(op)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
@@ -240,18 +223,6 @@ def op(x: torch.Tensor) -> torch.Tensor:
     assert doctest.DocTestRunner().run(test) == (0, 1)
 
 
-def test_functools_wraps_copies_the_identity(namespace):
-    op = define(namespace)
-
-    @functools.wraps(op)
-    def wrapper(*args, **kwargs):
-        return op(*args, **kwargs)
-
-    assert wrapper.__name__ == "scale"
-    assert wrapper.__annotations__ == scale.__annotations__
-    assert str(inspect.signature(wrapper)) == str(inspect.signature(scale))
-
-
 def test_call_takes_the_arguments_of_the_function(namespace):
     op = define(namespace)
     assert op(T + 1).tolist() == [3, 3]
@@ -266,13 +237,6 @@ def test_wrong_arguments_are_refused_with_the_schema(namespace, args, kwargs):
     op = define(namespace)
     with pytest.raises(RuntimeError, match=f"{namespace}::op"):
         op(*args, **kwargs)
-
-
-def test_handle_in_a_class_body_is_no_method(namespace):
-    class Holder:
-        op = define(namespace)
-
-    assert Holder().op(T).tolist() == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -48,14 +48,6 @@ def test_fragments_share_a_namespace(namespace):
     assert not is_defined(namespace, "second")
 
 
-def test_impl_defines_nothing(namespace):
-    with (
-        torchop.Library(namespace, "IMPL") as library,
-        pytest.raises(RuntimeError, match="IMPL"),
-    ):
-        library.define("op(Tensor x) -> Tensor")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -92,16 +84,6 @@ def test_library_of_a_key_implements_at_that_key(namespace):
         assert packet(namespace)(T).tolist() == [1, 1]
         with pytest.raises(NotImplementedError):
             packet(namespace)(T.to("meta"))
-
-
-def test_closing_twice_is_closing_once(namespace):
-    library = torchop.Library(namespace, "FRAGMENT")
-    library.define("op(Tensor x) -> Tensor")
-    library.close()
-    with torchop.Library(namespace, "FRAGMENT") as later:
-        later.define("op(Tensor x) -> Tensor")
-        library.close()
-        assert is_defined(namespace)
 
 
 @pytest.mark.parametrize(
@@ -242,12 +224,6 @@ def test_definition_lives_as_long_as_the_library_it_is_given(namespace, make):
     assert not is_defined(namespace)
 
 
-def test_definition_without_a_library_stays(namespace):
-    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    torchop.impl(f"{namespace}::op", TYPE, lambda x: x + 1)
-    assert packet(namespace)(T).tolist() == [1, 1]
-
-
 def test_library_of_another_namespace_is_used_with_a_warning(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         with pytest.warns(UserWarning, match=f"namespace '{namespace}', so the operator is"):
@@ -315,14 +291,6 @@ def test_fallback_is_for_the_global_namespace(namespace):
         pytest.raises(RuntimeError, match="global namespace"),
     ):
         library.fallback(torchop.fallthrough_kernel, "CPU")
-
-
-def test_fallback_needs_a_key_and_a_function():
-    with torchop.Library("_", "IMPL") as library:
-        with pytest.raises(ValueError, match="needs a dispatch key"):
-            library.fallback(torchop.fallthrough_kernel)
-        with pytest.raises(TypeError, match="expects a function"):
-            library.fallback(3, "HPU")
 
 
 def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(namespace):

@@ -125,20 +125,6 @@ def test_modes_get_the_overload_of_the_next_operator(namespace, define):
     library._destroy()
 
 
-def test_results_are_checked_against_the_schema_of_the_next_operator(namespace):
-    with torchop.Library(namespace, "IMPL") as guest:
-        guest.impl("op", lambda x: x + 1, BACKEND)
-        with torchop.Library(namespace, "FRAGMENT") as first:
-            first.define(SCHEMA)
-            held = packet(namespace).default
-            assert torch.equal(held(T), T + 1)
-        with torchop.Library(namespace, "FRAGMENT") as following:
-            following.define("op(Tensor x) -> (Tensor, Tensor)")
-            assert packet(namespace).default is held
-            with pytest.raises(torchop.ResultError, match="must return 2 values"):
-                held(T)
-
-
 def test_held_overload_is_that_of_the_next_operator_if_the_dispatcher_has_it(namespace):
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
         library, held = kept_entry(namespace), packet(namespace).default

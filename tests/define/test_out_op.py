@@ -13,7 +13,6 @@ from torch import Tensor
 from torchgen.model import FunctionSchema, SchemaKind
 
 import torchop
-from tests._support.common import counting, needs_native
 from tests._support.devices import DEVICE
 from tests._support.releases import INPLACE
 from tests.define.families import SAMPLES, bounds, forms_of, sine, write_sine
@@ -80,21 +79,6 @@ def test_family_looks_like_its_kernel(family: torchop.OperatorFamily, namespace:
     assert family.inplace.__doc__.startswith("Overwrites x with the result of write_sine")
 
 
-def test_decorator_and_overload(namespace: str) -> None:
-    @torchop.out_op(f"{namespace}::add.Scalar", like="x", inplace=True)
-    def add(x: Tensor, y: float = 2.0, *, out: Tensor) -> Tensor:
-        return torch.add(x, y, out=out)
-
-    assert [op.name for op in forms_of(add)] == [
-        f"{namespace}::add.Scalar",
-        f"{namespace}::add.Scalar_out",
-        f"{namespace}::add_.Scalar",
-    ]
-    x = torch.zeros(2)
-    assert add(x).tolist() == [2, 2]
-    assert add.inplace(x, 3.0).tolist() == [3, 3]
-
-
 def test_kernel_that_is_not_elementwise_works_in_place_through_a_result_of_its_own(
     namespace: str,
 ) -> None:
@@ -109,27 +93,6 @@ def test_kernel_that_is_not_elementwise_works_in_place_through_a_result_of_its_o
     with pytest.raises(torchop.MutationError, match="refer to a single memory location"):
         reverse(x, out=x)
     assert x.tolist() == [3, 2, 1, 0]
-
-
-def test_packet_finds_the_form(family: torchop.OperatorFamily, namespace: str) -> None:
-    x, out = torch.randn(3), torch.empty(3)
-    packet = getattr(torch.ops, namespace).sin
-    assert packet(x, out=out) is out
-    torch.testing.assert_close(packet(x), out)
-    with pytest.raises(torchop.MutationError, match="shape"):
-        packet(x, out=torch.empty(4))
-
-
-@needs_native
-def test_native_calls_are_guarded_too(family: torchop.OperatorFamily) -> None:
-    x, out = torch.randn(3), torch.empty(3)
-    with counting(family.out) as calls:
-        family.out(x, out=out)
-        with pytest.raises(torchop.MutationError, match="shape"):
-            family.out(x, out=torch.empty(4))
-    assert calls == {"native": 2}
-    explanation = torchop.explain(family.out, x, out=out)
-    assert "write_sine" in explanation.kernels[-1]  # the user's, not what is around it
 
 
 def test_elementwise_kernel_needs_no_memory_in_place(namespace: str) -> None:

@@ -180,31 +180,6 @@ def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
     assert_clean(run_forked(program))
 
 
-def assert_refused_on_both_ways(op, x, error):
-    """A call raises the same error with the same message, native or not."""
-    with torchop.native.disabled(), pytest.raises(error) as expected:
-        op(x)
-    with counting(op) as calls, pytest.raises(error) as got:
-        op(x)
-    assert calls == {"native": 1}
-    assert str(got.value) == str(expected.value)
-
-
-@GRAD
-@pytest.mark.parametrize("result", [None, 3, "text", (), (T, T), [T]], ids=repr)
-def test_wrong_result_is_refused_as_on_the_dispatchers_way(namespace, with_grad, result):
-    op = define(namespace, lambda x: result)
-    op.register_autograd(lambda ctx, grad: grad)
-    assert_refused_on_both_ways(op, inputs(with_grad), torchop.ResultError)
-
-
-@GRAD
-def test_argument_that_is_returned_is_refused_as_on_the_dispatchers_way(namespace, with_grad):
-    op = define(namespace, lambda x: x)
-    op.register_autograd(lambda ctx, grad: grad)
-    assert_refused_on_both_ways(op, inputs(with_grad), torchop.AliasError)
-
-
 @pytest.mark.parametrize(
     "call",
     [

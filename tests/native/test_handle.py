@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import inspect
-import pickle
-import pydoc
 import sys
 import threading
-import typing
 import weakref
 
 import pytest
@@ -157,32 +153,6 @@ def test_compiled_graph_calls_the_operator_natively(op):
 # What a handle is
 
 
-def test_handle_is_one(op):
-    assert isinstance(op, torchop.CustomOp)
-    assert isinstance(op, torch._library.custom_ops.CustomOpDef)
-    assert issubclass(type(op), torchop.CustomOp)
-    assert type(op).__name__ == "CustomOp"
-    assert type(op).__module__ == "torchop"
-    assert callable(op)
-
-
-def test_handle_describes_itself(op, namespace):
-    assert str(inspect.signature(op)) == "(x: 'Tensor', amount: 'float' = 1.0) -> 'Tensor'"
-    assert repr(op).startswith(f"<torchop.CustomOp {namespace}::op(Tensor x, float amount=1.)")
-    assert "Adds an amount." in pydoc.render_doc(op)
-    assert inspect.unwrap(op)(T).tolist() == [1, 1]
-    assert hash(op) == hash(op)
-    assert op == op
-    assert {op: 1}[op] == 1
-
-
-def test_generic_alias_is_that_of_the_class(op):
-    alias = torchop.CustomOp[[Tensor], Tensor]
-    assert typing.get_origin(alias) is torchop.CustomOp
-    assert isinstance(op, typing.get_origin(alias))
-    assert typing.get_origin(type(op)[[Tensor], Tensor]) is type(op)
-
-
 def test_type_is_final_and_makes_no_handles(op):
     with pytest.raises(TypeError, match="not an acceptable base type"):
         type("Mine", (type(op),), {})
@@ -206,16 +176,6 @@ def test_handle_that_changes_back_is_called_as_before(op):
 @torchop.custom_op("test_handle::module_level", mutates_args=())
 def module_level(x: Tensor) -> Tensor:
     return x + 1
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))]
-)
-def test_copies_are_the_handle_itself(duplicate):
-    assert duplicate(module_level) is module_level
-    with counting(module_level) as calls:
-        assert duplicate(module_level)(T).tolist() == [1, 1]
-    assert calls == {"native": 1}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -391,27 +351,6 @@ def test_function_of_an_overload_has_the_attributes_of_what_it_replaced(op, name
         _ = native.absent
 
 
-def test_function_of_an_overload_names_the_module_of_what_it_replaced(op):
-    op(T)
-    native, function = op.overload._op, op.overload._op.dispatch
-    assert native.__module__ == function.__module__
-
-
-def test_torchscript_calls_the_operator(op, namespace):
-    op(T)
-    packet = op.overload.overloadpacket
-
-    def function(x: Tensor) -> Tensor:
-        return packet(x, 2.0)
-
-    scripted = torch.jit.script(function)
-    assert f"{namespace}::op" in str(scripted.graph)
-    assert scripted(T).tolist() == [2, 2]
-    with counting(op) as calls:
-        packet(T)
-    assert calls == {"native": 1}
-
-
 def test_torchscript_of_before_the_first_call_still_runs(op):
     packet = op.overload.overloadpacket
 
@@ -462,16 +401,3 @@ def test_second_overload_after_the_packet_was_switched_is_found(namespace):
     assert packet(T, T).tolist() == [2, 2]
     assert packet(T).tolist() == [1, 1]
     assert packet.two(T, T).tolist() == [2, 2]
-
-
-def test_attributes_of_a_native_handle_can_be_listed(op):
-    """What a debugger does; one of the slots holds no object."""
-    op(T)
-    names = dict(inspect.getmembers(op))
-    assert names["__name__"] == op.__name__
-    assert not {"_native_call", "_native_entry"} & set(dir(op))
-    if sys.version_info >= (3, 11):
-        op.__getstate__()
-    with pytest.raises(AttributeError):
-        del op._native_entry
-    assert op(T).tolist() == op(T).tolist()

@@ -408,17 +408,3 @@ def test_an_object_that_says_it_is_a_tensor_is_not_saved_for_backward(namespace)
     saved[0] = Impostor()
     with pytest.raises(TypeError, match="can only save variables, but argument 0 is of type Impos"):
         op(x)
-
-
-def test_a_handle_with_an_annotation(namespace):
-    def op(x: Tensor, a: Reference) -> Tensor:
-        return x + a.number
-
-    handle = torchop.custom_op(f"{namespace}::op", op, mutates_args=())
-    handle(T, Reference(1))
-    with counting(handle) as calls:
-        assert torch.equal(handle(T, Reference(2)), T + 2)
-        assert torch.equal(getattr(torch.ops, namespace).op(T, Reference(2)), T + 2)
-        with pytest.raises(torchop.ArgumentError, match=r"expected .*Reference, got .*Constant"):
-            handle(T, Constant(2))
-    assert calls == {"native": 2}

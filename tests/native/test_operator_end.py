@@ -17,40 +17,6 @@ pytestmark = needs_native
 T = torch.zeros(2)
 
 
-@pytest.mark.parametrize("called", [False, True])
-def test_replaced_handle_says_so_and_the_new_one_is_native(namespace, called):
-    old = adding(namespace, 1)
-    old_overload = old.overload
-    if called:
-        old(T)
-    new = adding(namespace, 2)
-    for call in (old, old_overload):
-        with pytest.raises(torchop.OperatorGoneError):
-            call(T)
-    with counting(new) as calls:
-        assert new(T).tolist() == [2, 2]
-        assert new.overload(T).tolist() == [2, 2]
-        assert getattr(torch.ops, namespace).op(T).tolist() == [2, 2]
-    assert calls == {"native": 3}
-    with pytest.raises(torchop.OperatorGoneError):
-        old(T)
-
-
-@pytest.mark.parametrize("made_by", [torchop.Library, torch.library.Library])
-@pytest.mark.parametrize("called", [False, True])
-def test_handle_of_a_closed_library_says_so(namespace, made_by, called):
-    library = made_by(namespace, "FRAGMENT")
-    op = adding(namespace, lib=library)
-    held = [op, op.overload, op.overload.overloadpacket]
-    if called:
-        assert [call(T).tolist() for call in held] == [[1, 1]] * 3
-    library._destroy()
-    for call in held:
-        with pytest.raises(torchop.OperatorGoneError, match="was deregistered"):
-            call(T)
-    assert "deregistered" in repr(op)
-
-
 # A library tries to close once: each test gets one try.
 def assert_closing_is_refused(op, call):
     """That a native call which closes the library of its operator raises."""

@@ -13,7 +13,6 @@ import torchop
 from tests._support.common import assert_clean, needs_native
 from tests._support.devices import BACKEND
 from tests._support.forking import run_forked
-from torchop._compat import overload_functions
 from torchop._native import switch
 
 pytestmark = needs_native
@@ -63,21 +62,6 @@ def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
     assert not any("OpOverload" in name for name in frames)
 
 
-@pytest.mark.parametrize("first", ["overload", "overloadpacket"])
-def test_nor_is_there_one_after_a_first_call_that_was_not_native(first, uncalled, frames):
-    call = getattr(uncalled.overload, first, uncalled.overload)
-    call(T)
-    call(T)
-    assert not any("OpOverload" in name for name in frames)
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_class_keeps_its_call(cls):
-    assert cls in overload_functions.forwarding_classes()
-    assert cls.__call__.__qualname__ == f"{cls.__name__}.__call__"
-    assert "__call__" in vars(cls)
-
-
 def test_another_call_that_somebody_gives_the_class_is_honoured():
     # In a process of its own: what the slot was is not put back.
     script = """
@@ -109,13 +93,6 @@ def test_another_call_that_somebody_gives_the_class_is_honoured():
             assert seen == [called]
         """
     assert_clean(run_forked(script))
-
-
-def test_operators_of_others_are_called_as_ever():
-    assert torch.equal(torch.ops.aten.add.Tensor(T, T, alpha=2), T + 2 * T)
-    assert torch.equal(torch.ops.aten.add(T, T, alpha=2), T + 2 * T)
-    with pytest.raises(RuntimeError, match=r"aten::neg\(\) is missing value for argument 'self'"):
-        torch.ops.aten.neg.default()
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -155,17 +132,6 @@ def test_a_call_that_skips_torch_functions_does_not_have_the_kernel_skip_them(na
         expected = calls_seen()
     assert Tensor.mul in expected[1] or torch.mul in expected[1], expected
     assert calls_seen() == expected
-
-
-def test_an_object_without_a_function_says_so_itself():
-    with pytest.raises(AttributeError, match="no attribute"):
-        OpOverload.__new__(OpOverload)(T)
-
-
-def test_no_further_class_is_shortened():
-    with pytest.raises(RuntimeError, match="two classes was replaced"):
-        switch.native_module().patch_calls(int, print)
-    assert int("7") == 7
 
 
 def overload(namespace, name, count, amount):

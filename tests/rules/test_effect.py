@@ -109,15 +109,6 @@ def test_effect_is_declared_at_the_definition(namespace, effects):
     assert "effect ORDERED" in repr(op)
 
 
-@pytest.mark.parametrize("effects", ["none", None])
-def test_no_effect_is_declared_at_the_definition(namespace, effects):
-    op = torchop.custom_op(
-        f"{namespace}::op", torch.clone, schema=SAME, mutates_args=(), effects=effects
-    )
-    assert not has_effects(op.overload)
-    assert ("no effect" in repr(op)) is (effects == "none")
-
-
 SAME = "(Tensor x) -> Tensor"
 
 
@@ -172,11 +163,6 @@ def test_warning_that_is_an_error_leaves_nothing_behind(namespace):
     with pytest.raises(torchop.SchemaWarning):
         torchop.custom_op(f"{namespace}::op", print, schema="() -> ()", mutates_args=())
     assert not hasattr(getattr(torch.ops, namespace), "op")
-
-
-def test_definition_again_starts_without_the_effect(namespace):
-    define(namespace).register_effect(ORDERED)
-    assert not has_effects(define(namespace).overload)
 
 
 def test_composite_kernel_would_be_traced_through(namespace):
@@ -252,11 +238,6 @@ def test_closing_library_brings_back_the_effect_before(namespace):
         torchop.register_effect(op, None, lib=library)
         assert not has_effects(op.overload)
     assert has_effects(op.overload)
-
-
-def test_operator_that_nobody_defined_is_refused(namespace):
-    with pytest.raises(torchop.OperatorNotFoundError):
-        torchop.register_effect(f"{namespace}::absent", ORDERED)
 
 
 def test_handle_says_its_effect(namespace):

@@ -101,12 +101,6 @@ def test_a_compiler_sees_the_body_and_the_program_the_operator(namespace):
     assert seen == [op.overload]
 
 
-def test_opaque_is_the_default(namespace):
-    op = define(namespace, "opaque")
-    op.register_fake(like="x")
-    assert run(op, X)[1] == [f"{namespace}.op.default"]
-
-
 @pytest.mark.parametrize(
     ("choice", "inlined"),
     [
@@ -132,17 +126,6 @@ def test_inductor_fuses_the_body(namespace):
         result, (code, *_) = run_and_get_code(compiled, X)
         torch.testing.assert_close(result, (X + 1).sin() * 4)
         assert (f"torch.ops.{namespace}_{calls}" in code) is bool(calls)
-
-
-def test_names_of_backends(namespace):
-    op = define(namespace, {"aot_eager": "inline"})
-    calls = []
-    op.register_kernel(None, lambda x, scale=2.0: calls.append(x) or x.sin() * scale)
-    torch.compile(op, backend="aot_eager", fullgraph=True)(X)
-    assert not calls
-    torch._dynamo.reset()
-    torch.compile(op, backend="eager", fullgraph=True)(X)
-    assert len(calls) == 1
 
 
 def test_an_exported_program_holds_the_operator(namespace):
@@ -190,13 +173,6 @@ def test_gradients_follow_the_registered_formula(namespace):
     torch.testing.assert_close(x.grad, 100 * X)
     assert not any(namespace in target for target in targets)
     assert "aten.sin.default" in targets
-
-
-def test_without_a_formula_training_fails_as_it_does_in_eager_mode(namespace):
-    op = define(namespace)
-    x = X.clone().requires_grad_()
-    with pytest.raises(Exception, match=f"Trying to backward through {namespace}::op"):
-        run(op, x)[0].sum().backward()
 
 
 def test_the_function_is_the_fake_kernel_until_there_is_another(namespace):

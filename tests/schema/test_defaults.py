@@ -10,12 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import torchop
-from tests._support import strategies
 from torchop import SchemaError
 from torchop._compat import schemas
 from torchop._schema import defaults
@@ -78,28 +75,6 @@ def test_a_default_is_written_so_that_the_parser_reads_it_back(
 ) -> None:
     assert defaults.render(value, schema_type) == text
     assert read(text, schema_type) == (list(value) if isinstance(value, tuple) else value)
-
-
-def test_a_device_may_be_named_by_a_string() -> None:
-    assert defaults.render("cuda:1", "Device") == '"cuda:1"'
-
-
-@strategies.stable
-@given(strategies.nasty_text)
-def test_every_string_is_read_back(text: str) -> None:
-    assert read(defaults.render(text, "str"), "str") == text
-
-
-@strategies.stable
-@given(strategies.floats)
-def test_every_finite_float_is_read_back_to_the_last_bit(value: float) -> None:
-    assert repr(read(defaults.render(value, "float"), "float")) == repr(value)
-
-
-@strategies.stable
-@given(st.lists(strategies.integers, max_size=4))
-def test_every_list_of_64_bit_integers_is_read_back(values: list[int]) -> None:
-    assert read(defaults.render(values, "SymInt[]"), "SymInt[]") == values
 
 
 @pytest.mark.parametrize(
@@ -167,12 +142,6 @@ def test_same_default_compares_what_is_meant(own: Any, argument: str, same: bool
 # Binding
 
 
-def test_a_function_stays_itself_where_the_schema_has_no_default() -> None:
-    def function(x, n=3, *, scale=0.5): ...
-
-    assert defaults.bind(function, parse("(Tensor x, int n, *, float s) -> Tensor")) is function
-
-
 def none(x, n, *, scale):
     return x, n, scale
 
@@ -234,14 +203,6 @@ def test_a_bound_function_sees_the_defaults_of_the_schema(function: Any) -> None
     assert bound("x", 7) == ("x", 7, 0.5)
     assert bound("x", scale=2.0) == ("x", 3, 2.0)
     assert bound.__wrapped__ is function
-
-
-def test_a_bound_rule_keeps_the_parameters_that_come_first() -> None:
-    def rule(info, in_dims, x, n=4):
-        return info, in_dims, x, n
-
-    schema = parse("(Tensor x, int n=3) -> Tensor")
-    assert defaults.bind(rule, schema, leading=2)("info", (0,), "x") == ("info", (0,), "x", 3)
 
 
 @pytest.mark.parametrize("passed", [{}, {"n": 3}, {"n": 5}])

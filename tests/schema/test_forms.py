@@ -100,22 +100,6 @@ def test_results_are_the_tensors_that_were_given(
     assert results[1] is high
 
 
-def test_versions_are_counted(inplace_op: Any, out_op: Any) -> None:
-    x, out = torch.zeros(3), torch.empty(3)
-    before = x._version, out._version
-    inplace_op(x, x)
-    out_op(x, out=out)
-    assert x._version > before[0]
-    assert out._version > before[1]
-
-
-def test_fake_kernel_is_not_needed(inplace_op: Any, out_op: Any) -> None:
-    with FakeTensorMode():
-        x, out = torch.randn(3), torch.empty(3)
-        assert inplace_op(x, x) is x
-        assert out_op(x, out=out) is out
-
-
 def test_registered_fake_kernel_warns_and_is_used(inplace_op: Any) -> None:
     with pytest.warns(UserWarning, match=r"torch\.Tag\.inplace.*needs no fake kernel"):
         inplace_op.register_fake(lambda x, y: x.clone())
@@ -140,26 +124,6 @@ def test_the_fake_kernel_of_the_tag_gives_way(inplace_op: Any) -> None:
         torchop.register_fake(inplace_op, lambda x, y: x.clone(), allow_override=False)
     with pytest.raises(RuntimeError, match=r"has a fake impl registered at .*test_forms"):
         torchop.register_fake(inplace_op, lambda x, y: x, allow_override=False)
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_equals_eager(inplace_op: Any, out_op: Any, backend: str) -> None:
-    torch._dynamo.reset()
-
-    def function(x: Tensor, out: Tensor) -> Tensor:
-        inplace_op(x, torch.ones_like(x))
-        return out_op(x * 2, out=out) + x
-
-    eager, compiled = [torch.zeros(3), torch.empty(3)], [torch.zeros(3), torch.empty(3)]
-    expected = function(*eager)
-    result = torch.compile(function, backend=backend, fullgraph=True)(*compiled)
-    torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(compiled, eager)
-
-
-def test_opcheck_passes(inplace_op: Any, out_op: Any) -> None:
-    torchop.opcheck(inplace_op, (torch.randn(3), torch.randn(3)))
-    torchop.opcheck(out_op, (torch.randn(3),), {"out": torch.empty(3)})
 
 
 def test_inplace_backward_names_the_missing_formula(inplace_op: Any) -> None:

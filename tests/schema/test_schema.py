@@ -19,77 +19,6 @@ def parse(text: str) -> Schema:
     return Schema(schemas.parse(text), text)
 
 
-def test_arguments_are_split_by_how_they_are_passed() -> None:
-    schema = parse("ns::f.small(Tensor x, int n=3, *, float scale, str? mode=None) -> Tensor")
-    assert [a.name for a in schema.arguments] == ["x", "n", "scale", "mode"]
-    assert [a.name for a in schema.positional] == ["x", "n"]
-    assert [a.name for a in schema.keyword_only] == ["scale", "mode"]
-    assert [a.has_default for a in schema.arguments] == [False, True, False, True]
-
-
-def test_the_arguments_as_they_are_written() -> None:
-    schema = parse(r"""f(Tensor x, str sep=") -> (", *, int[2] n=[1, 2]) -> Tensor""")
-    assert schema.written_arguments == ["Tensor x", 'str sep=") -> ("', "*", "int[2] n=[1, 2]"]
-
-
-@pytest.mark.parametrize(
-    ("written", "kind"),
-    [
-        ("Tensor", "Tensor"),
-        ("Tensor(a!)", "Tensor"),
-        ("Tensor?", "Optional[Tensor]"),
-        ("Tensor[]", "List[Tensor]"),
-        ("Tensor?[]", "List[Optional[Tensor]]"),
-        ("Tensor[]?", "Optional[List[Tensor]]"),
-        ("int", "int"),
-        ("SymInt", "int"),
-        ("SymInt[]", "List[int]"),
-        ("int[2]", "List[int]"),
-        ("Scalar", "number"),
-        ("ScalarType", "ScalarType"),
-        ("Device?", "Optional[Device]"),
-    ],
-)
-def test_the_kind_of_an_argument_is_its_type_without_marks(written: str, kind: str) -> None:
-    (argument,) = parse(f"f({written} x) -> ()").arguments
-    assert argument.kind == kind
-    assert argument.holds_tensors == ("Tensor" in written)
-    assert argument.is_tensor_list == written.startswith(("Tensor[", "Tensor?["))
-
-
-@pytest.mark.parametrize(
-    ("text", "mutated", "mutable", "view", "functional"),
-    [
-        ("f(Tensor x) -> Tensor", (), False, False, True),
-        ("f(Tensor x) -> ()", (), False, False, False),
-        ("f(Tensor(a!) x, Tensor y) -> ()", ("x",), True, False, False),
-        ("f(Tensor(a!) x, Tensor(b!)[] y) -> Tensor", ("x", "y"), True, False, False),
-        ("f(Tensor(a!) x) -> Tensor(a!)", ("x",), True, False, False),
-        ("f(Tensor(a) x) -> Tensor(a)", (), False, True, False),
-        ("f(int n) -> Tensor[]", (), False, False, True),
-    ],
-)
-def test_mutation_and_aliasing_are_read_from_the_marks(
-    text: str, mutated: tuple[str, ...], mutable: bool, view: bool, functional: bool
-) -> None:
-    schema = parse(text)
-    assert schema.mutated == mutated
-    assert (schema.is_mutable, schema.is_view, schema.is_functional) == (mutable, view, functional)
-
-
-@pytest.mark.parametrize(
-    ("text", "returns"),
-    [
-        ("f() -> ()", ()),
-        ("f() -> Tensor", ("Tensor",)),
-        ("f() -> (Tensor out, SymInt[] sizes)", ("Tensor", "List[int]")),
-        ("f() -> ((Tensor))", ("Tuple[Tensor]",)),
-    ],
-)
-def test_results_are_their_types(text: str, returns: tuple[str, ...]) -> None:
-    assert parse(text).returns == returns
-
-
 @pytest.mark.parametrize(
     ("written", "value"),
     [
@@ -117,15 +46,6 @@ def test_a_default_is_what_a_kernel_should_see(written: str, value: Any) -> None
     assert argument.has_default
     assert argument.default == value
     assert type(argument.default) is type(value)
-
-
-def test_the_text_is_pytorchs_and_what_was_written_is_kept() -> None:
-    # PyTorch prints é as something that it cannot read again.
-    schema = parse('f(Tensor x, str mode="é") -> Tensor')
-    assert str(schema) == schema.text
-    assert schema.text.startswith("f(Tensor x, str mode=")
-    assert schema.written == 'f(Tensor x, str mode="é") -> Tensor'
-    assert Schema(schemas.parse(schema.written)).written == schema.text
 
 
 @strategies.stable

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Optional
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -195,42 +195,3 @@ def test_an_annotation_that_is_no_type_is_refused(place: str, annotation: str, r
     assert f"It is not a type. Evaluating it for {place} raised: " in message
     assert reason in message
     assert len(message) < 400
-
-
-# --------------------------------------------------------------------------------------------------
-# In messages
-
-
-@pytest.mark.parametrize(
-    ("function", "text"),
-    [
-        (crop, f"{__name__}.crop"),
-        (Cropper().method, f"{__name__}.Cropper.method"),
-        (Cropper(), "this Cropper"),
-        (functools.partial(crop), "this partial"),
-        (len, "builtins.len"),
-    ],
-)
-def test_a_function_is_spelled_by_its_name_or_type(function: Any, text: str) -> None:
-    assert signatures.spell_function(function) == text
-
-
-def test_a_long_name_keeps_its_end() -> None:
-    function = strategies.make_function(f"def {'long_' * 100}crop(): ...")
-    text = signatures.spell_function(function)
-    assert text.startswith("...")
-    assert text.endswith("long_crop")
-    assert len(text) == 80
-
-
-@pytest.mark.parametrize(
-    ("text", "short"), [("", ""), ("abcde", "abcde"), ("abcdef", "ab..."), ("a" * 1000, "aa...")]
-)
-def test_shorten_keeps_the_start(text: str, short: str) -> None:
-    assert signatures.shorten(text, 5) == short
-
-
-def test_a_note_on_a_type_is_ignored() -> None:
-    def scale(x: Annotated[Tensor, "n m"]) -> Annotated[Tensor, "n m"]: ...
-
-    assert annotations(scale) == [Tensor, Tensor]

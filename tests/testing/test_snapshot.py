@@ -126,14 +126,6 @@ def test_one_bit_is_found_in_every_kind(make: Callable[[], Tensor]) -> None:
     assert "Name it in mutates_args" in said
 
 
-@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
-def test_one_bit_is_found_in_every_part_of_a_sparse_tensor(make: Callable[[], Tensor]) -> None:
-    for index in range(len(snapshot_module._parts(make()))):
-        said = change(lambda x, index=index: flip_a_bit(snapshot_module._parts(x)[index]), make())
-        assert said is not None
-        assert "the kernel changed its values" in said
-
-
 @pytest.mark.parametrize("make", LEFT_OUT.values(), ids=LEFT_OUT)
 def test_what_cannot_be_compared_is_left_out(make: Callable[[], Tensor]) -> None:
     x = make()
@@ -141,10 +133,6 @@ def test_what_cannot_be_compared_is_left_out(make: Callable[[], Tensor]) -> None
     said = change(lambda x, y: y.add_(1), x, torch.ones(2), of=schema("(Tensor x, Tensor y) -> ()"))
     assert said is not None
     assert "Argument y" in said
-
-
-def test_tensors_inside_a_transform_are_left_out() -> None:
-    torch.vmap(lambda x: (change(lambda x: x.add_(1), x), x)[1])(torch.ones(2, 2))
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -204,14 +192,6 @@ LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
-def test_layout_counts(write: Callable[[Tensor], Any], verb: str, words: str) -> None:
-    said = change(write, torch.zeros(2, 3))
-    assert said is not None
-    assert f"the kernel {verb} its {words.format('')}" in said
-    assert "An operator must not change its arguments in this way." in said
-
-
-@pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
 @pytest.mark.parametrize(
     ("text", "args", "place"),
     [
@@ -260,18 +240,6 @@ def test_an_operator_tagged_inplace_view_may_change_the_layout() -> None:
         snapshot.check("aten::add_.Tensor")
 
 
-def test_metadata_counts() -> None:
-    said = str(change(lambda x: x.requires_grad_(), torch.zeros(2, 3)))
-    assert "the kernel changed its requires_grad, from False to True" in said
-
-
-def test_sparse_metadata_counts() -> None:
-    x = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,))
-    assert "coalesced flag" in str(change(lambda x: x._coalesced_(True), x))
-    x = torch.eye(2).to_sparse()._coalesced_(False)
-    assert "strides" in str(change(lambda x: x.add_(x), x))
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory that tensors share
 
@@ -281,23 +249,6 @@ def test_memory_around_a_view_counts() -> None:
     assert said is not None
     assert "the kernel wrote into its storage, outside the elements of this view" in said
     assert "first at" not in said
-
-
-def test_memory_between_the_elements_of_a_view_counts() -> None:
-    said = change(lambda x: x._base[1].add_(1), torch.zeros(6)[::2])
-    assert said is not None
-    assert "outside the elements of this view" in said
-
-
-def test_memory_far_away_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_module, "MARGIN", 8)
-    base = torch.zeros(1000)
-    (memory,) = Snapshot(ONE, (base[500:502],), {})._memories
-    assert (memory.start, memory.before.numel()) == (500 * 4 - 8, 8 + 8 + 8)
-    assert change(lambda x: base[502].add_(1), base[500:502]) is not None
-    assert change(lambda x: base.view(-1)[600].add_(1) and None, base[500:502].detach()) is not None
-    base = torch.zeros(1000)
-    assert change(lambda x: base.numpy()[600:].fill(1), base[500:502]) is None
 
 
 def test_memory_beside_a_mutable_view_counts_too() -> None:
@@ -337,37 +288,8 @@ def test_an_input_may_change_where_it_is_the_mutable_one_too(x: slice, out: slic
     assert "outside the elements of this view" in said
 
 
-def test_an_expanded_mutable_input_allows_its_memory() -> None:
-    base = torch.zeros(3)
-    assert change(lambda x, out: base.add_(1), base, base.expand(2, 3), of=TWO) is None
-
-
-def test_memory_that_numpy_shares_with_a_mutable_input_is_allowed() -> None:
-    array = np.zeros(4, dtype=np.float32)
-    x, out = torch.from_numpy(array), torch.from_numpy(array[1:])
-    assert change(lambda x, out: out.add_(1), x, out, of=TWO) is None
-
-
-def test_the_same_tensor_twice_is_named_once() -> None:
-    x = torch.zeros(2)
-    said = change(lambda x, y: y.add_(1), x, x, of=schema("(Tensor x, Tensor y) -> ()"))
-    assert said is not None
-    assert "Argument x " in said
-
-
 # --------------------------------------------------------------------------------------------------
 # Arguments
-
-
-def test_the_place_in_a_list_is_named() -> None:
-    of = schema("(Tensor?[] xs, Tensor(a!)[] out, int n, *, Tensor? y=None) -> ()")
-    xs = [None, torch.zeros(2), torch.zeros(2)]
-    out = [torch.zeros(2)]
-    assert change(lambda xs, out, n, y: out[0].add_(1), xs, out, 1, y=None, of=of) is None
-    assert "Argument xs is not" in str(change(lambda xs, *_: xs[2].add_(1), xs, out, 1, of=of))
-    assert "input 'xs[2]'" in str(change(lambda xs, *_: xs[2].add_(1), xs, out, 1, of=of))
-    said = change(lambda xs, out, n, y: y.add_(1), xs, out, 1, y=torch.zeros(1), of=of)
-    assert "input 'y'" in str(said)
 
 
 def test_no_room_for_a_copy_leaves_the_contents_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,12 +317,3 @@ def test_modes_of_the_user_do_not_see_the_comparison() -> None:
     with Counting() as mode:
         Snapshot(ONE, (x,), {}).check("ns::op")
     assert mode.calls == 0
-
-
-@pytest.mark.cuda
-def test_a_graph_that_is_captured_is_left_alone() -> None:
-    x = torch.zeros(3, device="cuda")
-    assert change(lambda x: x.add_(1), x) is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        assert change(lambda x: x.add_(1), x) is None

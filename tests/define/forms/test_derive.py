@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests._support.combinations import BACKENDS
@@ -114,17 +110,6 @@ def test_device_without_kernel_is_reported_by_the_functional_operator(namespace:
         op.derive_out()(x, out0=torch.empty(2, 2), out1=torch.empty(2))
 
 
-def test_identity(scale: Any) -> None:
-    inplace, out = scale.derive_inplace(), scale.derive_out()
-    assert inplace.__name__ == "scale_"
-    assert out.__name__ == "scale_out"
-    assert out.__module__ == scale.__module__
-    assert list(inspect.signature(out).parameters) == ["x", "factor", "offset", "out"]
-    assert out.__doc__ == "Writes the result of scale into out, and returns that.\n\nScales."
-    assert copy.deepcopy(out) is out
-    assert pickle.loads(pickle.dumps(inplace)) is inplace
-
-
 @pytest.mark.parametrize("backend", [None, *BACKENDS])
 def test_inplace_form_differentiates_through_the_formula(scale: Any, backend: str | None) -> None:
     torch._dynamo.reset()
@@ -175,35 +160,6 @@ def test_compiled_equals_eager(scale: Any, two: Any, backend: str, dynamic: bool
     torch.testing.assert_close(compiled, eager)
 
 
-def test_exported(scale: Any) -> None:
-    inplace, out = scale.derive_inplace(), scale.derive_out()
-
-    class Module(torch.nn.Module):
-        def forward(self, x: Tensor, buffer: Tensor) -> Tensor:
-            return inplace(x + 1) + out(x, out=buffer)
-
-    x, buffer = torch.ones(2), torch.empty(2)
-    program = torch.export.export(Module(), (x, buffer)).run_decompositions({})
-    assert program.module()(x, buffer).tolist() == [6, 6]
-    assert buffer.tolist() == [2, 2]
-
-
-def test_fake_results_are_those_of_the_functional_operator(scale: Any, namespace: str) -> None:
-    inplace, out = scale.derive_inplace(), scale.derive_out()
-    with FakeTensorMode():
-        x, buffer = torch.randn(3), torch.empty(3)
-        assert inplace(x) is x
-        assert out(x, out=buffer) is buffer
-        with pytest.raises(torchop.MutationError, match="dtype"):
-            out(x, out=torch.empty(3, dtype=torch.int))
-    without = torchop.custom_op(f"{namespace}::split", split, mutates_args=()).derive_out()
-    with FakeTensorMode():
-        x = torch.randn(3, 2)
-        outputs = {"out0": x.clone(), "out1": x[0].clone()}
-        with pytest.raises(torchop.MissingFakeError, match=f"{namespace}::split"):
-            without(x, **outputs)
-
-
 def test_what_does_not_fit_is_refused_untouched(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::mean", mutates_args=())
     def mean(x: Tensor) -> Tensor:
@@ -228,15 +184,6 @@ def test_what_does_not_fit_is_refused_untouched(namespace: str) -> None:
         out(x, out=torch.zeros(3, requires_grad=True))
     assert x.unique().tolist() == [1]
     assert buffer.unique().tolist() == [0]
-
-
-def test_output_may_be_an_input_as_a_whole(scale: Any) -> None:
-    out = scale.derive_out()
-    x = torch.ones(4)
-    assert out(x, out=x) is x
-    assert x.tolist() == [2, 2, 2, 2]
-    with pytest.raises(torchop.MutationError, match="input tensor and the written-to tensor"):
-        out(x[1:], out=x[:-1])
 
 
 REFUSED = {

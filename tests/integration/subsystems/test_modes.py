@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import torchop
 from tests._support.common import on_both
@@ -48,36 +46,6 @@ def mix(namespace: str) -> torchop.CustomOp:
 # Fake tensors
 
 
-def test_under_a_fake_mode_the_fake_kernel_answers(mix):
-    mode = FakeTensorMode()
-    x = mode.from_tensor(torch.ones(2, 3))
-    with mode:
-        result = mix(x, x)
-    assert isinstance(result, FakeTensor)
-    assert result.shape == (2, 3)
-
-
-def test_fake_inputs_alone_are_enough(mix):
-    mode = FakeTensorMode()
-    x = mode.from_tensor(torch.ones(2, 3))
-    result = mix(x, x)
-    assert isinstance(result, FakeTensor)
-    assert result.fake_mode is mode
-
-
-def test_a_factory_is_fake_under_a_fake_mode(namespace):
-    @torchop.custom_op(f"{namespace}::ramp", mutates_args=())
-    def ramp(length: int, device: torch.device) -> Tensor:
-        return torch.arange(length, device=device)
-
-    ramp.register_fake(lambda length, device: torch.empty(length, device=device, dtype=torch.int64))
-    with FakeTensorMode():
-        result = ramp(5, "cuda")  # a device that need not exist
-        assert isinstance(result, FakeTensor)
-        assert (result.shape, result.device.type) == ((5,), "cuda")
-    assert ramp(3, "cpu").tolist() == [0, 1, 2]
-
-
 def test_gradients_are_fake_under_a_fake_mode(mix):
     mode = FakeTensorMode()
     x = mode.from_tensor(torch.ones(2, requires_grad=True))
@@ -92,23 +60,6 @@ def test_a_real_tensor_beside_a_fake_one_is_refused_as_for_any_operator(mix):
     fake = mode.from_tensor(real)
     with mode, pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"):
         mix(fake, real)
-
-
-def test_a_size_that_depends_on_data_needs_a_shape_environment(namespace):
-    @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
-    def nonzero(x: Tensor) -> Tensor:
-        return torch.nonzero(x)
-
-    @nonzero.register_fake
-    def _(x):
-        return x.new_empty([torchop.get_ctx().new_dynamic_size(), x.dim()], dtype=torch.int64)
-
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        result = nonzero(mode.from_tensor(torch.ones(2, 3)))
-        assert isinstance(result.shape[0], torch.SymInt)
-        assert result.shape[1] == 2
-    with FakeTensorMode() as mode, pytest.raises(RuntimeError, match="nonzero"):
-        nonzero(mode.from_tensor(torch.ones(2, 3)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,20 +160,6 @@ def test_nested_dispatch_modes_see_it_from_the_inside_out(mix):
     assert order == [("inner", mix.overload), ("outer", mix.overload)]
 
 
-def test_a_rule_for_a_mode_takes_the_place_of_its_own_handler(mix):
-    @mix.register_torch_dispatch(Watch)
-    def _(mode, func, types, args, kwargs):
-        mode.seen.append("rule")
-        return torch.full_like(args[0], 42.0)
-
-    x = torch.ones(2)
-    with Watch() as watch:
-        result = mix(x, x)
-    assert watch.seen == ["rule"]
-    assert result.tolist() == [42.0, 42.0]
-    assert mix(x, x).tolist() == [1.0, 1.0]
-
-
 def test_a_function_mode_sees_the_overload(mix):
     seen = []
 
@@ -282,22 +219,6 @@ def test_a_gradient_flows_through_a_subclass(mix):
     assert (x.grad.a.tolist(), x.grad.b.tolist()) == ([0.0, 0.0], [0.25, 0.25])
 
 
-def test_a_rule_teaches_an_operator_to_a_subclass_that_does_not_know_it(mix):
-    x = Refuses(torch.zeros(2), torch.ones(2))
-    with pytest.raises(NotImplementedError, match=f"Refuses does not know {mix.overload}"):
-        mix(x, x)
-
-    @mix.register_torch_dispatch(Refuses)
-    def _(cls, func, types, args, kwargs):
-        assert (cls, func) == (Refuses, mix.overload)
-        x, y = args[:2]
-        return Refuses(func(x.a, y.a), func(x.b, y.b))
-
-    result = mix(x, x)
-    assert isinstance(result, Refuses)
-    assert (result.a.tolist(), result.b.tolist()) == ([0.0, 0.0], [1.0, 1.0])
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_subclass_is_compiled_with_a_rule_and_without(mix, compiled):
     backend = torch.compile(backend="aot_eager", fullgraph=True) if compiled else lambda f: f
@@ -320,34 +241,8 @@ def test_a_subclass_without_handlers_is_kept_as_for_any_operator(mix):
     assert type(mix(x, x)) is type(x + x) is Tagged
 
 
-def test_a_parameter_is_taken_as_a_tensor(mix):
-    parameter = torch.nn.Parameter(torch.ones(2))
-    result = mix(parameter, torch.zeros(2))
-    assert type(result) is Tensor
-    result.sum().backward()
-    assert parameter.grad.tolist() == [0.5, 0.5]
-
-
 # --------------------------------------------------------------------------------------------------
 # Counting and profiling
-
-
-def test_the_flop_counter_asks_a_formula_of_the_operator(namespace):
-    @torchop.custom_op(f"{namespace}::matmul", mutates_args=())
-    def matmul(a: Tensor, b: Tensor) -> Tensor:
-        return a @ b
-
-    def flops(a_shape, b_shape, *args, out_shape=None, **kwargs):
-        return 2 * a_shape[0] * a_shape[1] * b_shape[1]
-
-    a, b = torch.ones(2, 3), torch.ones(3, 4)
-    packet = matmul.overload.overloadpacket
-    with FlopCounterMode(display=False) as without:
-        matmul(a, b)
-    with FlopCounterMode(display=False, custom_mapping={packet: flops}) as with_formula:
-        matmul(a, b)
-    assert without.get_total_flops() == 0  # nothing of the kernel is seen
-    assert with_formula.get_total_flops() == 2 * 2 * 3 * 4
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -377,26 +272,6 @@ def test_a_jit_trace_records_the_operator(mix, namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Views that are not what they hold
-
-
-def test_a_kernel_gets_conjugate_and_negative_views_resolved(namespace):
-    bits = []
-
-    @torchop.custom_op(f"{namespace}::copy", mutates_args=())
-    def copy(x: Tensor) -> Tensor:
-        bits.append((x.is_conj(), x.is_neg()))
-        return torch.from_numpy(x.numpy().copy())
-
-    x = torch.tensor([1 + 2j, 3 - 4j])
-    assert copy(x.conj()).tolist() == [1 - 2j, 3 + 4j]
-    negative = torch._neg_view(torch.tensor([1.0, -2.0]))
-    assert copy(negative).tolist() == [-1.0, 2.0]
-    assert copy(x.conj().imag).tolist() == [-2.0, 4.0]
-    assert bits == [(False, False)] * 3
-
-
-# --------------------------------------------------------------------------------------------------
 # Autocast
 
 
@@ -410,38 +285,6 @@ def _dtypes(namespace: str) -> tuple[torchop.CustomOp, list[Any]]:
 
     see.register_fake(lambda x, ys, *, scale=1.0: torch.empty_like(x))
     return see, seen
-
-
-def test_without_a_rule_autocast_leaves_the_inputs_alone(namespace):
-    see, seen = _dtypes(namespace)
-    with torch.autocast(TYPE, dtype=torch.bfloat16):
-        assert see(torch.ones(2), [torch.ones(2)]).dtype is torch.float32
-    assert seen == [(torch.float32, torch.float32, True)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_rule_casts_every_eligible_input_and_switches_autocast_off_inside(namespace, dtype):
-    see, seen = _dtypes(namespace)
-    see.register_autocast(TYPE, dtype)
-    with torch.autocast(TYPE, dtype=torch.bfloat16):
-        others = [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)]
-        result = see(torch.ones(2), [torch.ones(2), *others], scale=2.0)
-    assert seen == [(dtype, dtype, torch.float64, torch.int64, False)]
-    assert (result.dtype, result.tolist()) == (dtype, [2.0, 2.0])
-    see(torch.ones(2), [])
-    assert seen[1:] == [(torch.float32, False)]
-
-
-def test_a_gradient_comes_back_in_the_dtype_of_the_input(namespace):
-    see, _ = _dtypes(namespace)
-    see.register_autocast(TYPE, torch.bfloat16)
-    see.register_autograd(lambda ctx, grad: (grad, None))
-    x = torch.ones(2, requires_grad=True)
-    with torch.autocast(TYPE, dtype=torch.bfloat16):
-        result = see(x, [])
-    assert result.dtype is torch.bfloat16
-    result.sum().backward()
-    assert x.grad.dtype is torch.float32
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

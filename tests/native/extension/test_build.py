@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import signal
 import subprocess
 import sys
@@ -148,35 +147,6 @@ def test_lock_file_that_cannot_be_written(make: Make, target: Path) -> None:
         make().run_in_cache()
 
 
-def test_without_locks_every_process_compiles(
-    make: Make, copying_compiler: Path, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("this drive has no locks")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    make().run_in_cache()
-    assert target.exists()
-
-
-def test_server_that_the_compiler_starts_is_not_waited_for(
-    make: Make, compiler: Compiler, built: Path, target: Path
-) -> None:
-    compiler(f'setsid sleep 20 & cp {built} "$target"')
-    started = time.monotonic()
-    make().run_in_cache()
-    assert time.monotonic() - started < 15
-
-
-def test_a_build_in_the_background_leaves_the_processor_to_others(
-    source: Path, compiler: Compiler, built: Path, target: Path, tmp_path: Path
-) -> None:
-    files.make_cache_folder()
-    compiler(f'nice > {tmp_path}/niceness; cp {built} "$target"')
-    Build(make_recipe(source), target, background=True).run()
-    assert int((tmp_path / "niceness").read_text()) == min(os.nice(0) + 10, 19)
-
-
 def test_compiler_runs_in_a_folder_of_its_own(
     make: Make, compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,15 +156,6 @@ def test_compiler_runs_in_a_folder_of_its_own(
         make().run_in_cache()
     folders = {Path(line) for line in (tmp_path / "folder").read_text().splitlines()}
     assert [folder.suffix for folder in folders] == [".build"]
-
-
-def test_last_lines_of_the_compiler_are_the_message(make: Make, compiler: Compiler) -> None:
-    compiler("for i in $(seq 99); do echo line $i >&2; done; exit 1")
-    with pytest.raises(NativeUnavailableError) as caught:
-        make().run_in_cache()
-    first, *lines = str(caught.value).splitlines()
-    assert first.endswith("fake-c++ failed with exit code 1:")
-    assert lines == [f"line {number}" for number in range(80, 100)]
 
 
 def test_message_is_cut_and_cannot_control_a_terminal(make: Make, compiler: Compiler) -> None:
@@ -208,17 +169,6 @@ def test_message_is_cut_and_cannot_control_a_terminal(make: Make, compiler: Comp
     assert len(message) < 9000
     assert message.endswith(" end")
     assert all(character.isprintable() or character == "\n" for character in message)
-
-
-def test_file_that_cannot_be_executed(
-    make: Make, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    script = tmp_path / "no-program"
-    script.write_text("")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    with pytest.raises(NativeUnavailableError, match=r"no-program cannot be run: Exec format"):
-        make().run_in_cache()
 
 
 def test_it_compiles_for_this_python(source: Path, tmp_path: Path) -> None:

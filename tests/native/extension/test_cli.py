@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -140,19 +139,6 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert "cannot be used, for the reason above. Operators work" in outcome.out
 
 
-@pytest.mark.usefixtures("compiler")
-def test_doctor_of_a_home_that_is_read_only(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    can = os.access  # root may write everywhere, so the system is asked about programs alone
-    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and can(path, mode))
-    outcome = Outcome("doctor")
-    assert outcome.code == 1
-    expected = f"{cache_folder}: does not exist, and {cache_folder.parent} is read-only. Set"
-    assert row(outcome.out, "cache").startswith(expected)
-    assert "cannot be used, for" in outcome.out
-
-
 def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> None:
     log = compiler("exit 1")
     outcome = Outcome("doctor")
@@ -201,14 +187,6 @@ def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compi
     ]
 
 
-def test_output_of_the_compiler_is_cut_and_escaped(compiler: Compiler) -> None:
-    compiler("head -c 100000 /dev/zero | tr '\\0' '\\033'; exit 1")
-    text = Outcome("build").err
-    assert "\x1b" not in text
-    assert "\\x1b" in text
-    assert len(text) < 20_000
-
-
 @pytest.mark.parametrize("native", ["auto", "prebuilt"])
 def test_doctor_tells_the_keys_of_other_files(
     in_cache: Path, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -235,14 +213,6 @@ def test_doctor_of_an_unsafe_cache(in_cache: Path) -> None:
     outcome = Outcome("doctor")
     assert outcome.code == 1
     assert "writable by others" in row(outcome.out, "cache")
-
-
-@pytest.mark.usefixtures("in_cache")
-def test_doctor_of_what_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHOP_NATIVE", "0")
-    outcome = Outcome("doctor")
-    assert outcome.code == 1
-    assert outcome.out.endswith("turned off by TORCHOP_NATIVE=0.\n")
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])

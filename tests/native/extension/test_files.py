@@ -124,28 +124,6 @@ def test_folder_above_that_others_can_rename_is_refused(
     below.parent.chmod(0o700)
 
 
-def test_folder_above_may_be_of_the_users_own_group(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    groups = {
-        1: (user, []),
-        2: (user, [user]),
-        3: (user, [user, "another"]),
-        4: ("staff", []),
-    }
-
-    def getgrgid(number: int) -> object:
-        name, members = groups[number]
-        return grp.struct_group((name, "x", number, members))
-
-    monkeypatch.setattr(grp, "getgrgid", getgrgid)
-    monkeypatch.setattr(files, "_is_users_own_group", files._is_users_own_group.__wrapped__)
-    own = [number for number in range(1, 6) if files._is_users_own_group(number)]
-    assert own == [1, 2]
-
-
 def test_folder_above_of_another_user_is_refused(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,46 +144,9 @@ def test_folder_above_of_another_user_is_refused(
     assert not cache_folder.exists()
 
 
-def test_link_above_is_followed_before_the_checks(
-    in_cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link may lead elsewhere later, but what was checked is what is used."""
-    above = in_cache.parent.parent / "real"
-    above.mkdir()
-    in_cache.parent.rename(above / "cache")
-    (tmp_path / "link").symlink_to("real")
-    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(tmp_path / "link" / "cache"))
-    _, cache = files.places(make_recipe(source))
-    assert cache.file == above / "cache" / in_cache.name
-
-
-@pytest.mark.parametrize("home", ["", ".", "home"])
-def test_relative_home_is_none(
-    home: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The working directory may hold anybody's files, and nothing is put there."""
-    monkeypatch.delenv("TORCHOP_CACHE_DIR")
-    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
-    monkeypatch.setenv("HOME", home)
-    monkeypatch.chdir(tmp_path)
-    if home:
-        with pytest.raises(NativeUnavailableError, match=f"there is no home folder.*{REMEDY}"):
-            files.cache_folder()
-    else:
-        assert tmp_path not in files.cache_folder().parents
-    assert not list(tmp_path.iterdir())
-
-
 def test_file_in_the_way(cache_folder: Path) -> None:
     cache_folder.write_text("")
     with pytest.raises(NativeUnavailableError, match=f"cannot be created: File exists. {REMEDY}"):
-        files.make_cache_folder()
-
-
-def test_file_in_the_way_of_a_parent(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_folder.write_text("")
-    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(cache_folder / "below"))
-    with pytest.raises(NativeUnavailableError, match=f"cannot be created: .*{REMEDY}"):
         files.make_cache_folder()
 
 
@@ -238,17 +179,6 @@ def test_order_is_environment_package_cache(
     assert all(place.file == place.folder / in_cache.name for place in places if place.folder)
 
 
-def test_the_wheel_is_searched_after_the_package_if_it_is_installed(
-    in_cache: Path, source: Path
-) -> None:
-    installed = files.WHEEL_FOLDERS[0] / "torchop_native"
-    installed.mkdir(parents=True)
-    shutil.copy(in_cache, installed)
-    places = files.places(make_recipe(source))
-    assert [place.name for place in places] == ["package", "torchop-native", "cache"]
-    assert places[1].file == installed / in_cache.name
-
-
 def test_file_of_another_key_is_not_found(in_cache: Path, source: Path) -> None:
     in_cache.rename(in_cache.with_name(in_cache.name.replace("torch", "torch9.")))
     assert [place.file for place in files.places(make_recipe(source))] == [None, None]
@@ -266,15 +196,6 @@ def test_extension_in_an_unsafe_cache_is_not_loaded(in_cache: Path, source: Path
     assert cache.file is None
     assert cache.problem is not None
     assert "writable by others (mode 0777)" in cache.problem
-
-
-def test_cache_that_is_a_link_is_not_used(in_cache: Path, source: Path) -> None:
-    real = in_cache.parent.rename(in_cache.parent.with_name("real"))
-    in_cache.parent.symlink_to(real)
-    _, cache = files.places(make_recipe(source))
-    assert cache.file is None
-    assert cache.problem is not None
-    assert "a symbolic link" in cache.problem
 
 
 # --------------------------------------------------------------------------------------------------

@@ -121,14 +121,6 @@ def test_what_is_found_is_loaded_at_once(extension: Extension, in_cache: Path) -
     assert (status.state, status.path, status.reason) == ("ready", in_cache, None)
 
 
-@pytest.mark.usefixtures("in_cache", "no_child")
-def test_second_call_does_nothing(extension: Extension) -> None:
-    receiver = Receiver()
-    extension.obtain(receiver)
-    extension.obtain(receiver)
-    assert len(receiver.modules) == 1
-
-
 @pytest.mark.parametrize("value", ["auto", "prebuilt"])
 @pytest.mark.usefixtures("needs_lock", "in_cache", "no_child", "without_lock")
 def test_python_without_the_lock_keeps_it_off(
@@ -194,26 +186,12 @@ def test_build_goes_on_in_the_background(
     assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
 
 
-@pytest.mark.usefixtures("in_cache")
-def test_nothing_is_said_when_it_is_there(
-    extension: Extension, capfd: pytest.CaptureFixture[str]
-) -> None:
-    extension.obtain(Receiver())
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.usefixtures("in_cache", "no_child")
 def test_mode_0_does_not_look(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "0")
     receiver = Receiver()
     extension.obtain(receiver)
     assert (extension.status().state, receiver.modules) == ("off", [])
-
-
-def test_unknown_mode_is_an_error(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHOP_NATIVE", "1")
-    with pytest.raises(ValueError, match="TORCHOP_NATIVE is '1'"):
-        extension.obtain(Receiver())
 
 
 def test_require_waits(
@@ -288,14 +266,6 @@ def test_unsafe_cache_is_a_warning(extension: Extension, in_cache: Path) -> None
 def test_receiver_that_raises_is_a_warning(extension: Extension) -> None:
     with pytest.warns(NativeBuildWarning, match=f"{WARNING}ImportError: made for another layout"):
         extension.obtain(refuse)
-    assert extension.status().state == "failed"
-
-
-def test_receiver_that_raises_in_the_background_is_a_warning(
-    extension: Extension, copying_compiler: Path
-) -> None:
-    with pytest.warns(NativeBuildWarning, match="ImportError: made for another layout"):
-        obtain_and_finish(extension, refuse)
     assert extension.status().state == "failed"
 
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from tests._support.common import in_threads
-from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._errors import NativeUnavailableError
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND, Extension
 
 Compiler = Callable[[str], Path]
@@ -55,13 +55,6 @@ def test_it_is_compiled_and_waited_for(
 ) -> None:
     assert extension.wait(ignore, timeout)
     assert extension.status().state == "ready"
-    assert len(copying_compiler.read_text().splitlines()) == 1
-
-
-def test_a_call_has_started_it_already(extension: Extension, copying_compiler: Path) -> None:
-    extension.obtain(ignore)
-    assert extension.status().state == "building"
-    assert extension.wait(ignore, None)
     assert len(copying_compiler.read_text().splitlines()) == 1
 
 
@@ -161,19 +154,6 @@ def test_nothing_is_prebuilt(extension: Extension, monkeypatch: pytest.MonkeyPat
         extension.wait(ignore, None)
 
 
-def test_compiler_that_fails_after_the_time_is_a_warning(
-    extension: Extension, compiler: Compiler, tmp_path: Path
-) -> None:
-    compiler(f"until test -e {tmp_path}/signal; do sleep 0.01; done; exit 1")
-    assert not extension.wait(ignore, 0.1)
-    (tmp_path / "signal").touch()
-    (thread,) = [each for each in threading.enumerate() if each.name == "torchop-build"]
-    with pytest.warns(NativeBuildWarning, match="native call path is not available"):
-        thread.join(60)
-    with pytest.raises(NativeUnavailableError, match=f"{FAILED}.*exit code 1"):
-        extension.wait(ignore, None)
-
-
 # --------------------------------------------------------------------------------------------------
 # What it says meanwhile
 
@@ -186,14 +166,6 @@ def test_who_waits_is_not_told_to_wait(
     assert notice == NOTICE
     assert "wait" not in notice
     assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
-
-
-@pytest.mark.usefixtures("in_cache")
-def test_nothing_is_said_when_it_is_there(
-    extension: Extension, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert extension.wait(ignore, None)
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("rank", "is_told"), [("", True), ("0", True), ("1", False)])

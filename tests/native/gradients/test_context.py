@@ -217,16 +217,6 @@ def test_intermediate_that_is_saved_reaches_the_backward(namespace):
     assert on_both_ways(op, scenario) == 1
 
 
-def test_wrong_number_of_gradients_is_refused_in_the_same_words(cube):
-    cube.register_autograd(lambda ctx, grad: (grad, grad, grad))
-    error_on_both_ways(cube, lambda: cube(leaf()).sum().backward())
-
-
-def test_wrong_shape_of_a_gradient_is_refused_in_the_same_words(cube):
-    cube.register_autograd(lambda ctx, grad: torch.ones(7, dtype=torch.float64))
-    error_on_both_ways(cube, lambda: cube(leaf(1.0, 2.0)).sum().backward())
-
-
 def test_exception_of_a_formula_is_the_callers(cube):
     def backward(ctx, grad):
         raise ZeroDivisionError("in the formula")

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.gradcheck import GradcheckError
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import torchop
@@ -154,27 +153,6 @@ def test_gradients_of_dual_tensors_in_lists_beside_numbers(namespace):
 
     expected = second(lambda xs, n: ([x**n for x in xs], n, xs[0] + n))
     torch.testing.assert_close(second(op), expected)
-
-
-def test_gradcheck_in_both_modes(namespace):
-    inputs = (X.clone().requires_grad_(), Y.clone().requires_grad_())
-    assert torch.autograd.gradcheck(
-        differentiable(namespace),
-        inputs,
-        check_forward_ad=True,
-        check_batched_forward_grad=True,
-        check_undefined_grad=True,
-    )
-    assert torch.autograd.gradgradcheck(
-        differentiable(namespace), inputs, check_fwd_over_rev=True, check_rev_over_rev=True
-    )
-
-
-def test_a_wrong_formula_fails_gradcheck(namespace):
-    op = differentiable(namespace)
-    op.register_jvp(lambda ctx, dx, dy: (dx, dx + dy))
-    with pytest.raises(GradcheckError, match="forward mode"):
-        torch.autograd.gradcheck(op, (X.clone().requires_grad_(), Y), check_forward_ad=True)
 
 
 def test_torch_library_has_a_tangent_of_zero_instead(namespace):
@@ -460,9 +438,3 @@ def test_without_a_formula_the_error_says_how_to_register_one(namespace):
     op = define(namespace)
     with pytest.raises(torchop.ForwardModeError, match=rf"register_jvp\('{namespace}::op', jvp"):
         jvp(op, (X, Y), (X, Y))
-
-
-def test_without_forward_mode_enabled_there_are_no_tangents(namespace):
-    op = define(namespace)
-    with forward_ad.dual_level(), forward_ad._set_fwd_grad_enabled(False):
-        assert torch.equal(op(forward_ad.make_dual(X, Y), Y)[1], X + Y * Y)

@@ -201,32 +201,6 @@ def test_gradient_of_another_dtype_is_cast(namespace):
     assert x.grad.dtype is torch.float32
 
 
-def test_operator_stays_usable_after_a_wrong_gradient(namespace):
-    op = define(namespace, one, lambda ctx, grad: ())
-    x = leaf()
-    with pytest.raises(torchop.GradientError):
-        op(x).sum().backward()
-    op.register_autograd(lambda ctx, grad: grad)
-    op(x).sum().backward()
-    assert x.grad.tolist() == [1, 1]
-
-
-# --------------------------------------------------------------------------------------------------
-# Around backward
-
-
-def test_hooks_and_anomaly_mode_see_an_operator_like_any_other(namespace):
-    seen = []
-    op = define(namespace, one, lambda ctx, grad: grad * 2)
-    x = leaf()
-    with torch.autograd.set_detect_anomaly(True, check_nan=True):
-        result = op(x)
-        result.register_hook(lambda grad: seen.append(("tensor", grad.tolist())))
-        result.grad_fn.register_hook(lambda into, out: seen.append(("node", into[0].tolist())))
-        result.sum().backward()
-    assert seen == [("tensor", [1, 1]), ("node", [2, 2])]
-
-
 # --------------------------------------------------------------------------------------------------
 # What does not look like its input
 
@@ -291,14 +265,6 @@ def test_gradients_that_nobody_needs_may_look_as_they_like(namespace, are_plain)
     assert y.grad.shape == (2, 3)
 
 
-@pytest.mark.parametrize(("change", "message"), MISFITS.values(), ids=MISFITS)
-def test_the_message_names_the_input(namespace, change, message):
-    both = on_both(lambda library, n: _backward_of_quotient(library, n, change), namespace)
-    assert isinstance(both.stock, RuntimeError)
-    assert isinstance(both.ours, torchop.GradientError)
-    assert re.match(rf"{namespace}::op: .*wrong gradient for input 'y': {message}", str(both.ours))
-
-
 @pytest.mark.parametrize("is_native", [False, True])
 @pytest.mark.parametrize(
     ("schema", "arguments", "gradients", "input_name"),
@@ -342,12 +308,6 @@ def _backward_of_quotient(library, namespace, change):
     y.retain_grad()
     op(x, 3, y).sum().backward()
     return y.grad
-
-
-def test_what_is_no_node_of_a_graph_is_left_alone():
-    assert gradients.are_plain_in_python((torch.ones(1), None), 2, object())
-    if _hooks.extension is not _hooks.NoExtension:
-        assert _hooks.extension.are_plain((torch.ones(1), None), 2, object())
 
 
 def test_gradients_are_in_memory_of_their_own():

@@ -44,32 +44,10 @@ def gradient(op) -> float:
 # Registration
 
 
-def test_formula_gives_the_gradient(namespace):
-    assert gradient(differentiable(namespace)) == 1
-
-
 def test_last_formula_counts(namespace):
     op = differentiable(namespace)
     op.register_autograd(lambda ctx, grad: grad * 5)
     assert gradient(op) == 5
-
-
-def test_formula_registered_between_forward_and_backward_is_used(namespace):
-    op = define(namespace)
-    x = torch.zeros(1, requires_grad=True)
-    result = op(x)
-    op.register_autograd(lambda ctx, grad: grad * 5)
-    result.backward()
-    assert x.grad.item() == 5
-
-
-def test_registration_returns_the_function_in_every_form(namespace):
-    op = define(namespace)
-    assert op.register_autograd(cosine, setup_context=save_inputs) is cosine
-    assert op.register_autograd(setup_context=save_inputs)(cosine) is cosine
-    assert torchop.register_autograd(op, cosine, setup_context=save_inputs) is cosine
-    assert torchop.register_autograd(op, setup_context=save_inputs)(cosine) is cosine
-    assert gradient(op) == 1
 
 
 @pytest.mark.parametrize("backward", ["non-differentiable", 3, torch.ones(1)])
@@ -178,35 +156,6 @@ def test_setup_context_may_name_its_parameters_freely(namespace):
     assert isinstance(both.stock, TypeError)
 
 
-def with_defaults(
-    x: Tensor,
-    n: int = 3,
-    dtype: torch.dtype = torch.float64,
-    *,
-    device: torch.device = torch.device("cpu"),  # noqa: B008  (a constant, and what is tested)
-    scale: float = 2.0,
-) -> Tensor:
-    return x.clone()
-
-
-def test_setup_context_sees_the_defaults_that_the_caller_omitted(namespace):
-    def scenario(library, namespace):
-        seen = []
-        op = library.custom_op(f"{namespace}::op", with_defaults, mutates_args=())
-
-        def setup_context(ctx, inputs, keyword_only_inputs, output):
-            seen.append((inputs[1:], keyword_only_inputs))
-
-        op.register_autograd(lambda ctx, grad: (grad, None, None), setup_context=setup_context)
-        op(torch.ones(1, requires_grad=True), scale=5.0)
-        return seen[0]
-
-    both = on_both(scenario, namespace)
-    keywords = {"device": torch.device("cpu"), "scale": 5.0}
-    assert both.ours == ((3, torch.float64), keywords)
-    assert both.stock != both.ours  # the dtype is a number
-
-
 def test_setup_context_sees_inputs_and_output_themselves(namespace):
     seen = []
     op = define(namespace)
@@ -237,19 +186,6 @@ def test_setup_context_runs_only_when_a_gradient_is_recorded(namespace):
     assert calls == []
     op(x)
     assert len(calls) == 1
-
-
-def test_kernel_runs_without_recording(namespace):
-    modes = []
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        modes.append(torch.is_grad_enabled())
-        return x.sin()
-
-    op(torch.ones(1, requires_grad=True))
-    op(torch.ones(1))
-    assert modes == [False, True]
 
 
 def thread_has_transforms() -> bool:

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.testing import assert_close
 
@@ -199,32 +198,6 @@ def test_transform_does_not_differentiate_past_a_mutation(namespace, transform):
     with pytest.raises(RuntimeError, match=f"{namespace}::double: .*mutates x, so the gradient"):
         transform(doubled)(X)
     assert_close(grad(lambda x: doubled(X) * x.sum())(X), doubled(X).expand(3))
-
-
-@MAKERS
-def test_gradients_agree_with_finite_differences(namespace, make, reference):
-    op = make(namespace)
-    x = X.clone().requires_grad_()
-    assert gradcheck(op, (x,), check_batched_grad=True)
-    assert gradgradcheck(op, (x,), check_batched_grad=True)
-
-
-def test_wrong_formula_is_found_by_gradcheck(namespace):
-    op = cube(namespace)
-    op.register_autograd(lambda ctx, grad: grad)
-    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
-        gradcheck(op, (X.clone().requires_grad_(),))
-
-
-@MAKERS
-def test_double_backward(namespace, make, reference):
-    def second_derivative(function):
-        x = X.clone().requires_grad_()
-        (first,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        return second
-
-    assert_close(second_derivative(make(namespace)), second_derivative(reference))
 
 
 def test_per_sample_gradients_are_those_of_a_loop(namespace):

@@ -48,18 +48,6 @@ def test_last_fake_kernel_counts(namespace, run):
     assert run(op).shape == (9,)
 
 
-def test_registration_returns_the_function_in_every_form(namespace):
-    op = define(namespace)
-
-    def fake(x):
-        return torch.empty_like(x)
-
-    assert op.register_fake(fake) is fake
-    assert op.register_fake()(fake) is fake
-    assert torchop.register_fake(op, fake) is fake
-    assert torchop.register_fake(op)(fake) is fake
-
-
 def test_decorator_with_parentheses_is_torchops_own(namespace):
     def scenario(library, namespace):
         define(namespace, library).register_fake()(lambda x: torch.empty_like(x))
@@ -87,23 +75,6 @@ def test_fake_kernel_that_is_no_function_is_refused(namespace):
         TypeError,
         "must be a function, got 'same shape' of type str",
     )
-
-
-@EVERYWHERE
-def test_fake_kernel_sees_the_default_of_the_schema(namespace, run):
-    def scenario(library, namespace):
-        op = library.custom_op(
-            f"{namespace}::op",
-            lambda x, n: x.new_ones(n),
-            mutates_args=(),
-            schema="(Tensor x, int n=3) -> Tensor",
-        )
-        op.register_fake(lambda x, n=5: x.new_empty(n))
-        return tuple(run(op).shape)
-
-    both = on_both(scenario, namespace)
-    assert both.ours == (3,)
-    assert both.stock == (5,)
 
 
 @EVERYWHERE
@@ -135,20 +106,6 @@ def test_exception_of_a_fake_kernel_says_whose_it_is(namespace, run):
     text = "".join(traceback.format_exception(raised.value))
     assert f"in the fake kernel of {namespace}_inner::op, {place}" in text
     assert f"in the fake kernel of {namespace}::op, {__file__}" in text
-
-
-def test_exception_without_notes_says_it_in_its_message(namespace):
-    class OldError(Exception):
-        add_note = None  # as before Python 3.11
-
-    op = define(namespace)
-
-    @op.register_fake
-    def _(x):
-        raise OldError("three words here")
-
-    with pytest.raises(OldError, match=rf"here \(in the fake kernel of {namespace}::op, "):
-        on_meta(op)
 
 
 def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_others(namespace):
@@ -407,11 +364,6 @@ def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
     expected = f"{__file__}:{fake.__code__.co_firstlineno}"
     assert both.ours == expected
     assert both.stock != expected
-
-
-def test_fake_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
-    with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent does not exist"):
-        torchop.register_fake(f"{namespace}::absent", lambda x: x)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -142,18 +142,6 @@ def test_every_device_has_a_name_too(namespace):
     assert value(op) == 20
 
 
-def test_registration_returns_the_function_in_both_forms(namespace):
-    op = define(namespace)
-
-    def kernel(x):
-        return x + 10
-
-    assert op.register_kernel(TYPE, kernel) is kernel
-    assert op.register_kernel(TYPE)(kernel) is kernel
-    assert torchop.register_kernel(op, TYPE, kernel) is kernel
-    assert torchop.register_kernel(op, TYPE)(kernel) is kernel
-
-
 @pytest.mark.parametrize("device_types", ["CPU", "cuda:0", "toaster", ["cpu", "toaster"]])
 def test_unknown_device_type_is_refused_and_changes_nothing(namespace, device_types):
     op = define(namespace)
@@ -197,40 +185,6 @@ def test_kernel_that_is_no_function_is_refused(namespace):
         TypeError,
         "must be a function, got 'not a function' of type str",
     )
-
-
-def test_kernel_sees_the_default_of_the_schema(namespace):
-    def scenario(library, namespace):
-        op = library.custom_op(
-            f"{namespace}::op",
-            lambda x, n: x + n,
-            mutates_args=(),
-            schema="(Tensor x, int n=3) -> Tensor",
-        )
-        op.register_kernel(TYPE)(lambda x, n=5: x + n)
-        return op(torch.zeros(1)).item(), op(torch.zeros(1), 3).item()
-
-    both = on_both(scenario, namespace)
-    assert both.ours == (3, 3)
-    assert both.stock == (5, 5)
-
-
-def test_kernel_sees_the_defaults_of_dtype_and_device_as_objects(namespace):
-    seen = []
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(
-        x: Tensor, *, dtype: torch.dtype = torch.float64, device: torch.device = "cpu"
-    ) -> Tensor:
-        return x.to(dtype)
-
-    @op.register_kernel(TYPE)
-    def _(x, *, dtype, device):
-        seen.append((dtype, device))
-        return x.to(dtype)
-
-    assert op(torch.zeros(1)).dtype is torch.float64
-    assert seen == [(torch.float64, torch.device("cpu"))]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,25 +254,6 @@ def test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library():
         with pytest.raises(ReachedError):
             torch.special.i0e(torch.zeros(1))
     assert torch.special.i0e(torch.zeros(1)).item() == pytest.approx(1)
-
-
-def test_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
-    assert_only_ours_refuses(
-        namespace,
-        lambda library, namespace: library.register_kernel(
-            f"{namespace}::absent", "cpu", lambda x: x
-        ),
-        torchop.OperatorNotFoundError,
-        f"{namespace}::absent does not exist",
-    )
-
-
-@pytest.mark.cuda
-def test_each_device_runs_its_own_kernel(namespace):
-    op = define(namespace, device_types="cpu")
-    op.register_kernel("cuda")(adding(10))
-    assert op(torch.zeros(1, device="cpu")).item() == 1
-    assert op(torch.zeros(1, device="cuda")).item() == 10
 
 
 def test_an_argument_may_have_the_name_of_what_the_dispatcher_passes(namespace):

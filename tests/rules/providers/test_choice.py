@@ -286,14 +286,6 @@ def test_blocks(seen):
         assert value(seen) == 1
 
 
-def test_more_blocks_than_are_remembered(seen):
-    """Each has an order of its own, whose object may lie where one was that is gone."""
-    for number in range(1200):
-        names = ["reference"] if number % 2 else ["ten", "reference"]
-        with torchop.priority({seen: names, f"other::{number}": names}):
-            assert value(seen) == (1 if number % 2 else 10)
-
-
 def test_deterministic_mode(namespace, table):
     op = define(namespace, priority=["loose"])
     options = {"provider": "loose", "deterministic": False, "supports": lambda x: True}

@@ -6,7 +6,6 @@ import contextlib
 import linecache
 import logging
 import re
-import sys
 import threading
 import warnings
 from typing import ClassVar
@@ -117,16 +116,6 @@ def test_an_order_that_was_set_before_the_operator_was_defined(namespace):
     op = define(namespace)
     op.register_kernel(TYPE, adding(10), provider="ten")
     assert value(op) == 10
-
-
-def test_an_order_for_a_device_type_that_is_none(op):
-    for setting in (
-        lambda: torchop.set_priority({op: ["ten"]}, device_types="nonsense"),
-        lambda: op.set_priority(["ten"], device_types=[TYPE, "nonsense"]),
-    ):
-        with pytest.raises(RuntimeError, match="'nonsense' is not a device type; write one such"):
-            setting()
-    assert value(op) == 1
 
 
 def test_the_environment_counts_before_the_process():
@@ -246,35 +235,6 @@ def test_a_block_is_for_one_task(op):
     assert asyncio.run(both()) == [10, 1]
 
 
-def test_sixteen_threads_call_while_orders_change(op):
-    amounts = {"ten": 10, "twenty": 20, "reference": 1}
-    wrong, done = [], threading.Event()
-
-    def call(name):
-        for _ in range(60):
-            with torchop.priority({op: [name]}):
-                if value(op) != amounts[name]:
-                    wrong.append(name)
-            if value(op) not in amounts.values():
-                wrong.append("outside")
-
-    def change():
-        while not done.is_set():
-            for name in amounts:
-                torchop.set_priority({op: [name]})
-
-    changing = threading.Thread(target=change)
-    threads = [threading.Thread(target=call, args=(name,)) for name in [*amounts] * 5 + ["ten"]]
-    changing.start()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    done.set()
-    changing.join()
-    assert wrong == []
-
-
 # --------------------------------------------------------------------------------------------------
 # Filters, fallbacks, and what is said of them
 
@@ -344,16 +304,6 @@ def test_a_provider_that_was_removed_is_reported_once(namespace):
         with pytest.raises(torchop.ProviderError, match=r"\(gone: it was removed, with the lib"):
             op(torch.zeros(1))
         op.register_kernel(TYPE, adding(20), provider="gone")
-        assert value(op) == 20
-
-
-def test_one_that_was_removed_is_reported_although_another_one_runs(namespace):
-    op = define(namespace, priority=["gone", "other"])
-    op.register_kernel(TYPE, adding(20), provider="other")
-    library = torchop.Library(namespace, "FRAGMENT")
-    torchop.register_kernel(op, TYPE, adding(10), provider="gone", lib=library)
-    library._destroy()
-    with pytest.warns(torchop.ProviderWarning, match="was registered through. It is in the order"):
         assert value(op) == 20
 
 
@@ -464,18 +414,6 @@ def test_strict_makes_falling_back_an_error(namespace):
             assert value(op, torch.zeros(1, 1)) == 1
 
 
-def test_a_device_without_a_reference(namespace):
-    op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types=OTHER,
-                           schema="(Tensor x) -> Tensor")  # fmt: skip
-    op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
-    with pytest.raises(torchop.MissingKernelError, match=r"no order names: ten\. Name one"):
-        value(op)
-    op.set_priority(["ten"])
-    assert value(op) == 10
-    with pytest.raises(torchop.MissingKernelError, match=r"can run this call \(ten: its `supp"):
-        op(torch.zeros(1, 1))
-
-
 def test_a_kernel_that_is_switched_off_leaves_the_function_of_the_definition(op):
     op.register_kernel(TYPE, adding(2))
     op.set_priority(["ten"])
@@ -506,14 +444,6 @@ def test_an_unknown_provider(namespace, op):
             value(late)
 
 
-def test_an_operator_without_providers_has_only_the_reference(namespace):
-    op = define(namespace)
-    with torchop.priority({op: ["reference"]}):
-        assert value(op) == 1
-    with pytest.raises(torchop.ProviderError, match="it has: reference"):
-        torchop.set_priority({op: ["ten"]})
-
-
 @pytest.mark.parametrize(
     ("orders", "error", "words"),
     [
@@ -534,39 +464,6 @@ def test_orders_that_are_none(orders, error, words):
 def test_flags_that_are_none(flag, value):
     with pytest.raises(TypeError, match=f"{flag} expects a bool or None, got "):
         torchop.priority(**{flag: value})
-
-
-def test_the_default_overload_by_its_whole_name(namespace, op):
-    with torchop.priority({f"{namespace}::op.default": ["ten"], f"{namespace}::*": ["reference"]}):
-        assert value(op) == 10
-
-
-def test_blocks_are_made_while_providers_are_registered(namespace):
-    errors = []
-    ended = threading.Event()
-
-    def make_blocks():
-        try:
-            while not ended.is_set():
-                torchop.priority({f"{namespace}::*": ["ten"]})
-        except RuntimeError as error:  # the set of operators changed while it was read
-            errors.append(error)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=make_blocks) for _ in range(3)]
-    try:
-        for thread in threads:
-            thread.start()
-        for number in range(100):
-            defined = define(f"{namespace}_{number}")
-            defined.register_kernel(TYPE, lambda x: x + 10, provider="ten")
-    finally:
-        ended.set()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(before)
-    assert not errors
 
 
 def test_a_block_that_was_not_entered():
@@ -608,36 +505,6 @@ def test_a_block_that_is_entered_twice_and_by_threads_at_once(op):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             assert pool.submit(block(lambda: value(op))).result() == 10
             assert pool.submit(value, op).result() == 1
-    assert value(op) == 1
-
-
-def test_blocks_of_tasks_that_fail_and_are_cancelled(op):
-    async def inside(name, problem):
-        with torchop.priority({op: [name]}):
-            await asyncio.sleep(0)
-            if problem is not None:
-                raise problem
-            with torchop.priority({op: ["twenty"]}):
-                await asyncio.sleep(60)
-
-    async def main():
-        seen = []
-        with torchop.priority({op: ["ten"]}):
-            failing = asyncio.create_task(inside("reference", ValueError("mine")))
-            waiting = asyncio.create_task(inside("twenty", None))
-            for _ in range(3):
-                await asyncio.sleep(0)
-                seen.append(value(op))
-            waiting.cancel()
-            ended = await asyncio.gather(failing, waiting, return_exceptions=True)
-            seen += [value(op), [type(problem).__name__ for problem in ended]]
-            with pytest.raises(ValueError, match="mine"):
-                await inside("twenty", ValueError("mine"))
-            seen.append(value(op))
-        return [*seen, value(op)]
-
-    expected = [10, 10, 10, 10, ["ValueError", "CancelledError"], 10, 1]
-    assert asyncio.run(main()) == expected
     assert value(op) == 1
 
 
@@ -684,22 +551,6 @@ def test_explain_tells_the_kernels_of_other_devices_apart(namespace):
     ]
 
 
-def test_explain_shows_the_place_of_the_chosen_kernel(op):
-    value(op)
-    with torchop.priority({op: ["ten"]}):
-        found = torchop.explain(op, torch.zeros(1))
-    if found.native:
-        assert "test_priority.py" in found.kernels[-1]
-
-
-def test_explain_warns_of_nothing(namespace):
-    op = define(namespace, priority=["absent"])
-    op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert torchop.explain(op, torch.zeros(1)).provider == "reference"
-
-
 def test_a_profiler_shows_the_provider_when_asked(op):
     def shown(**flags):
         with torchop.priority({op: ["ten"]}, **flags), torch.profiler.profile() as profile:
@@ -708,10 +559,6 @@ def test_a_profiler_shows_the_provider_when_asked(op):
 
     assert f"{op.name}[ten]" in shown(profile=True)
     assert not any("[ten]" in key for key in shown())
-
-
-def test_a_definition_tells_its_providers(op):
-    assert "kernels for every device; providers ten, twenty" in repr(op)
 
 
 def test_class_form(namespace):

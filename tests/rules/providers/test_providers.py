@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import gc
-import math
 import time
 
 import pytest
@@ -289,16 +288,6 @@ def test_supports_that_is_wrong(namespace, supports, words):
         value(op)
 
 
-def test_supports_that_is_a_generator_function(namespace):
-    op = define(namespace)
-
-    def supports(x):
-        yield True
-
-    with pytest.raises(torchop.RuleSignatureError, match=r"'fast': supports: .* is a generator"):
-        op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-
-
 def test_supports_that_is_slow_is_told_of_once(namespace):
     op = define(namespace, priority=["fast"])
 
@@ -338,26 +327,6 @@ def test_values_that_are_equal_and_not_the_same(namespace):
         0,
         10,
     ]
-
-
-@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
-def test_complex_numbers_are_told_apart_and_found_again(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), schema="(Tensor x, Scalar n) -> Tensor")
-    def op(x, n):
-        return x.clone()
-
-    asked = []
-
-    def supports(x, n):
-        asked.append(str(n))
-        return math.copysign(1, n.imag) > 0
-
-    op.register_kernel(TYPE, lambda x, n: x + 10, provider="fast", supports=supports)
-    op.set_priority(["fast"])
-    nan = complex(math.nan, 0)
-    numbers = (complex(0, 0.0), complex(0, -0.0), nan, nan)
-    assert [value(op, torch.zeros(1), n) for n in numbers] == [10, 0, 10, 10]
-    assert asked == ["0j", "-0j", "(nan+0j)"]
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
@@ -447,13 +416,6 @@ def test_vmap_autocast_and_fake_tensors(ruled):
     assert ruled(torch.ones(2, device="meta")).is_meta
 
 
-def test_the_flop_formula(ruled):
-    ruled.register_flop_formula(lambda x: 7 * x.numel())
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        ruled(torch.ones(2, 3))
-    assert counter.get_total_flops() == 42
-
-
 @needs_context_in_backward
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
 def test_a_backward_kernel_of_each_provider(namespace):
@@ -491,20 +453,6 @@ def test_a_backward_kernel_of_each_provider(namespace):
             ran.clear()
 
 
-def test_opcheck_holds(ruled):
-    torchop.opcheck(ruled, (torch.full((2,), 3.0, requires_grad=True),))
-
-
-def test_results_are_checked(namespace):
-    op = define(namespace, priority=["same"])
-    op.register_kernel(TYPE, lambda x: x, provider="same")
-    with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
-        op(torch.ones(2))
-    op.register_kernel(TYPE, lambda x: 3, provider="same")
-    with pytest.raises(torchop.ResultError, match="must return a Tensor"):
-        op(torch.ones(2))
-
-
 def test_a_mutable_operator(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
     def op(x: Tensor) -> None:
@@ -533,13 +481,6 @@ def test_factories_choose_by_their_device(namespace):
     assert op(2, DEVICE).tolist() == [0, 0]
     assert op(1, DEVICE).tolist() == [1]
     assert torchop.explain(op, 2, DEVICE).provider == "zeros"
-
-
-def test_checking_watches_providers(namespace):
-    op = define(namespace, priority=["writes"])
-    op.register_kernel(TYPE, lambda x: x.add_(1).clone(), provider="writes")
-    with torchop.testing.checking(), pytest.raises(torchop.UndeclaredMutationError):
-        op(torch.zeros(1))
 
 
 @needs_native
@@ -624,22 +565,6 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     assert value(compiled, torch.zeros(60)) == 1
     assert len(graphs) == 2
     assert "aten.sin.default" not in graphs[1]
-
-
-def test_a_block_is_not_traced(namespace):
-    op = define(namespace)
-    op.register_kernel(TYPE, adding(10), provider="ten")
-
-    def function(x):
-        with torchop.priority({f"{namespace}::op": ["ten"]}):
-            return op(x)
-
-    compiled = functools.partial(torch.compile, function, backend="aot_eager")
-    with pytest.raises(
-        RuntimeError, match=r"cannot trace torchop\.priority.* Open the block around"
-    ):
-        compiled(fullgraph=True)(torch.zeros(1))
-    assert value(compiled()) == 10
 
 
 @pytest.mark.parametrize("native", [True, False])

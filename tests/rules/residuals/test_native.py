@@ -11,8 +11,6 @@ from tests._support.common import needs_native
 from tests._support.forking import run_forked
 from tests.native.gradients.recording import all_native, leaf
 from torchop._rules.autograd.rule import AutogradRule
-from torchop.testing._check.calls import Call
-from torchop.testing._check.checks.residuals import every_residual_is_read
 
 pytestmark = needs_native
 
@@ -170,15 +168,6 @@ def test_a_kernel_that_forgets_a_residual_that_is_no_tensor(namespace):
         op(leaf())
 
 
-def test_an_entry_of_a_list_is_no_residual(namespace):
-    def kernel(x, y):
-        return torchop.residuals(x**3, y[0])
-
-    op = define(namespace, kernel, "(Tensor x, Tensor[] y) -> Tensor", save)
-    with pytest.raises(torchop.AliasError, match=r"a residual shares memory with input 'y\[0\]'"):
-        op(leaf(), [torch.ones(1)])
-
-
 def test_a_kernel_that_calls_itself_without_gradients(namespace):
     told = []
 
@@ -194,22 +183,6 @@ def test_a_kernel_that_calls_itself_without_gradients(namespace):
         op(leaf(1.0, 2.0)).sum().backward()
     assert told == [True, False, True]
     assert not torchop.records_gradient()
-
-
-def test_the_check_of_what_is_read_sees_native_calls(namespace):
-    op = define(namespace, *CASES["a keyword"])
-    with all_native(op):
-        op(leaf())
-    every_residual_is_read(Call(op.overload, (leaf(),)))
-
-
-def test_a_function_that_another_wraps_is_called_as_it_is(namespace):
-    """A checking block looks at what kernels return, and hands residuals over all the same."""
-    op = define(namespace, *CASES["one result"])
-    x = leaf()
-    with torchop.testing.checking():
-        op(x).backward()
-    assert x.grad.item() == 12.0
 
 
 def test_what_threads_record_outlives_the_operators_with_residuals():

@@ -3,8 +3,6 @@
 import contextlib
 import functools
 import inspect
-import pickle
-import threading
 from dataclasses import dataclass
 
 import numpy as np
@@ -339,24 +337,6 @@ def test_training_graphs_have_the_training_form(lse):
     assert_close(x.grad, 4 * (2 * x).softmax(-1))
 
 
-def test_inference_graphs_have_the_operator_alone(lse):
-    op = getattr(torch.ops, lse.op.name.partition("::")[0])
-    with torch.no_grad():
-        (forward,) = graphs(lambda x: lse.op(x) * 2, torch.randn(4, 3), training=False)
-    assert op.lse.default in forward
-    assert op.lse__with_residuals.default not in forward
-
-    class Module(torch.nn.Module):
-        def forward(self, x):
-            return lse.op(x, 2.0)
-
-    program = torch.export.export(Module(), (torch.randn(4, 3, requires_grad=True),))
-    for each in (program, program.run_decompositions()):
-        targets = {node.target for node in each.graph.nodes}
-        assert op.lse.default in targets
-        assert op.lse__with_residuals.default not in targets
-
-
 def test_dynamic_sizes(lse):
     compiled = torch.compile(lambda x: lse.op(x), fullgraph=True, backend="aot_eager", dynamic=True)
     for size in (3, 5, 7):
@@ -466,19 +446,6 @@ def test_hooks_pack_residuals_of_a_compiled_graph(lse):
     assert lse.taken() == [True, True]
 
 
-def test_hooks_of_tensors_in_a_compiled_graph(lse):
-    def call(x):
-        x = x * 1
-        x.register_hook(lambda grad: grad * 10)
-        output = lse.op(x)
-        output.register_hook(lambda grad: grad * 5)
-        return output
-
-    x = torch.randn(4, 3, requires_grad=True)
-    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
-    assert_close(gradient_of(compiled, x), 50 * x.detach().softmax(-1))
-
-
 def test_compiled_autograd_traces_the_formula(lse):
     x = torch.randn(4, 3, requires_grad=True)
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
@@ -524,16 +491,6 @@ def test_forms_of_a_family(namespace):
     assert op.derive_out()(torch.ones(1), out=torch.empty(1)) == 2
 
 
-def test_an_operator_for_one_device(namespace):
-    lse = LogSumExp(f"{namespace}::one", device_types=TYPE)
-    x = leaf_of([1.0, 2.0])
-    for _ in range(2):
-        assert_close(gradient_of(lse.op, x), x.softmax(-1))
-    assert lse.taken() == [True] * 2
-    lse.op.register_kernel(TYPE, lse.op.__wrapped__)  # a kernel that hands over already
-    assert_close(gradient_of(lse.op, x), x.softmax(-1))
-
-
 def test_a_kernel_for_a_device_returns_residuals_too(lse):
     @lse.op.register_kernel(TYPE)
     def kernel(x, scale):
@@ -557,26 +514,6 @@ def test_a_numpy_formula(namespace):
         assert_close(gradient_of(op, x), x.softmax(-1))
     with pytest.raises(torchop.TracingError, match=r"parameters select .* residuals"):
         torch.func.grad(lambda x: op(x).sum())(x.detach())
-
-
-def test_a_redefinition_has_its_own_residuals(namespace):
-    for scale in (1.0, 3.0):
-
-        def scaled(x: Tensor, scale=scale) -> Tensor:
-            return torchop.residuals(x * scale, torch.full_like(x, scale))
-
-        op = torchop.custom_op(
-            f"{namespace}::op",
-            lambda x, scaled=scaled: scaled(x),
-            schema="(Tensor x) -> Tensor",
-            mutates_args=(),
-            residuals={"scale": Tensor},
-        )
-        op.register_autograd(
-            lambda ctx, grad: grad * ctx.saved_tensors[0],
-            setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(*residuals),
-        )
-        assert gradient_of(op, leaf_of([1.0])) == scale
 
 
 # --------------------------------------------------------------------------------------------------
@@ -647,27 +584,6 @@ def _slopes(namespace, setup_context):
         lambda ctx, grad: grad * ctx.saved_tensors[0].view_as(grad), setup_context=setup_context
     )
     return op
-
-
-HIDDEN = {
-    "saved too": lambda ctx, residuals: setattr(ctx, "slope", residuals.slope),
-    "in a list": lambda ctx, residuals: setattr(ctx, "kept", [1, residuals.other]),
-    "in their tuple": lambda ctx, residuals: setattr(ctx, "kept", residuals),
-    "a view": lambda ctx, residuals: setattr(ctx, "view", residuals.slope[0]),
-}
-
-
-@pytest.mark.parametrize("case", HIDDEN)
-@pytest.mark.parametrize("twice", [False, True])
-def test_a_residual_that_hides_beside_saved_ones(namespace, case, twice):
-    def setup_context(ctx, inputs, output, residuals):
-        ctx.save_for_backward(residuals.slope, residuals.slope if twice else residuals.other)
-        HIDDEN[case](ctx, residuals)
-
-    op = _slopes(namespace, setup_context)
-    for _ in range(3):
-        with pytest.raises(torchop.GradientError, match=r"stores a residual as ctx\."):
-            op(leaf_of([1.0]))
 
 
 @pytest.mark.parametrize("view", [lambda t: t.view(1, -1), lambda t: t[:]], ids=["shape", "all"])
@@ -850,32 +766,6 @@ def test_wrong_declarations(namespace, case):
 # Surroundings
 
 
-def test_threads_do_not_meet(lse):
-    x = leaf_of([1.0, 2.0])
-    expected = x.detach().softmax(-1)
-    wrong = []
-
-    def work():
-        for _ in range(50):
-            if not torch.equal(gradient_of(lse.op, x), expected):
-                wrong.append("a gradient")
-            lse.op(x.detach())
-            if torchop.records_gradient():
-                wrong.append("a call that is not recorded")
-
-    gradient_of(lse.op, x)
-    lse.taken()
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert sum(lse.told) == 4 * 50
-    assert len(lse.told) == 2 * 4 * 50
-    assert handover._recording == {}
-
-
 def test_modes_and_subclasses_see_the_training_form(lse):
     seen = []
 
@@ -891,13 +781,6 @@ def test_modes_and_subclasses_see_the_training_form(lse):
     two = TwoTensor(x.detach(), x.detach()).requires_grad_()
     gradient = gradient_of(lse.op, two)
     assert_close(gradient.a, x.softmax(-1))
-
-
-def test_a_handle_in_a_pickle_and_in_a_checking_block(lse):
-    x = leaf_of([1.0, 2.0])
-    assert pickle.loads(pickle.dumps(lse.op)) is lse.op
-    with torchop.testing.checking():
-        assert_close(gradient_of(lse.op, x), x.softmax(-1))
 
 
 def test_a_provider_without_residuals_is_refused_where_they_are_wanted(lse):

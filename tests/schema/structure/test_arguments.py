@@ -26,16 +26,6 @@ from tests.schema.structure.structures import (
     with_calls,
 )
 
-
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [([1], (1,)), ({"a": 1}, {"b": 1}), (1, True), (0.0, -0.0), (Point(1), (1, 0.5))],
-)
-def test_the_comparison_can_fail(left: Any, right: Any) -> None:
-    assert same(left, left)
-    assert not same(left, right)
-
-
 # What is written, the arguments of the schema, and values that must arrive as they are.
 TYPES: dict[str, tuple[Any, str, list[Any]]] = {
     "dataclass": (Frozen, "*, float a_scale, SymInt a_count=3", [Frozen(1.5, 2)]),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import sys
-import threading
 import types
 from typing import Any, Literal, Optional
 
@@ -15,7 +12,6 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests._support.common import needs_native
 from tests._support.releases import needs_tags
 from tests.schema.structure.structures import Frozen, Mode, WithTensor
 from torchop import ArgumentError, SchemaError
@@ -29,37 +25,6 @@ def test_positional_only_parameters_stay_positional(namespace: str) -> None:
     assert op(torch.ones(1), 3, handle=5).item() == 15
     with pytest.raises(TypeError, match="positional-only"):
         op(torch.ones(1), n=3)  # type: ignore[call-arg]
-
-
-def test_a_handle_is_what_every_handle_is(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor, cfg: Frozen) -> Tensor:
-        """What it does."""
-        return x * cfg.scale
-
-    assert isinstance(op, torchop.CustomOp)
-    assert op.__doc__ == "What it does."
-    assert list(torch._library.custom_ops.inspect.signature(op).parameters) == ["x", "cfg"]
-    assert repr(op).startswith(f"<torchop.CustomOp {namespace}::op(Tensor x, *, float cfg_scale")
-    assert copy.deepcopy(op) is op
-    assert pickle.loads(pickle.dumps(op)) is op
-    assert "cfg_scale = cfg.scale" in op.source  # type: ignore[attr-defined]
-    torchop.opcheck(op, (torch.ones(2), Frozen(2.0)), test_utils="test_schema")
-    assert torchop.explain(op, torch.ones(2), Frozen(2.0)).native in (True, False)
-    with pytest.raises(SchemaError, match="with structured arguments or results"):
-        op.derive_inplace()
-
-
-@needs_native
-def test_calls_are_native(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor, cfg: Frozen, kind: Literal["a", "b"] = "a") -> Tensor:
-        return x * cfg.scale
-
-    for _ in range(3):  # the first has the call plan compiled
-        op(torch.ones(2), Frozen(2.0))
-    assert torchop.native.counters(op) == {"native": 2}
-    assert torchop.explain(op, torch.ones(2), Frozen(2.0)).native
 
 
 def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
@@ -192,25 +157,3 @@ def test_in_place_and_out_operators_take_structures(namespace: str) -> None:
     compiled = torch.compile(op_, fullgraph=True, backend="aot_eager")
     compiled(x, Frozen(2.0))
     assert x.item() == 6
-
-
-def test_structures_do_not_mix_between_threads(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor, cfg: Frozen) -> tuple[Tensor, Optional[Tensor]]:
-        return x * cfg.scale, x * cfg.count
-
-    wrong: list[Any] = []
-
-    def work(number: int) -> None:
-        for _ in range(200):
-            result, count = op(torch.ones(1), Frozen(float(number), number))
-            assert count is not None
-            if result.item() != number or count.item() != number:
-                wrong.append((number, result, count))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torchop
 from tests._support import strategies
-from torchop._schema.structure.source import Source, is_plain
+from torchop._schema.structure.source import is_plain
 
 executed: list[str] = []
 RUN = f"__import__('sys').modules[{__name__!r}].executed.append('a name')"
@@ -215,23 +215,3 @@ def test_compilers_and_messages_follow_any_name(namespace: str, name: str) -> No
     with pytest.raises(TypeError) as missing:
         op(torch.ones(1))
     assert f"{name}() missing 1 required positional argument: 'cfg'" in str(missing.value)
-
-
-def test_a_default_may_be_a_number_that_python_does_not_write(namespace: str) -> None:
-    number = 10**5000
-    with pytest.raises(ValueError, match="integer string conversion"):
-        str(number)
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor, pair: tuple[int, int], by: int = number) -> Tensor:
-        return x * by
-
-    assert op(torch.ones(1), (1, 2), 3).item() == 3
-
-
-@given(st.lists(names, max_size=5))
-def test_variables_are_plain_and_differ(hints: list[str]) -> None:
-    source = Source("test", ["made_x"])
-    variables = [source.variable(f"made_{hint}") for hint in hints]
-    assert all(map(is_plain, variables))
-    assert len({"made_x", *variables}) == len(hints) + 1

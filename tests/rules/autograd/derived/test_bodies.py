@@ -68,7 +68,3 @@ def test_compiled_gradients_are_those_of_finite_differences(namespace, name):
         gradients(lambda *inputs: list(function(*inputs)), tensors, lambda *inputs: inputs),
         gradients(lambda *inputs: plainly(*inputs), tensors, lambda *inputs: inputs),
     )
-
-
-def test_there_are_enough_bodies():
-    assert len(BODIES) >= 20

@@ -129,7 +129,3 @@ def test_the_companions_end_with_the_operator(namespace):
     with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which was deregistered"):
         held([x], None, [True], x)
     assert not hasattr(getattr(torch.ops, namespace), "f__training")
-
-
-def test_what_stands_for_a_backward_in_a_class():
-    assert repr(torchop.derived) == "torchop.derived"

@@ -249,27 +249,6 @@ def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monk
         op(x)
 
 
-def test_a_generator_that_is_passed_is_replayed(namespace):
-    op = derived(namespace, drop)
-    generator = torch.Generator()
-
-    def scenario(op: Any) -> Any:
-        generator.manual_seed(5)
-        x = torch.ones(100, requires_grad=True)
-        y = op(x, generator=generator)
-        y.sum().backward()
-        assert torch.equal(x.grad, y.detach())
-        return y.detach(), torch.rand(2, generator=generator), torch.rand(2)
-
-    # Calls with a Generator are not native: the dispatcher converts it.
-    scenario(op)
-    torch.manual_seed(3)
-    native = scenario(op)
-    torch.manual_seed(3)
-    with torchop.native.disabled():
-        torch.testing.assert_close(native, scenario(op), rtol=0, atol=0)
-
-
 def test_autocast_is_that_of_the_forward(namespace):
     op = derived(namespace, matmul)
 
@@ -309,33 +288,6 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
         ):
             op(leaf_of(1.0))
     assert not runs
-
-
-def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
-    def body(x: Tensor) -> Tensor:
-        if x.sum() > 100:
-            raise ValueError("too much")
-        return x * 2
-
-    op = derived(namespace, body)
-    x = leaf_of(1000.0)
-    with counting(op) as calls, pytest.raises(ValueError, match="too much"):
-        op(x)
-    assert calls == {"native": 1}
-    y = op(leaf_of(1.0))
-    y.backward()
-    assert x.grad is None
-
-
-def test_a_body_that_left_autograd_is_refused_in_the_backward(namespace):
-    op = derived(namespace, lambda x: x.detach() * 2, "(Tensor x) -> Tensor")
-
-    def scenario(op: Any) -> Any:
-        return message_of(op(leaf_of(1.0)).backward)
-
-    native, dispatched = both_ways(op, scenario)
-    assert "output 0 depends on the inputs, but the body left autograd in " in native
-    assert native == dispatched
 
 
 def test_lists_that_the_body_returns_are_those_of_the_dispatcher(namespace):

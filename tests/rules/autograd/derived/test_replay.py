@@ -12,35 +12,12 @@ from tests._support.common import needs_native
 from tests.rules.autograd.derived.support import derived
 from torchop import _hooks
 from torchop._compat import devices
-from torchop._core import generators
-from torchop._native.switch import native_module
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state, packed_size
 
 X = torch.ones(2)
 # A definition is named in errors about graphs that are captured, which these tests do not do.
 replayed = functools.partial(replay.replayed, None)
-
-
-def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
-    packed = ambient_state([X]).packed
-    first, after = torch.rand(3), torch.get_rng_state()
-    torch.rand(5)
-    state = torch.get_rng_state()
-    drawn, then = replayed(packed, [X], lambda: (torch.rand(3), torch.get_rng_state()))
-    assert torch.equal(drawn, first)
-    assert torch.equal(then, after)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@needs_native
-def test_the_present_state_is_not_taken_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = ambient_state([X])
-    assert ambient_state([X]) is state
-    monkeypatch.setattr(replay, "_unpack", None)
-    assert replayed(state.packed, [X], lambda: 3) == 3
-    with pytest.raises(TypeError):  # it is another one, once numbers were drawn
-        replayed(state.packed, [X], lambda: torch.rand(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -114,42 +91,8 @@ def test_settings_are_restored_after_an_error(namespace):
     assert torch.is_autocast_cache_enabled()
 
 
-def test_generators_among_the_arguments_are_put_back():
-    generator = torch.Generator().manual_seed(3)
-    packed = ambient_state([X, generator]).packed
-    first = torch.rand(3, generator=generator)
-    state = generator.get_state()
-    drawn = replayed(packed, [X, generator], lambda: torch.rand(3, generator=generator))
-    assert torch.equal(drawn, first)
-    assert torch.equal(generator.get_state(), state)
-
-
 def autocast():
     return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_is_put_back(dtype):
-    with torch.autocast("cpu", dtype):
-        packed = ambient_state([X]).packed
-        assert replayed(None, [X], autocast)[0] is False
-        assert autocast() == (True, dtype)
-    before = autocast()
-    assert replayed(packed, [X], autocast) == (True, dtype)
-    assert autocast() == before
-
-
-def test_the_size_is_known_without_running_anything():
-    for values in ([X], [[X, None], torch.Generator(), 3]):
-        packed = ambient_state(values, in_graph=True).packed
-        assert packed_size(values) == packed.numel()
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.empty(2)
-        assert packed_size([fake]) == packed_size([X])
-        on_cuda = torch.empty(2, device="cuda")
-        # A seed and an offset, that they are known, their length, a flag and dtype of autocast.
-        on_cpu = torch.empty(2, device="cpu")
-        assert packed_size([on_cpu, on_cuda]) == packed_size([on_cpu]) + 16 + 1 + 4 + 2
 
 
 @pytest.mark.cuda
@@ -346,41 +289,5 @@ def test_what_may_hold_other_devices_is_left_to_python(values):
     assert _pack_plain(values) is None
 
 
-def test_generators_are_in_the_order_in_which_they_are_packed(monkeypatch):
-    monkeypatch.setattr(devices, "_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(generators, "_of_device", lambda traits, device: device)
-    _, *found = generators.generators_of((), 12)
-    assert found == [torch.device("cuda", index) for index in range(12)]
-
-
 def _pack_plain(values, latest=None):
     return _hooks.extension.pack_plain(values, latest, devices.accelerator_count())
-
-
-@needs_native
-def test_a_packed_state_whose_memory_was_reused_is_packed_again():
-    packed = _pack_plain([X])
-    assert _pack_plain([X], packed) is packed
-    expected = packed.clone()
-    packed.zero_()
-    again = _pack_plain([X], packed)
-    assert again is not packed
-    assert torch.equal(again, expected)
-
-
-@needs_native
-def test_the_ambient_state_is_packed_of_sequences_only():
-    with pytest.raises(TypeError, match="pack_plain expects a sequence"):
-        native_module().pack_plain(1, None, 0)
-    for arguments in ((), ([], None), ([], 1, 0), ([], None, None), ([], None, 0, 0)):
-        with pytest.raises(TypeError, match="a sequence, a tensor or None, and a number"):
-            native_module().pack_plain(*arguments)
-
-
-@needs_native
-def test_settings_that_are_not_plain_are_left_to_python():
-    for setting in (torch.device("meta"), default_dtype(torch.float64)):
-        with setting:
-            assert _pack_plain([X]) is None
-            assert not ambient_state([X]).is_plain
-    assert ambient_state([X]).is_plain
