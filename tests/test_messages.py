@@ -1,7 +1,6 @@
 """No message grows with what a user passed, and none carries its control characters."""
 
 import dataclasses
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop._errors import short_repr, short_text
 
 LONGEST = 400
 TEXT = "x\x1b[31m" + "long " * 100_000
@@ -277,27 +275,3 @@ def test_a_form_that_is_derived_checks_its_library(namespace: str, method: str) 
 def test_a_rule_of_ones_own_checks_its_library(namespace: str) -> None:
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         torchop.get_rule("inverse").register(define(namespace), torch.clone, lib="x")
-
-
-def test_a_short_text_stays_as_it_is() -> None:
-    assert short_text("as it is, 'quoted'") == "as it is, 'quoted'"
-    assert short_repr("a\nb") == r"'a\nb'"
-    assert short_text("one\n    two\x1b") == "one two\\x1b"
-
-
-def test_a_long_text_keeps_its_start_and_its_end() -> None:
-    text = short_text("start" + "x" * 10_000_000 + "end")
-    assert text.startswith("start")
-    assert text.endswith("end")
-    assert len(text) <= 200
-
-
-def test_a_repr_that_fails_is_no_second_error() -> None:
-    class Broken:
-        def __repr__(self) -> str:
-            raise ZeroDivisionError
-
-    assert short_repr(Broken()) == "<Broken, whose repr() raised ZeroDivisionError>"
-    with pytest.raises(torchop.RuleSignatureError, match="Broken, whose"):
-        torchop.custom_op("messages::f", Broken(), mutates_args=())  # type: ignore[arg-type]
-    assert functools.partial(short_repr)(1) == "1"

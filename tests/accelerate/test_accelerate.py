@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import re
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from tests._support.devices import BACKEND, TYPE
 from tests._support.forking import run_forked
 from tests.accelerate.support import T
 from torchop._accelerate import patterns
-from torchop._compat import operators
 from torchop._schema.naming import OpName
 
 pytestmark = needs_native
@@ -241,19 +237,6 @@ def test_all_operators(op):
         assert not any(name.startswith("aten::") for name in names)
 
 
-def test_libraries_may_end_while_their_names_are_read(op, namespace, monkeypatch):
-    garbage = [torch.library.Library(namespace, "FRAGMENT")]
-    garbage[0].define("gone(Tensor x) -> Tensor")
-
-    def collect_garbage_and_sub(*args):
-        garbage.clear()
-        return re.sub(*args)
-
-    monkeypatch.setattr(operators, "re", SimpleNamespace(sub=collect_garbage_and_sub))
-    with torchop.accelerate(f"{namespace}::*"):
-        assert is_native(op)
-
-
 def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespace):
     with pytest.warns(
         torchop.NothingToAccelerateWarning,
@@ -266,23 +249,6 @@ def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespa
     acceleration.undo()
 
 
-def test_a_misspelt_name_in_a_known_namespace_warns_with_the_nearest_names(op, namespace):
-    with pytest.warns(
-        torchop.NothingToAccelerateWarning, match=f"; the nearest names are {namespace}::op\\. "
-    ):
-        torchop.accelerate(f"{namespace}::opp").undo()
-
-
-def test_a_name_that_a_namespace_of_cpp_lacks_warns_too():
-    with pytest.warns(torchop.NothingToAccelerateWarning, match="'aten::sinn'.: no registered"):
-        torchop.accelerate("aten::sinn").undo()
-
-
-def test_a_package_that_is_imported_later_is_no_mistake():
-    with torchop.accelerate("bitsandbytes::*") as acceleration:
-        assert str(acceleration) == "no operator matches bitsandbytes::* yet"
-
-
 def test_a_refusal_names_the_argument_and_its_type(namespace, library):
     library.define("op(Tensor x, *, Stream? stream=None) -> Tensor")
     library.impl("op", lambda x, stream=None: x + 1, BACKEND)
@@ -290,11 +256,6 @@ def test_a_refusal_names_the_argument_and_its_type(namespace, library):
         assert acceleration.operators[0].reason == (
             "argument 'Stream? stream=None' has a type that only the dispatcher can convert"
         )
-
-
-def test_operators_of_cpp_beside_others_are_no_mistake(op):
-    with torchop.accelerate("aten::sin", op._qualname):  # as in accelerate(*recorded)
-        assert is_native(op)
 
 
 def test_explain_tells_how_to_accelerate_and_that_it_was_undone(op):
@@ -330,27 +291,6 @@ def test_what_is_no_pattern_is_refused():
     assert torch.library.Library.define.__module__ == "torch.library"
 
 
-def test_a_definition_that_fails_says_what_it_always_said(namespace, library):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
-        acceleration = torchop.accelerate(f"{namespace}::*")
-    with pytest.raises(RuntimeError, match="unknown type specifier"):
-        library.define("op(Nonsense x) -> Tensor")
-    acceleration.undo()
-
-
-def test_script_finds_an_accelerated_operator(op, namespace):
-    with torchop.accelerate(f"{namespace}::*"):
-        packet = getattr(torch.ops, namespace).op
-
-        def program(x):
-            return packet(x)
-
-        traced = torch.jit.trace(program, T)
-        assert torch.equal(traced(T), T + 1)
-        assert torch.jit._builtins._find_builtin(packet._op) == f"{namespace}::op"
-
-
 def test_a_process_without_acceleration_changes_nothing():
     code = """
         import torch
@@ -371,19 +311,3 @@ def test_a_process_without_acceleration_changes_nothing():
     ran = run_forked(code, TORCHOP_NATIVE="0")
     assert ran.returncode == 0, ran.stderr
     assert "the native call path is not loaded" in ran.stdout
-
-
-def test_the_end_of_a_library_is_noticed_while_the_collector_is_frozen(namespace, library):
-    library.define("scale(Tensor x) -> Tensor")
-    library.impl("scale", lambda x: x * 2, BACKEND)
-    scale = getattr(torch.ops, namespace).scale
-    scale(T)
-    function = scale.default._op
-    gc.freeze()  # as servers do when they have started
-    try:
-        with torchop.accelerate(f"{namespace}::scale"):
-            assert is_native(scale)
-            library._destroy()
-            assert scale.default._op is function  # no native call reaches the destroyed kernel
-    finally:
-        gc.unfreeze()

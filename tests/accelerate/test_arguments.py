@@ -3,37 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from tests._support.common import needs_native, outcome
 from tests._support.devices import BACKEND
-from tests.accelerate.support import T, assert_same, counts_versions_once, stock
+from tests.accelerate.support import T, assert_same, stock
 from torchop._compat import schemas
-from torchop._native.table.gradients import _has_simple_defaults
 from torchop._schema.schema import Schema
 
 
 def schema(text: str) -> Schema:
     return Schema(schemas.parse(f"f{text} -> Tensor"))
-
-
-@pytest.mark.parametrize(
-    ("text", "simple"),
-    [
-        ('(Tensor x, int a=1, float? b=None, str c="c", bool d=True, Scalar e=1)', True),
-        ("(Tensor x, ScalarType d=float32)", False),
-        ("(Tensor x, ScalarType? d=None)", True),
-        ('(Tensor x, Device? d="cpu")', False),
-        ("(Tensor x, int[] a=[1])", False),
-    ],
-)
-def test_defaults_that_a_schema_keeps_as_python_has_them(text, simple):
-    assert _has_simple_defaults(schema(text)) is simple
 
 
 # --------------------------------------------------------------------------------------------------
@@ -129,18 +112,6 @@ def test_a_converted_number_is_what_setup_context_sees(namespace, accelerated, s
 
 
 @needs_native
-def test_the_shape_of_a_tensor_is_a_list_of_int(namespace, accelerated, seen):
-    def op(x: Tensor, size: Sequence[int]) -> Tensor:
-        seen.append(size)
-        return x.new_zeros(size)
-
-    handle = stock(namespace, op)
-    assert_same(accelerated, handle, lambda: handle(T, T.shape), lambda: handle(T, torch.Size([])))
-    assert seen == [[4], [], [4], []]
-    assert {type(size) for size in seen} == {list}
-
-
-@needs_native
 def test_a_kernel_sees_its_own_defaults(namespace, accelerated, seen):
     def op(x: Tensor, scale=1, size=(1, 2), *, factor=None) -> Tensor:
         seen.append((scale, size, factor))
@@ -159,42 +130,3 @@ def test_a_kernel_sees_its_own_defaults(namespace, accelerated, seen):
     assert repr(seen[:5]) == repr(seen[5:])
     assert repr(seen[0]) == "(1, (1, 2), None)"  # not what the schema says
     assert repr(seen[3]) == "(1.0, [2, 1], 3.0)"
-
-
-@needs_native
-def test_a_kernel_sees_how_many_arguments_there_are(namespace, accelerated, seen):
-    def op(*args, **kwargs) -> Tensor:
-        seen.append((len(args), sorted(kwargs)))
-        return args[0].clone()
-
-    handle = stock(namespace, op, schema="(Tensor x, int a=1, int b=2, *, int c=3) -> Tensor")
-    calls = [lambda: handle(T), lambda: handle(T, 1, 5, c=3), lambda: handle(T, 7, 2, c=4)]
-    assert_same(accelerated, handle, *calls)
-    assert seen[:3] == seen[3:] == [(1, []), (3, []), (2, ["c"])]
-
-
-@counts_versions_once
-@needs_native
-def test_forty_arguments_of_which_eight_are_written(namespace, accelerated):
-    tensors = ", ".join(f"Tensor(a{i}!) t{i}" for i in range(8))
-    numbers = ", ".join(f"float n{i}={float(i)}" for i in range(31))
-    schema = f"({tensors}, Tensor?[] extra, {numbers}) -> ()"
-
-    def op(t0, t1, t2, t3, t4, t5, t6, t7, extra, *numbers) -> None:
-        for index, tensor in enumerate((t0, t1, t2, t3, t4, t5, t6, t7)):
-            tensor.add_(sum(numbers) + index + sum(e.sum().item() for e in extra if e is not None))
-
-    handle = stock(namespace, op, schema=schema, mutates_args=[f"t{i}" for i in range(8)])
-
-    def call() -> Any:
-        written = [torch.zeros(2) for _ in range(8)]
-        result = handle(*written, [None, T], *map(float, range(5)), n30=7.0)
-        return result, written, [tensor._version for tensor in written]
-
-    before = call()
-    accelerated()
-    after = call()
-    assert torchop.native.counters(handle) == {"native": 1}
-    assert before[0] is after[0] is None
-    assert all(map(torch.equal, before[1], after[1]))
-    assert before[2] == after[2] == [2] * 8  # one of the operator, one of `add_`

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -363,23 +362,6 @@ def test_a_kernel_that_returns_its_inputs_leaves_them_alone(
     accelerated()
     assert called() == expected
     assert torchop.native.counters(op) == {"native": 2}
-
-
-def test_the_name_that_pytorch_keeps_in_ctx_is_refused(namespace, accelerated):
-    op = torch.library.custom_op(
-        f"{namespace}::op", lambda x: x[0] * 2, mutates_args=(), schema="(Tensor[] x) -> Tensor"
-    )
-
-    def setup_context(ctx, inputs, output):
-        ctx._pt_metadata = 3
-
-    op.register_autograd(lambda ctx, grad: [grad], setup_context=setup_context)
-    accelerated()
-    refused = r"^Please don't set ctx\._pt_metadata; PyTorch"
-    for context in (contextlib.nullcontext(), torchop.native.disabled()):
-        with context, pytest.raises(RuntimeError, match=refused):
-            op([torch.ones(2, requires_grad=True)])
-    assert torchop.native.counters(op)["native"] == 1
 
 
 def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated, library, seen):

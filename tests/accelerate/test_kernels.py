@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 
 import pytest
@@ -52,23 +51,6 @@ def test_a_list_of_devices_keeps_what_torch_library_makes_of_it(namespace, accel
     assert torchop.native.counters(handle) == {"native": 1}
     handle.register_kernel(OTHER)(lambda x: x + 3)
     assert torch.equal(handle(T), T + 3)
-
-
-def test_a_device_that_is_more_than_a_str_is_left_to_the_dispatcher(namespace, accelerated):
-    class Device(str, enum.Enum):
-        TESTED = TYPE
-
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    handle = stock(namespace, op, device_types=Device.TESTED)
-    acceleration = accelerated()
-    assert torch.equal(handle(T), T + 1)
-    (row,) = acceleration.operators
-    assert (row.accelerated, row.reason) == (
-        False,
-        f"its kernel for {spelled_key(BACKEND)} is not the one that custom_op registered",
-    )
 
 
 @pytest.mark.parametrize("is_older", [True, False])
@@ -152,18 +134,6 @@ def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accel
     assert torch.equal(op(T, 2), T + 2)
     assert set(seen) == {"test_what_torch_library_impl_puts_around_a_kernel_is_spared"}
     assert torchop.native.counters(op) == {"native": 2}
-
-
-def test_a_kernel_of_a_library_that_comes_later_runs(namespace, accelerated, library):
-    library.define("op(Tensor x) -> Tensor")
-    accelerated()
-    op = getattr(torch.ops, namespace).op
-    with pytest.raises(NotImplementedError):
-        op(T)
-    library.impl("op", lambda x: x + 1, BACKEND)
-    assert torch.equal(op(T), T + 1)
-    assert torch.equal(op(T), T + 1)
-    assert torchop.native.counters(op) == {"operator": 1, "native": 2}
 
 
 def test_a_fallback_for_all_operators_is_no_kernel_of_this_one(namespace, accelerated):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
-import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -21,7 +18,6 @@ from tests.accelerate.support import (
     counts_versions_once,
     outcome,
     stock,
-    with_formula,
 )
 from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
@@ -58,34 +54,6 @@ def test_four_threads(namespace, accelerated):
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-def test_calls_keep_nothing(namespace, accelerated):
-    def op(x: Tensor, k: int = 2) -> tuple[Tensor, Tensor]:
-        return x * k, x + k
-
-    handle = stock(namespace, op)
-    accelerated()
-    handle(T)
-    x, kernel = T.clone(), handle._init_fn
-    before = sys.getrefcount(x), sys.getrefcount(kernel), sys.getrefcount(None)
-    for _ in range(2000):
-        handle(x, 3)
-    after = sys.getrefcount(x), sys.getrefcount(kernel), sys.getrefcount(None)
-    assert before[:2] == after[:2]
-    assert abs(before[2] - after[2]) < 100
-
-
-def test_what_is_freed_is_freed(namespace, accelerated, seen):
-    handle = with_formula(namespace, seen)
-    accelerated()
-    x = T.clone().requires_grad_()
-    first, _ = handle(x, 2)
-    node, tensor = weakref.ref(first.grad_fn), weakref.ref(first)
-    del first, _
-    gc.collect()
-    assert node() is None
-    assert tensor() is None
 
 
 @counts_versions_once
@@ -188,18 +156,6 @@ def test_turning_native_calls_off(namespace, accelerated):
     explanation = torchop.explain(handle, T)
     assert explanation.kernels[-1].startswith("kernel: ")
     assert "test_turning_native_calls_off" in explanation.kernels[-1]
-
-
-def test_a_python_frame_is_spared(namespace, accelerated, seen):
-    def op(x: Tensor) -> Tensor:
-        seen.append(sys._getframe(1).f_code.co_name)
-        return x + 1
-
-    handle = stock(namespace, op)
-    handle(T)
-    accelerated()
-    handle(T)
-    assert seen == ["wrapped_fn", "test_a_python_frame_is_spared"]
 
 
 def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerated):

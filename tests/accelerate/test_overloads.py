@@ -97,24 +97,6 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     assert packet._op is function
 
 
-def test_a_packet_keeps_its_hash_when_an_acceleration_is_undone(namespace):
-    """Its function is newer than that by which it was hashed, as its calls are counted."""
-    theirs = torch.library.Library(namespace, "FRAGMENT")
-    theirs.define("op(Tensor x) -> Tensor")
-    theirs.impl("op", torch.neg, "CompositeExplicitAutograd")
-    ours = torchop.Library(namespace, "FRAGMENT")
-    ours.define("op.two(Tensor x, Tensor y) -> Tensor")
-    packet = getattr(torch.ops, namespace).op
-    known = {packet: "known"}
-    packet(T)
-    acceleration = torchop.accelerate(f"{namespace}::op")
-    packet(T)
-    acceleration.undo()
-    assert known[packet] == "known"
-    ours.close()
-    theirs._destroy()
-
-
 VALUES = (T, None, True, 3, 0.5, "a", [1, 2], (0.5,), [T], torch.float32, np.float32(2), 2**70, 1j)
 KINDS = (
     "Tensor",
@@ -206,18 +188,3 @@ def test_overloads_are_released_one_by_one(namespace, library):
     second.undo()
     assert packet._op is function
     assert not torchop.explain(packet.two, T, T).native
-
-
-def test_a_scripted_function_calls_a_packet_of_several_overloads(namespace, accelerated, library):
-    library.define("op(Tensor x) -> Tensor")
-    library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op", lambda x: x + 1, BACKEND)
-    library.impl("op.two", lambda x, y: x - y, BACKEND)
-    accelerated()
-    packet = getattr(torch.ops, namespace).op
-
-    def both(x, y):
-        return packet(packet(x, y))
-
-    scripted = torch.jit.script(both)
-    assert torch.equal(scripted(T, T), torch.ones(4))

@@ -83,18 +83,6 @@ def test_a_tensor_is_the_very_one_that_the_kernel_returned(namespace, accelerate
     assert rest[0] is made[0][1][0]
 
 
-def test_the_kernel_runs_once_whatever_it_returns(namespace, accelerated, seen):
-    def op(x: Tensor) -> Tensor:
-        seen.append(1)
-        return x
-
-    handle = stock(namespace, op)
-    accelerated()
-    with pytest.raises(RuntimeError, match="may not alias any inputs"):
-        handle(T)
-    assert seen == [1]
-
-
 def test_an_exception_of_the_kernel_is_the_very_one(namespace, accelerated):
     error = KeyError("mine")
 
@@ -236,22 +224,3 @@ def test_each_schema_returns_what_it_did(namespace, accelerated, schema):
     assert called() == before
     for handle in handles:
         assert set(torchop.native.counters(handle)) == {"native"}
-
-
-@pytest.mark.needs_torch("2.14", "dispatching in Python")
-def test_an_operator_that_changes_its_way_of_dispatching(namespace, accelerated):
-    handle = torch.library.custom_op(
-        f"{namespace}::op", lambda x: 3, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    overload = handle._opoverload
-    accelerated()
-    assert handle(T) == 3
-    overload._enable_pyobj_dispatch(False)
-    for op in (handle, overload, overload.overloadpacket):
-        assert outcome(lambda op=op: op(T)) == (RuntimeError, "Unable to cast 3 to Tensor")
-    overload._enable_pyobj_dispatch(True)
-    assert handle(T) == 3
-    assert outcome(lambda: overload.overloadpacket(T)) == (
-        RuntimeError,
-        "Unable to cast 3 to Tensor",
-    )

@@ -139,15 +139,6 @@ def test_recorded_operators_that_were_there_take_part(run, package, save, namesp
     assert f"{namespace}::other" not in chosen.out
 
 
-def test_several_modules_are_imported(run, package, write, namespace):
-    second = write(
-        "second", 'import torch; torch.library.define("NAMESPACE::more", "(Tensor x) -> Tensor")'
-    )
-    outcome = run("accelerate", "--report", package, "--report", second)
-    assert outcome.row(f"{namespace}::called") == ["yes"]
-    assert outcome.row(f"{namespace}::more")[0] == "no"
-
-
 def test_a_file_that_is_no_recording_is_refused(run, package, tmp_path):
     path = tmp_path / "calls.json"
     path.write_text(json.dumps({"torchop recording": 1}))
@@ -157,20 +148,6 @@ def test_a_file_that_is_no_recording_is_refused(run, package, tmp_path):
     missing = run("accelerate", "--report", package, "--recorded", str(tmp_path / "none"))
     assert missing.code == 1
     assert "No such file" in missing.err
-
-
-def test_what_cannot_be_imported_is_told(run):
-    outcome = run("accelerate", "--report", "json", "--report", "no_such_module_at_all")
-    assert outcome.code == 1
-    assert "no_such_module_at_all cannot be imported: ModuleNotFoundError: No module" in outcome.err
-
-
-def test_what_a_module_raises_is_seen(run, write):
-    module = write("failing", "\nraise ValueError('of the module')")
-    outcome = run("accelerate", "--report", module)
-    assert outcome.code == 1
-    assert f"{module} cannot be imported: ValueError: of the module (" in outcome.err
-    assert f"{module}.py:2)" in outcome.err
 
 
 def test_a_module_that_registers_nothing_is_told(run):
@@ -219,19 +196,6 @@ def test_what_native_calls_save_is_added_up(lines):
     assert saved == "In the recorded calls, this saves 12.00 us."
 
 
-def test_a_difference_within_the_noise_is_marked_and_saves_nothing(lines):
-    _, row, _, saved = lines(Measurement(1.0, Cost(3.0, 2.5, 0.5)))
-    assert row.split()[2:6] == ["8", "8", "3.00", "2.50"]
-    assert row.endswith("before and after differ by no more than the noise")
-    assert saved == "In the recorded calls, this saves 0.00 us."
-
-
-def test_what_is_not_measured_says_why(lines):
-    _, row = lines(Measurement(0.5, None, "it is too large"))
-    assert row.split()[:4] == ["a::b", "yes", "8", "4"]
-    assert row.endswith("  not measured: it is too large")
-
-
 def test_calls_that_must_not_be_made_again_are_only_counted(monkeypatch):
     monkeypatch.setattr(report, "measure", lambda ops: {} if not ops else 1 / 0)
     recorded = torchop.record("*")
@@ -239,10 +203,3 @@ def test_calls_that_must_not_be_made_again_are_only_counted(monkeypatch):
     row = torchop.AcceleratedOperator("a::b", True, "")
     _, line = report.table([row], recorded, torchop.record("*")).splitlines()
     assert line.split() == ["a::b", "yes", "8"]
-
-
-@pytest.mark.parametrize(
-    ("microseconds", "text"), [(3.456, "3.46 us"), (3456, "3.46 ms"), (3.456e6, "3.46 s")]
-)
-def test_durations_have_a_fitting_unit(microseconds, text):
-    assert report._duration(microseconds) == text

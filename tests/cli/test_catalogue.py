@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-import torchop
 from tests._support.common import needs_native
 
 OPERATORS = """
@@ -123,17 +122,6 @@ def test_explanations_in_json(run, listed, namespace):
     assert each["kernels"][0].startswith("AutogradCPU: ")
 
 
-def test_that_calls_will_not_be_native_is_told(run, listed, namespace, monkeypatch):
-    def fail():
-        raise torchop.native.NativeUnavailableError("there is no C++ compiler")
-
-    monkeypatch.setattr(torchop.native, "wait", fail)
-    outcome = run("bench", f"{namespace}::scale", "--import", listed, "--json")
-    assert outcome.code == 0
-    assert outcome.err == "there is no C++ compiler\n"
-    assert len(json.loads(outcome.out)) == 1
-
-
 @pytest.mark.parametrize("command", ["explain", "bench"])
 def test_calls_that_cannot_be_had_are_errors(run, listed, namespace, command):
     outcome = run(command, f"{namespace}::low", "--import", listed)
@@ -142,13 +130,6 @@ def test_calls_that_cannot_be_had_are_errors(run, listed, namespace, command):
     outcome = run(command, f"{namespace}::low", "--import", listed, "--call", "torch.ons(2)")
     assert outcome.code == 1
     assert "--call 'torch.ons(2)': AttributeError" in outcome.err
-
-
-def test_no_example_at_all_is_told(run, listed, namespace, write):
-    none = write("none", f"import {listed}; {listed}.scale.register_examples(lambda: [])")
-    outcome = run("bench", f"{namespace}::scale", "--import", none)
-    assert outcome.code == 1
-    assert f"not measured: {namespace}::scale: IndexError" in outcome.err
 
 
 STRUCTURED = """

@@ -11,7 +11,6 @@ import zipfile
 import pytest
 
 from tests._support.common import needs_native
-from tests._support.forking import run_module
 from torchop import Recorded
 
 PROGRAM = """
@@ -71,29 +70,6 @@ def test_the_recording_is_saved_before_anything_is_measured(
     assert f"torchop: measuring; meanwhile, the recording is in {path}\n" in outcome.err
 
 
-@needs_native
-def test_a_crash_on_ones_loses_nothing(run, program, namespace):
-    path = program(
-        f"""
-import os
-
-@torch.library.custom_op("{namespace}::write", mutates_args=())
-def write(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if index.item():  # 1 is out of its bounds
-        os.abort()
-    return x * 2
-
-write(torch.ones(1), torch.tensor(0))
-"""
-    )
-    outcome = run("record", "--pattern", f"{namespace}::*", path)
-    assert outcome.code == 0
-    assert len(outcome.row(f"{namespace}::called")) == 5
-    assert " ".join(outcome.row(f"{namespace}::write")) == (
-        "yes 1 1 not measured: a call with tensors of ones ended the process, by SIGABRT"
-    )
-
-
 def test_the_calls_are_saved(run, program, namespace, tmp_path):
     out = tmp_path / "calls.json"
     outcome = run("record", "-o", str(out), program("import os; os.chdir('/')"))
@@ -102,12 +78,6 @@ def test_the_calls_are_saved(run, program, namespace, tmp_path):
     assert outcome.err == f"torchop: wrote {out} (calls: 3, operators: 1)\n"
     [(call, count)] = Recorded.load(out)[f"{namespace}::called"]
     assert (call.args[0].shape, call.args[1], count) == ((2, 3), 4, 3)
-
-
-def test_a_relative_path_is_one_from_where_it_was_started(run, program, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert run("record", "-o", "c.json", program("import os; os.chdir('/')")).code == 0
-    assert (tmp_path / "c.json").exists()
 
 
 def test_a_script_has_an_absolute_path_and_the_arguments_as_given(
@@ -152,12 +122,6 @@ def test_patterns_choose_operators(run, program, namespace, tmp_path):
     assert [*Recorded.load(out)] == ["aten::mul.Tensor"]
 
 
-def test_a_program_that_calls_nothing_is_told(run, program, namespace):
-    outcome = run("record", "--pattern", f"{namespace}x::*", program())
-    assert outcome.out.endswith(f"the program called no operator that matches {namespace}x::*\n")
-    assert f"record('{namespace}x::*'): no registered operator matches" in outcome.err
-
-
 @pytest.mark.parametrize(
     ("ending", "code"),
     [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('stop')", 1), ("raise SystemExit(9)", 9)],
@@ -191,19 +155,6 @@ def test_an_exception_of_the_program_ends_it_as_python_does(
     assert lines[-1] == last
 
 
-def test_a_program_that_cannot_be_parsed_is_told(run, write, tmp_path):
-    name = write("program", "1 +")
-    outcome = run("record", "-o", str(tmp_path / "calls.json"), str(tmp_path / f"{name}.py"))
-    assert outcome.code == 1
-    assert outcome.err.splitlines()[-1] == "SyntaxError: invalid syntax"
-
-
-def test_a_module_that_is_not_there_is_told(run, tmp_path):
-    outcome = run("record", "-o", str(tmp_path / "calls.json"), "-m", "no_such_module_at_all")
-    assert outcome.code == 1
-    assert outcome.err.endswith("ImportError: No module named no_such_module_at_all\n")
-
-
 def test_a_module_is_run(run, program, namespace, tmp_path):
     name = os.path.basename(program("print('file', sys.argv[0])")).removesuffix(".py")
     out = tmp_path / "calls.json"
@@ -231,32 +182,3 @@ def test_what_cannot_be_done_is_told_before_the_program_runs(run, program, argum
     assert outcome.code == 2
     assert message in " ".join(outcome.err.split())
     assert outcome.out == ""
-
-
-def test_a_recording_that_cannot_be_written_is_told(run, program, tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    ending = f"import os; os.rmdir({str(folder)!r})"
-    outcome = run("record", "-o", str(folder / "calls.json"), program(ending))
-    assert outcome.code == 1
-    assert "Error: the recording cannot be written: " in outcome.err
-    folder.mkdir()
-    failing = program(f"{ending}; sys.exit(7)")
-    assert run("record", "-o", str(folder / "calls.json"), failing).code == 7
-
-
-def test_python_m_torchop_record(run, program, namespace, tmp_path):  # or skipped, without click
-    out = tmp_path / "calls.json"
-    path = program("""
-import pickle
-
-def function(): pass
-
-assert pickle.loads(pickle.dumps(function)) is function
-sys.exit(5)
-""")
-    command = ("torchop", "record", "-o", str(out), os.path.basename(path), "a")
-    done = run_module(*command, folder=tmp_path, TORCHOP_NATIVE="auto")
-    assert done.returncode == 5, done.stderr
-    assert done.stdout == f"arguments ['a']\npath {tmp_path}\n"
-    assert Recorded.load(out).calls(f"{namespace}::called") == 3

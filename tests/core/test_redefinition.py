@@ -80,13 +80,6 @@ def test_redefinition_by_the_same_function_is_quiet(namespace, before, after):
     assert op(T).tolist() == [2, 2]
 
 
-def test_redefinition_by_a_function_of_another_module_warns(namespace):
-    from_source(namespace, 1, "/lib/one.py", "one")
-    expected = r"was defined at /lib/one.py:2 and is defined again at /lib/two.py:2"
-    with pytest.warns(torchop.RedefinitionWarning, match=expected):
-        from_source(namespace, 2, "/lib/two.py", "two")
-
-
 def test_a_file_that_is_imported_under_two_names_is_named_with_both(namespace):
     old = from_source(namespace, 1, "/lib/kernels.py", "package.kernels")
     expected = (
@@ -186,18 +179,6 @@ def test_operator_that_was_not_made_by_custom_op_is_not_replaced(namespace):
             torchop.custom_op(f"{namespace}::op", second, mutates_args=())
         assert f"{namespace}::op cannot be defined at {line_of(second)}" in str(caught.value)
         assert packet(namespace)(T).tolist() == [1, 1]
-
-
-def test_where_it_exists_is_told_in_whole(namespace):
-    source = f'library = torch.library.Library("{namespace}", "FRAGMENT")'
-    found = {"torch": torch}
-    exec(compile(source, "/a folder/file.py", "exec"), found)
-    found["library"].define(f"op{SCHEMA}")
-    with pytest.raises(
-        RuntimeError, match=r"registered at /a folder/file\.py:1\. Rename one of th"
-    ):
-        torchop.custom_op(f"{namespace}::op", second, mutates_args=())
-    found["library"]._destroy()
 
 
 def test_redefinition_in_another_library_takes_the_name(namespace):

@@ -116,16 +116,6 @@ def test_closed_library_that_is_collected_leaves_what_has_the_name_now(namespace
         assert held(T).tolist() == [1, 1]
 
 
-def test_held_packet_is_a_name_and_finds_what_has_it_now(namespace):
-    held, overload, _ = gone(namespace, torchop.Library, custom_op_in, close)
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x + 5, BACKEND)
-        assert held(T).tolist() == [5, 5]
-        with pytest.raises(torchop.OperatorGoneError):
-            overload(T)
-
-
 @EVERY_END
 def test_handle_of_a_closed_library_registers_nothing(namespace, end):
     handle = gone(namespace, torchop.Library, custom_op_in, end)[2]
@@ -173,18 +163,6 @@ def test_library_that_is_kept_by_its_operators_alone_is_collected(namespace):
     assert reference() is None
     with pytest.raises(torchop.OperatorGoneError):
         handle(T)
-
-
-@LIBRARIES
-def test_operator_of_another_library_is_not_touched(namespace, make):
-    library = make(namespace, "FRAGMENT")
-    with torchop.Library(namespace, "FRAGMENT") as home:
-        home.define("op(Tensor x) -> Tensor")
-        home.impl("op", lambda x: x + 1, BACKEND)
-        library.define("other(Tensor x) -> Tensor")
-        held = packet(namespace).default
-        close(library)
-        assert held(T).tolist() == [1, 1]
 
 
 def test_one_overload_goes_and_the_other_stays(namespace):

@@ -11,7 +11,6 @@ import torch
 
 import torchop
 from tests._support.common import assert_clean, needs_native
-from tests._support.devices import BACKEND
 from tests._support.forking import run_forked
 from torchop._native import switch
 from torchop._native.extension import recipe
@@ -227,23 +226,6 @@ def test_gradient_recorded_before_the_switch_flows_after_it(switching):
     """)
 
 
-def test_operators_of_closed_libraries_are_left_alone(switching):
-    switching("""
-    with torchop.Library("switched_closed", "FRAGMENT") as library:
-        closed = torchop.custom_op("switched_closed::op", op.__wrapped__, mutates_args=(),
-                                   lib=library)
-        closed(T)
-    finish_build()
-    try:
-        closed(T)
-    except torchop.OperatorGoneError:
-        pass
-    else:
-        raise AssertionError
-    assert op(T).tolist() == [1, 1]
-    """)
-
-
 @pytest.mark.parametrize("key", ["CPU", "Autograd", "CompositeExplicitAutograd"])
 def test_override_of_before_the_switch_is_honoured(switching, key):
     switching(f"""
@@ -291,16 +273,6 @@ def test_programs_share_the_cached_extension(tmp_path):
         CXX="/absent",
     )
     assert_clean(done)
-
-
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_operator_of_pytorch_with_a_kernel_of_ours_stays_as_it_is():
-    op = torch.ops.aten.erfinv.default
-    before = op._op
-    with torchop.Library("aten", "IMPL") as library:
-        library.impl("erfinv", lambda x: x + 1, BACKEND)
-        assert op(T).tolist() == (T + 1).tolist()
-    assert op._op is before
 
 
 def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog):

@@ -1,11 +1,9 @@
 """The servers from which the programs of tests are forked, when something ends too early."""
 
 import os
-import signal
 import socket
 import tempfile
 import threading
-import time
 
 import pytest
 
@@ -47,28 +45,3 @@ def test_another_server_takes_the_place_of_one_that_is_killed(monkeypatch, when)
             threading.Thread(target=lambda: killed.accept()[0].close()).start()
         server = forking._Server(when, (), ())
     assert answer(server) == "1\n"
-
-
-def test_a_program_ends_when_the_tests_are_interrupted(tmp_path):
-    server = forking._Server("interrupted", (), ())
-    written = tmp_path / "process"
-
-    def interrupt() -> None:
-        while not written.exists():
-            time.sleep(0.05)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        answer(
-            server,
-            "import os, pathlib, time\n"
-            f"pathlib.Path({str(tmp_path / 'new')!r}).write_text(str(os.getpid()))\n"
-            f"os.rename({str(tmp_path / 'new')!r}, {str(written)!r})\n"
-            "time.sleep(60)",
-        )
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(written.read_text()), 0)
-    assert answer(server) == "1\n"
-    timers = [each for each in threading.enumerate() if isinstance(each, threading.Timer)]
-    assert all(timer.finished.is_set() for timer in timers)

@@ -35,11 +35,6 @@ def test_of_a_packet_it_explains_the_overload_that_pytorch_chooses(namespace):
     library._destroy()
 
 
-def test_arguments_are_passed_on_by_keyword_as_well(op):
-    assert torchop.explain(op, x=T, n=3).native
-    assert torchop.explain(op, T, n=1.5).reason.startswith("argument 'n' does not have")
-
-
 def test_nothing_is_run(namespace):
     def kernel(x: Tensor) -> Tensor:
         raise AssertionError("it was run")
@@ -86,13 +81,6 @@ def test_operator_of_a_library(namespace):
     assert __file__ in after.kernels[-1]
 
 
-def test_operator_of_a_library_without_a_kernel(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x) -> Tensor")
-        explanation = torchop.explain(f"{namespace}::op", T)
-        assert explanation.reason == "it has no kernel for a device whose tensors native calls take"
-
-
 def test_operator_that_nobody_defined(namespace):
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent"):
         torchop.explain(f"{namespace}::absent", T)
@@ -116,16 +104,6 @@ def test_operator_of_a_closed_library(namespace):
         op = adding(namespace, lib=library)
     with pytest.raises(torchop.OperatorGoneError, match="closed"):
         torchop.explain(op, T)
-
-
-def test_notebooks_show_a_list(namespace):
-    op = adding(namespace)
-    op(T)
-    shown = torchop.explain(op, T)._repr_html_()
-    assert shown.startswith(f"<p><b>{namespace}::op: native, because ")
-    assert shown.endswith("</li></ol>")
-    assert "&lt;lambda&gt;" in shown
-    assert "<lambda>" not in shown
 
 
 def test_without_the_extension():

@@ -1,7 +1,6 @@
 """Fake kernels by declaration: what they describe, and what is refused at registration."""
 
 import contextlib
-from typing import ClassVar
 
 import pytest
 import torch
@@ -182,31 +181,6 @@ def test_memory_formats_of_shapes_several_outputs_and_lists(namespace):
     )
     assert second.shape == (1, 2, 3, 4)
     assert second.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_the_class_form_takes_a_memory_format(namespace):
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.clone(memory_format=torch.contiguous_format)
-
-        fake: ClassVar = {"like": "x", "memory_format": torch.contiguous_format}
-
-    torchop.opcheck(op, (torch.ones(3, 2).t(),))
-
-
-def test_a_contiguous_output_compiles_with_symbolic_sizes(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x.clone(memory_format=torch.contiguous_format)
-
-    op.register_fake(like="x", memory_format=torch.contiguous_format)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(lambda x: op(x.t()).view(-1), backend=counter, fullgraph=True)
-    for n in (4, 5, 6):
-        assert torch.equal(compiled(torch.ones(n, 3)), torch.ones(3 * n))
-    assert counter.frame_count == 2
 
 
 def test_opcheck_says_how_to_declare_other_strides(namespace):

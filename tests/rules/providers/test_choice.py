@@ -172,36 +172,6 @@ def test_tables_are_bounded(namespace, table, monkeypatch):
     assert most == (4096 if table == "C++" else 100)
 
 
-@needs_native
-def test_a_table_of_long_keys_is_bounded_by_their_length(namespace):
-    op = torchop.custom_op(
-        f"{namespace}::op",
-        lambda xs, n: xs[0] + n,
-        mutates_args=(),
-        schema="(Tensor[] xs, int n) -> Tensor",
-    )
-    op.register_kernel(TYPE, lambda xs, n: xs[0] - n, provider="fast", supports=lambda xs, n: True)
-    op.set_priority(["fast"])
-    xs, most = [torch.zeros(1)] * 1000, 0
-    for n in range(100):  # each key has 3000 words, of at most 2**18
-        assert op(xs, n).item() == -n
-        most = max(most, in_plan(op).count)
-    assert 50 < most < 2**18 / 3000
-    assert op([torch.zeros(1)] * 2000, 1).item() == -1  # no table keeps it
-
-
-@needs_native
-def test_a_table_keeps_nothing_of_a_call_but_its_numbers(namespace):
-    op = define(namespace, priority=["fast"])
-    op.register_kernel(TYPE, adding(10), provider="fast", supports=lambda x: True)
-    x = torch.zeros(3)
-    gone = weakref.ref(x)
-    value(op, x)
-    del x
-    gc.collect()
-    assert gone() is None
-
-
 def test_supports_may_call_the_operator(namespace, table):
     op = define(namespace, priority=["fast"])
 
@@ -228,28 +198,6 @@ def test_keywords_in_another_order(namespace, table):
     for _ in range(2):
         assert value(lambda x: chosen(x, g=1.0, h=2.0)) == 10
         assert value(lambda x: chosen(x, h=1.0, g=2.0)) == 1
-
-
-@needs_native
-def test_a_table_that_begins_again_while_supports_is_asked(namespace):
-    """It keeps nothing for an order that it does not remember any more."""
-    op = define(namespace, priority=["fast"])
-
-    def call_in_blocks():
-        for number in range(70):  # 64 orders are remembered
-            with torchop.priority({f"other::{number}": ["reference"]}):
-                assert value(op, torch.zeros(1)) == 10
-
-    op.register_kernel(
-        TYPE,
-        adding(10),
-        provider="fast",
-        supports=lambda x: x.shape[0] == 1 or call_in_blocks() is None,
-    )
-    call_in_blocks()
-    assert value(op, torch.zeros(2)) == 10
-    orders = 70 + 1 + 70  # with that of no block, which is one of the first 128
-    assert in_plan(op).count == orders % 64
 
 
 # --------------------------------------------------------------------------------------------------

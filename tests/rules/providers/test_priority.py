@@ -1,7 +1,6 @@
 """Priority: which of several kernels of one operator runs, for whom, and what is said of it."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import linecache
 import logging
@@ -63,18 +62,6 @@ def test_the_authors_order_is_for_device_types(op):
     assert value(op) == 1
     op.set_priority(["twenty"], device_types=[OTHER, TYPE])
     assert value(op) == 20
-
-
-def test_an_order_for_one_device_holds_for_kernels_for_every_device(namespace):
-    op = define(namespace)
-    op.register_kernel(None, adding(20), provider="twenty")
-    op.register_fake(torch.empty_like)
-    op.set_priority(["twenty"], device_types=TYPE)
-    assert value(op) == 20
-    assert op(torch.zeros(1, device="meta")).is_meta
-    op.set_priority([], device_types=TYPE)
-    op.set_priority(["twenty"], device_types=OTHER)
-    assert value(op) == 1
 
 
 def test_the_order_of_the_definition_names_providers_that_come_later(namespace):
@@ -181,19 +168,6 @@ def test_a_checkpoint_computes_again_in_the_order_of_its_block(namespace, op, ha
         y = checkpoint(lambda x: op(x).exp(), x, use_reentrant=False, **options)
     y.backward()
     assert ran == ["ten"] * (1 + has_block)
-
-
-def test_a_block_decorates_a_function_but_no_generator(op):
-    @torchop.priority({op: ["ten"]})
-    def call():
-        return value(op)
-
-    assert (call(), value(op), call()) == (10, 1, 10)
-    with pytest.raises(TypeError, match=r"priority\(\) cannot decorate .*generator"):
-
-        @torchop.priority({op: ["ten"]})
-        def generate():
-            yield value(op)
 
 
 def test_a_block_is_for_one_thread(op):
@@ -466,48 +440,6 @@ def test_flags_that_are_none(flag, value):
         torchop.priority(**{flag: value})
 
 
-def test_a_block_that_was_not_entered():
-    block = torchop.priority({})
-    with pytest.raises(RuntimeError, match="was exited, but it was not entered in this thread"):
-        block.__exit__(None, None, None)
-
-
-def test_a_block_that_is_left_in_another_thread_or_task(op):
-    """Its own thread keeps the order, so whoever leaves it elsewhere is told."""
-    block = torchop.priority({op: ["ten"]})
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(block)
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            left = pool.submit(block.__exit__, None, None, None)
-            with pytest.raises(RuntimeError, match="not entered in this thread or task"):
-                left.result()
-        assert value(op) == 10
-    assert value(op) == 1
-
-
-def test_blocks_that_are_left_out_of_order(op):
-    outer, inner = torchop.priority({op: ["ten"]}), torchop.priority({op: ["twenty"]}, strict=True)
-    outer.__enter__()
-    inner.__enter__()
-    assert value(op) == 20
-    outer.__exit__(None, None, None)
-    assert value(op) == 20
-    inner.__exit__(None, None, None)
-    assert value(op) == 1
-
-
-def test_a_block_that_is_entered_twice_and_by_threads_at_once(op):
-    block = torchop.priority({op: ["ten"]})
-    with block:
-        with block:
-            assert value(op) == 10
-        assert value(op) == 10
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            assert pool.submit(block(lambda: value(op))).result() == 10
-            assert pool.submit(value, op).result() == 1
-    assert value(op) == 1
-
-
 # --------------------------------------------------------------------------------------------------
 # Seen
 
@@ -533,21 +465,6 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
         f"  5. last ({TYPE}): any comes before it",
         f"  unasked ({TYPE}): the order of torchop.priority does not name it",
         "  reference (every device): any comes before it",
-    ]
-
-
-def test_explain_tells_the_kernels_of_other_devices_apart(namespace):
-    op = define(namespace, priority=["tuned"])
-    op.register_kernel(OTHER, adding(10))
-    op.register_kernel(OTHER, adding(20), provider="gpu")
-    op.register_kernel(TYPE, adding(30), provider="ten")
-    found = torchop.explain(op, torch.zeros(1)).providers
-    assert [text.rpartition(" (/")[0] or text for text in found] == [
-        "1. tuned: no measurement matches the call",
-        f"gpu ({OTHER}): it is for other devices",
-        f"ten ({TYPE}): the order of the operator's author does not name it",
-        "reference (every device): runs",
-        f"reference ({OTHER}): it is for other devices",
     ]
 
 

@@ -1,9 +1,7 @@
 """Providers: what they say of themselves, which calls they take, and the rules that they share."""
 
 import dataclasses
-import functools
 import gc
-import time
 
 import pytest
 import torch
@@ -106,22 +104,6 @@ def test_a_signature_is_compared_with_the_schema(namespace, function, words):
         op.register_kernel(TYPE, function, provider="fast")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, factor, *, count: x + 10,
-        lambda x, factor=2, *, count=1: x + 10,
-        lambda x, /, factor=2.0, *, count=1: x + 10,
-        lambda *args, **kwargs: args[0] + 10,
-        functools.partial(lambda x, factor, *, count, more: x + more, more=10),
-    ],
-)
-def test_signatures_that_fit(namespace, function):
-    op = scaling(namespace, priority=["fast"])
-    op.register_kernel(TYPE, function, provider="fast")
-    assert value(op) == 10
-
-
 def test_a_kernel_gets_every_argument_and_the_first_config(namespace):
     op = scaling(namespace, priority=["fast"])
     seen = []
@@ -182,13 +164,6 @@ def test_a_provider_goes_with_its_library(namespace, way):
     closed._destroy()
     with pytest.raises(torchop.OperatorGoneError, match="has been destroyed"):
         torchop.register_kernel(op, TYPE, adding(10), provider="fast", lib=closed)
-
-
-def test_a_redefinition_has_no_providers(namespace):
-    define(namespace, priority=["fast"]).register_kernel(TYPE, adding(10), provider="fast")
-    op = define(namespace)
-    assert value(op) == 1
-    assert torchop.explain(op, torch.ones(1)).provider is None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,15 +238,6 @@ def test_supports_that_reads_what_its_tensors_do_not_have(namespace, name, suppo
             op(x)
 
 
-def test_an_inlined_supports_reads_no_more_than_in_eager(namespace):
-    op = define(namespace, priority=["fast"], compile="inline")
-    op.register_kernel(
-        TYPE, adding(10), provider="fast", supports=lambda x: x.storage_offset() == 0
-    )
-    with pytest.raises(Exception, match="supports read storage_offset of a tensor"):
-        torch.compile(lambda x: op(x), backend="aot_eager", fullgraph=True)(torch.zeros(2))
-
-
 @pytest.mark.parametrize(
     ("supports", "words"),
     [
@@ -286,23 +252,6 @@ def test_supports_that_is_wrong(namespace, supports, words):
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
         value(op)
-
-
-def test_supports_that_is_slow_is_told_of_once(namespace):
-    op = define(namespace, priority=["fast"])
-
-    def supports(x):
-        time.sleep(0.051 if x.shape[0] != 2 else 0)
-        return True
-
-    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-    for size in (1, 2, 3, 4):  # a quick one is between the first and the others
-        assert value(op, torch.zeros(size)) == 10
-    words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
-    with pytest.warns(torchop.ProviderWarning, match=words):
-        assert value(op, torch.zeros(5)) == 10
-    for size in (6, 7, 8, 9):
-        assert value(op, torch.zeros(size)) == 10
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")

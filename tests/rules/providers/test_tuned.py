@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import threading
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from tests._support.devices import TYPE
 from torchop._core.lock import registration_lock
 from torchop._rules.providers import measurements, tuned
 from torchop._rules.providers.measurements import Measured, Measurement
-from torchop.testing import _tune
 
 
 @pytest.fixture(autouse=True)
@@ -203,30 +198,6 @@ def test_a_file_that_is_no_table_is_ignored_with_a_warning(scale, cache, text, p
     assert torch.equal(scale(torch.ones(7)), torch.full((7,), 2.0))
 
 
-def test_forged_fields_are_refused(scale, tmp_path):
-    path = tmp_path / "table.json"
-    measurements.write(path, [measured(scale, "tiled=1")])
-    good = json.loads(path.read_text())
-    kernel = good["measurements"][0]["kernels"][0]
-    forged = (
-        {"sizes": [["5", 8]]},
-        {"sizes": [[5, 8, 9]]},
-        {"sizes": [[5, 8], [1, 1]]},
-        {"sizes": []},
-        {"kernels": []},
-        {"kernels": [{**kernel, "interval": [1]}]},
-        {"kernels": [{**kernel, "config": "rm -rf"}]},
-        {"device": None},
-        *({"kernels": [{**kernel, "microseconds": us}]} for us in (-1.0, math.nan, 10**400, None)),
-        {"kernels": [{**kernel, "interval": [0, math.inf]}]},
-    )
-    for change in forged:
-        content = {**good, "measurements": [{**good["measurements"][0], **change}]}
-        path.write_text(json.dumps(content))
-        with pytest.raises(measurements.TableError, match="is no table of measurements"):
-            measurements.read(path)
-
-
 def test_a_table_is_read_as_it_was_written(scale, tmp_path):
     path = tmp_path / "table.json"
     found = [measured(scale, "tiled=1", "fast"), measured(scale, "fast", sizes=[(9, None)])]
@@ -237,28 +208,6 @@ def test_a_table_is_read_as_it_was_written(scale, tmp_path):
     later = measured(scale, "reference")
     assert measurements.merged(found, [later]) == [later, found[1]]
     assert list(tmp_path.glob("table.json.*")) == []
-
-
-def test_those_who_measure_at_once_keep_the_entries_of_each_other(scale, cache, monkeypatch):
-    """With a lock of the folder, which threads compete for as processes do."""
-
-    def slowly(path: Path) -> list[Measurement]:
-        found = read(path)
-        time.sleep(0.05)
-        return found
-
-    read = measurements.read
-    users(cache, measured(scale, "fast", sizes=[(0, 0)]))
-    monkeypatch.setattr(measurements, "read", slowly)
-    threads = [
-        threading.Thread(target=_tune._save, args=(None, [measured(scale, "fast", sizes=[(n, n)])]))
-        for n in range(1, 5)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [m.sizes[0][0] for m in read(cache / "tuning.json")] == [0, 1, 2, 3, 4]
 
 
 def test_buckets():

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests._support.devices import TYPE
 
 Cube = Annotated[Tensor, "of x", torchop.Residuals(slope=Tensor)]
 
@@ -76,24 +75,6 @@ def test_a_class(namespace):
 
     train(op)
     assert "Residuals" not in str(inspect.signature(op))
-
-
-def test_the_signature_of_kernels_for_devices(namespace):
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        signature = staticmethod(written)
-        vars()[TYPE] = staticmethod(evaluated)
-
-    train(op)
-
-
-def test_other_annotations_declare_nothing(namespace):
-    def kernel(x: Tensor) -> Annotated[Tensor, "a copy"]:
-        return x.clone()
-
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
-    assert op._definition.declaration.residuals is None
-    assert op.__wrapped__ is kernel
 
 
 def test_residuals_are_declared_once(namespace):

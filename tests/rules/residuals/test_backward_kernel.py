@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests._support.common import counting, needs_native
 from tests._support.devices import BACKEND, TYPE
 from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
-from torchop.testing._check.calls import Call
-from torchop.testing._check.checks.residuals import every_residual_is_read
 
 
 @pytest.fixture(autouse=True)
@@ -251,38 +248,6 @@ def test_structures(namespace):
     assert ran == [(Config, Tapes)]
 
 
-def test_saved_tensors_of_lists_and_structures_meet_hooks(namespace):
-    op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
-    op.register_autograd(backward_kernel=of_structured)
-    x, scale, packed = X.clone().requires_grad_(), W.clone(), []
-
-    def pack(tensor):
-        packed.append(tensor.shape)
-        return tensor.numpy(force=True)
-
-    def on_device(array):
-        return torch.from_numpy(array).to(x.device)
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, on_device):
-        op(x, Config(scale, 1), bias=5.0).sum().backward()
-    assert packed == [(4, 3)] * 3
-    assert_close(x.grad, W)
-
-
-def test_a_residual_that_the_kernel_does_not_take_is_not_read(namespace):
-    def two(x: Tensor) -> Tensor:
-        return torchop.residuals(x * 2, x + 1, x + 2)
-
-    def kernel(grad: Tensor, x: Tensor, used: Tensor) -> Tensor:
-        return grad * 2
-
-    residuals = {"used": Tensor, "unused": Tensor}
-    op = torchop.custom_op(f"{namespace}::op", two, mutates_args=(), residuals=residuals)
-    op.register_autograd(backward_kernel=kernel)
-    with pytest.raises(AssertionError, match="nobody uses the residuals unused:"):
-        every_residual_is_read(Call(op.overload, (X.clone().requires_grad_(),)))
-
-
 @pytest.mark.parametrize("provider", [None, "numpy"])
 def test_none_stands_for_zeros_in_kernels_that_are_registered(namespace, provider):
     op, ran = define(namespace), []
@@ -317,23 +282,6 @@ def test_none_stands_for_zeros_in_a_fake_kernel_that_is_registered(namespace, wi
     torchop.register_fake(f"{namespace}::op__backward_kernel", like=("x", "x"))
     torch._dynamo.reset()
     assert_close(gradients_of(compiled, x, w), gradients_of(op, x, w))
-
-
-def test_zeros_for_none_look_like_the_argument_in_objects(namespace):
-    def without_scale(grad, x, config, tapes, *, bias):
-        return None, grad * tapes.powers
-
-    op = torchop.custom_op(f"{namespace}::op", structured, mutates_args=())
-    op.register_autograd(backward_kernel=of_structured)
-    torchop.register_kernel(f"{namespace}::op__backward_kernel", TYPE, without_scale)
-    x, scale = X.clone().requires_grad_(), W.clone().requires_grad_()
-    of_x, of_scale = gradients_of(lambda x, s: op(x, Config(s, 1), bias=5.0), x, scale)
-    assert_close((of_x, of_scale), (torch.zeros(4, 3), X))
-    op.register_fake(structured)
-    torchop.register_fake(f"{namespace}::op__backward_kernel", without_scale)
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    of_x, of_scale = gradients_of(lambda x, s: compiled(x, Config(s, 1), bias=5.0), x, scale)
-    assert_close((of_x, of_scale), (torch.zeros(4, 3), X))
 
 
 def test_another_kernel_replaces_the_one_before(namespace):
@@ -403,14 +351,6 @@ def test_a_list_in_which_some_are_none(namespace, are_none):
     assert_close(torch.vmap(of_one)(X), torch.full_like(X, 3))
 
 
-def test_a_list_that_may_hold_none_and_is_not_taken(namespace):
-    def kernel(grad: Tensor, by: float) -> list[Tensor | None]: ...
-
-    op = torchop.custom_op(f"{namespace}::op", scaled_sum, mutates_args=())
-    with pytest.raises(RuleSignatureError, match=r"'xs' may contain None.* the parameter 'xs'"):
-        op.register_autograd(backward_kernel=kernel)
-
-
 def test_an_optional_list(namespace):
     def forward(x: Tensor, ws: list[Tensor] | None, index: Tensor) -> Tensor:
         return x * 2 if ws is None else x * ws[0]
@@ -453,37 +393,6 @@ def test_results_that_are_optional_or_numbers(namespace, is_there):
         loss = sum(value.sum() for value in f(x, is_there)[:2] if value is not None)
         (gradient,) = torch.autograd.grad(loss, x)
         assert_close(gradient, torch.full_like(X, 5 if is_there else 3))
-
-
-def test_results_in_a_list_that_may_hold_none(namespace):
-    def kernel(grads: list[Tensor | None], x: Tensor) -> Tensor:
-        assert grads[1] is None
-        return torch.from_numpy(grads[0].numpy() * 2)
-
-    schema = "(Tensor x) -> Tensor?[]"
-    op = torchop.custom_op(
-        f"{namespace}::op", lambda x: [x * 2, None], schema=schema, mutates_args=()
-    )
-    op.register_fake(lambda x: [torch.empty_like(x), None])
-    op.register_autograd(backward_kernel=kernel)
-    x = X.clone().requires_grad_()
-    for f in (op, op, compiled(lambda x: op(x))):
-        assert_close(torch.autograd.grad(f(x)[0].sum(), x)[0], torch.full_like(X, 2))
-
-
-def test_a_tuple_of_one_result(namespace):
-    def forward(x: Tensor) -> tuple[Tensor]:
-        return (x * 2,)
-
-    def kernel(grad: Tensor, x: Tensor) -> Tensor:
-        return torch.from_numpy(grad.numpy() * 2)
-
-    op = torchop.custom_op(f"{namespace}::op", forward, mutates_args=())
-    op.register_fake(lambda x: (torch.empty_like(x),))
-    op.register_autograd(backward_kernel=kernel)
-    x = X.clone().requires_grad_()
-    for f in (op, op, compiled(op)):
-        assert_close(torch.autograd.grad(f(x)[0].sum(), x)[0], torch.full_like(X, 2))
 
 
 def test_operators_that_write(namespace):
@@ -535,16 +444,6 @@ def test_operators_of_somebody_else_in_one_namespace(namespace):
             op = getattr(getattr(torch.ops, namespace), name)
             for f in (op, op, compiled(lambda x, op=op: op(x))):
                 assert_close(torch.autograd.grad(f(x).sum(), x)[0], torch.full_like(X, n))
-
-
-@needs_native
-def test_native_calls_stay_native(namespace):
-    op = define(namespace)
-    x = X.clone().requires_grad_()
-    op(x)
-    with counting(op) as calls:
-        op(x).sum().backward()
-    assert calls == {"native": 1}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -337,13 +334,6 @@ def test_training_graphs_have_the_training_form(lse):
     assert_close(x.grad, 4 * (2 * x).softmax(-1))
 
 
-def test_dynamic_sizes(lse):
-    compiled = torch.compile(lambda x: lse.op(x), fullgraph=True, backend="aot_eager", dynamic=True)
-    for size in (3, 5, 7):
-        x = torch.randn(size, requires_grad=True)
-        assert_close(gradient_of(compiled, x), x.softmax(-1))
-
-
 @pytest.mark.parametrize("policy", ["save", "recompute"])
 def test_a_policy_decides_whether_a_compiled_checkpoint_recomputes(lse, policy):
     lse.op.register_checkpoint_policy(policy)
@@ -413,50 +403,6 @@ def test_hooks_pack_residuals(lse):
     assert packed == [(4, 3)] * 2
 
 
-def test_hooks_pack_residuals_of_a_compiled_graph(lse):
-    """Functions run when the graph has; graphs become a part of it, so it saves what they make."""
-    x = torch.randn(4, 3, requires_grad=True)
-    packed = []
-
-    def pack(tensor):
-        packed.append(tensor.shape)
-        return tensor.numpy()
-
-    half = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.float16))
-    back = torch.fx.symbolic_trace(lambda tensor: tensor.to(torch.float32))
-    for hooks, tolerance in (((pack, torch.from_numpy), 1e-6), ((half, back), 1e-3)):
-        torch._dynamo.reset()
-        saved = []
-
-        def compiler(graph, examples, saved=saved):
-            results = [node.meta["val"] for node in graph.graph.output_node().args[0]]
-            saved.append([(value.dtype, value.shape) for value in results[1:]])
-            return make_boxed_func(graph.forward)
-
-        backend = aot_autograd(
-            fw_compiler=compiler, bw_compiler=lambda graph, examples: make_boxed_func(graph.forward)
-        )
-        compiled = torch.compile(lse.op, backend=backend, fullgraph=True)
-        with torch.autograd.graph.saved_tensors_hooks(*hooks):
-            output = compiled(x)
-        (gradient,) = torch.autograd.grad(output.sum(), x)
-        assert_close(gradient, x.detach().softmax(-1), rtol=tolerance, atol=tolerance)
-    assert packed == [(4, 3)]
-    assert saved == [[(torch.float16, (4, 3))]]
-    assert lse.taken() == [True, True]
-
-
-def test_compiled_autograd_traces_the_formula(lse):
-    x = torch.randn(4, 3, requires_grad=True)
-    compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    for function in (lse.op, torch.compile(lse.op, backend="aot_eager", fullgraph=True)):
-        x.grad = None
-        loss = function(x).sum()
-        with compiled_autograd._enable(compiler):
-            loss.backward()
-        assert_close(x.grad, x.detach().softmax(-1))
-
-
 # --------------------------------------------------------------------------------------------------
 # Transforms, forms, devices
 
@@ -489,17 +435,6 @@ def test_forms_of_a_family(namespace):
     op.derive_inplace()(y)
     assert gradient_of(lambda x: y, x) == 2
     assert op.derive_out()(torch.ones(1), out=torch.empty(1)) == 2
-
-
-def test_a_kernel_for_a_device_returns_residuals_too(lse):
-    @lse.op.register_kernel(TYPE)
-    def kernel(x, scale):
-        return torchop.residuals((x * scale).logsumexp(-1), (x * scale).softmax(-1))
-
-    x = leaf_of([1.0, 2.0])
-    assert_close(gradient_of(lse.op, x), x.softmax(-1))
-    assert_close(lse.op(x.detach()), x.logsumexp(-1).detach())
-    assert lse.taken() == []
 
 
 def test_a_numpy_formula(namespace):
@@ -568,34 +503,6 @@ def test_a_residual_that_hides_on_the_context_is_refused(namespace):
         x = leaf_of([1.0])
         (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
         assert gradient.item() == 2.0
-        with pytest.raises(MissingFormulaError, match="depends on a residual"):
-            gradient.backward()
-
-
-def _slopes(namespace, setup_context):
-    """An operator with two residuals, whose formula reads the first tensor that was saved."""
-
-    def kernel(x: Tensor) -> Tensor:
-        return torchop.residuals(x * x, x + x, x * 3)
-
-    residuals = {"slope": Tensor, "other": Tensor}
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), residuals=residuals)
-    op.register_autograd(
-        lambda ctx, grad: grad * ctx.saved_tensors[0].view_as(grad), setup_context=setup_context
-    )
-    return op
-
-
-@pytest.mark.parametrize("view", [lambda t: t.view(1, -1), lambda t: t[:]], ids=["shape", "all"])
-def test_a_view_of_a_residual_is_guarded(namespace, view):
-    op = _slopes(
-        namespace,
-        lambda ctx, inputs, output, residuals: ctx.save_for_backward(view(residuals.slope)),
-    )
-    for _ in range(3):
-        x = leaf_of([3.0])
-        (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
-        assert gradient.item() == 6.0
         with pytest.raises(MissingFormulaError, match="depends on a residual"):
             gradient.backward()
 
@@ -729,14 +636,6 @@ def test_a_fake_kernel_that_forgets_a_residual(lse):
         compiled(leaf_of([1.0, 2.0]))
 
 
-def test_a_setup_context_that_asks_for_what_is_not_there(namespace):
-    op = torchop.custom_op(
-        f"{namespace}::op", lambda x: x.clone(), schema="(Tensor x) -> Tensor", mutates_args=()
-    )
-    with pytest.raises(torchop.RuleSignatureError, match="but the operator declares none"):
-        op.register_autograd(backward, setup_context=save)
-
-
 WRONG_DECLARATIONS = {
     "no mapping": ({"residuals": [Tensor]}, "expects the types of the residuals by their names"),
     "nothing": ({"residuals": {}}, "expects the types of the residuals by their names"),
@@ -764,23 +663,6 @@ def test_wrong_declarations(namespace, case):
 
 # --------------------------------------------------------------------------------------------------
 # Surroundings
-
-
-def test_modes_and_subclasses_see_the_training_form(lse):
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    x = torch.tensor([1.0, 2.0], requires_grad=True)
-    with Mode():
-        lse.op(x)
-    assert seen == [f"{lse.op.name}__with_residuals"]
-    two = TwoTensor(x.detach(), x.detach()).requires_grad_()
-    gradient = gradient_of(lse.op, two)
-    assert_close(gradient.a, x.softmax(-1))
 
 
 def test_a_provider_without_residuals_is_refused_where_they_are_wanted(lse):

@@ -211,13 +211,6 @@ def test_a_rule_that_does_not_tell_is_refused(namespace, rule, calls, dimensions
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
 
 
-def test_residuals_go_around_the_dimensions_too(lse):
-    lse.op.register_vmap(lambda info, in_dims, x: (torchop.residuals(lse.op(x), 0, None), 0))
-    message = r"returned a torchop\.residuals\(\.\.\.\)\. .* around the whole result"
-    with pytest.raises(torchop.ResultError, match=message):
-        vmap(grad(lse.op))(X[0])
-
-
 def test_a_dimension_that_is_not_mapped_over_is_refused(namespace):
     made = LogSumExp(namespace)
     made.op.register_vmap(lambda info, in_dims, x: torchop.residuals((made.op(x), 0), 1, None))
@@ -265,26 +258,6 @@ def test_a_wrong_dimension_of_a_residual_is_refused(namespace, rule, message, co
         function(X[0, :2])
     assert compiled or type(why.value) is torchop.ResultError
     assert vmap(made.op)(X[0, :2]).shape == (2,)
-
-
-def test_a_list_of_residuals_is_looked_at_too(namespace):
-    def cube(x: Tensor) -> Annotated[Tensor, torchop.Residuals(slopes=list[Tensor])]:
-        return torchop.residuals(x**3, [3 * x**2, torch.ones(2)])
-
-    op = torchop.custom_op(f"{namespace}::cube", cube, mutates_args=())
-    op.register_fake(lambda x: torchop.residuals(x + 0, [x + 0, x.new_empty(2)]))
-    op.register_autograd(
-        lambda ctx, grad: grad * ctx.saved_tensors[0] * ctx.saved_tensors[1].sum() / 2,
-        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(
-            *residuals.slopes
-        ),
-    )
-    x = torch.tensor([1.0, 2.0])
-    op.register_vmap(lambda info, in_dims, x: torchop.residuals((op(x), 0), [0, None]))
-    assert vmap(grad(op))(x).tolist() == [3, 12]
-    op.register_vmap(lambda info, in_dims, x: torchop.residuals((op(x), 0), [None, None]))
-    with pytest.raises(torchop.ResultError, match=r"returns None as .* residual 'slopes'"):
-        vmap(grad(op))(x)
 
 
 def test_none_for_a_residual_needs_a_fake_kernel(namespace):

@@ -86,13 +86,6 @@ def test_who_decides(namespace: str, own: CheckpointPolicy, region: CheckpointPo
     assert train(define(namespace, own), preferring(region)) == expected
 
 
-def test_lists_and_booleans_of_a_region(namespace: str) -> None:
-    sine = define(namespace, "recompute")
-    assert train(sine, [sine.overload]) == 1, "a list names what must be saved"
-    assert train(sine, lambda ctx, op, *args, **kwargs: op is sine.overload) == 1
-    assert train(define(namespace, "save"), lambda *args, **kwargs: False) == 1
-
-
 def test_a_policy_may_depend_on_the_call(namespace: str) -> None:
     sine = define(namespace)
 
@@ -125,15 +118,6 @@ def test_an_effect_is_kept_with_any_policy(namespace: str) -> None:
     other.register_effect("ordered")
     other.register_checkpoint_policy("recompute")
     assert train(other, [], "aot_eager") == 1
-
-
-def test_nothing_stays_with_pytorch(namespace: str) -> None:
-    sine = define(namespace, CheckpointPolicy.MUST_SAVE)
-    assert train(sine, []) == 1
-    again = define(namespace)
-    assert train(again, []) == 2
-    with pytest.raises(torchop.OperatorGoneError):
-        sine.register_checkpoint_policy("save")
 
 
 def test_an_operator_of_somebody_else_and_a_library_that_closes(namespace: str) -> None:

@@ -166,20 +166,6 @@ def test_in_dims_have_the_names_of_fields(namespace: str) -> None:
     assert seen == [(None, {"weight": 1, "scale": None, "bias": None}, None)]
 
 
-def test_without_a_rule_vmap_calls_it_for_each_element(namespace: str) -> None:
-    op = define(namespace)
-    x = torch.randn(2, 3)
-    mapped = torch.vmap(lambda x: op(x, Layer(torch.ones(3), 2.0)))(x)
-    torch.testing.assert_close(mapped, x * 2)
-
-
-def test_a_sequential_rule_needs_nothing_of_structures(namespace: str) -> None:
-    op = define(namespace)
-    op.register_vmap("sequential")
-    x = torch.randn(2, 3)
-    torch.testing.assert_close(torch.vmap(lambda x: op(x, Layer(x * 2)))(x), x * x * 2)
-
-
 def test_a_declaration_describes_by_the_arguments_of_the_schema(namespace: str) -> None:
     op = define(namespace)
     op.register_fake(like="layer_weight", shape=lambda x: x.shape)
@@ -350,26 +336,3 @@ def test_a_rule_of_another_signature_is_refused(namespace: str, rule: str) -> No
     with pytest.raises(RuleSignatureError, match=r"is called with \(.*wrong takes \(\)"):
         register[rule]()
     assert op(torch.ones(1), Layer(torch.ones(1))).item() == 1
-
-
-def test_the_disabled_kernel_gives_way_to_the_function(namespace: str) -> None:
-    op = define(namespace)
-    op.register_kernel(TYPE, lambda x, layer, power=1: x * 100)
-    assert op(torch.ones(1), Layer(torch.ones(1))).item() == 100
-    with op.set_kernel_enabled(TYPE, enabled=False):
-        assert op(torch.ones(1), Layer(torch.ones(1))).item() == 1
-
-
-def test_autocast_casts_the_tensors_of_a_structure(namespace: str) -> None:
-    op = define(namespace)
-    op.register_autocast(TYPE, torch.bfloat16)
-    with torch.autocast(TYPE):
-        assert op(torch.ones(1), Layer(torch.ones(1))).dtype is torch.bfloat16
-
-
-def test_opcheck_takes_structures(namespace: str) -> None:
-    op = define(namespace)
-    op.register_autograd(as_mapping, setup_context=setup_context)
-    layer = Layer(torch.randn(3, requires_grad=True), 2.0)
-    results = torchop.opcheck(op, (torch.randn(3, requires_grad=True), layer))
-    assert set(results.values()) == {"SUCCESS"}

@@ -152,25 +152,6 @@ def test_the_decision_is_that_among_all_placements(
         check()
 
 
-def test_the_decision_is_the_same_on_a_rank_outside_of_the_mesh(
-    ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where it costs nothing to send, DTensor decides for the first placements."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    question = Question(
-        "pointwise", ((8, 4),) * 3, (2, 2), [(Shard(0),) * 2, *[(Replicate(),) * 2] * 2]
-    )
-    with simulated_ranks.simulated_mesh((2, 2)) as mesh:
-        inside = decided(ops["pointwise"], schema_of(ops["pointwise"], question, mesh), False)
-        monkeypatch.setattr(DeviceMesh, "_is_current_rank_part_of_mesh", lambda self: False)
-        op_schema = schema_of(ops["pointwise"], question, mesh)
-        outside = decided(ops["pointwise"], op_schema, False)
-        assert outside == decided(ops["pointwise"], op_schema, True)
-    assert inside[0] == [(Shard(0),) * 2] * 3
-    assert outside[0] == [(Replicate(),) * 2] * 3
-
-
 def test_a_call_that_moves_nothing_computes_no_cost(
     ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

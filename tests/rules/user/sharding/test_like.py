@@ -119,21 +119,6 @@ def test_sizes_in_arguments_are_those_of_a_shard(namespace: str, mesh: Any) -> N
     assert op.overload not in propagator().op_to_shape_and_stride_idx
 
 
-def test_defaults_are_those_of_the_operator(namespace: str, mesh: Any) -> None:
-    op = define(
-        namespace,
-        "(Tensor x, int k=2, int dim=0) -> (Tensor, Tensor)",
-        lambda x, k, dim: tuple(x.topk(k, dim)),
-        lambda x, k, dim: tuple(x.topk(k, dim)),
-        mutates_args=(),
-    )
-    op.register_sharding(aten.topk.default)
-    values, _ = op(on_mesh(mesh, X, "S0"))
-    assert_right(values, X.topk(2, 0).values, "R")
-    values, _ = op(on_mesh(mesh, X, "S1"))
-    assert_right(values, X.topk(2, 0).values, "S1")
-
-
 def test_dtypes_that_the_aten_operator_lacks(namespace: str, mesh: Any) -> None:
     op = define(
         namespace,
@@ -161,21 +146,6 @@ def test_check_sharding(namespace: str) -> None:
     op.register_sharding(aten.mm.default)
     x, w = X.clone().requires_grad_(), X.t().contiguous().requires_grad_()
     assert check_sharding(op, (x, w), mesh=(2,)) == (16, [], 0)
-
-
-def test_a_wrong_choice_is_found(namespace: str) -> None:
-    op = define(
-        namespace,
-        "(Tensor x) -> Tensor",
-        lambda x: x.cumsum(0),
-        torch.empty_like,
-        mutates_args=(),
-    )
-    op.register_sharding(aten.sin.default)
-    with pytest.raises(
-        torchop.testing.OpCheckError, match=r"x: S\(0\) .*The rule: aten\.sin\.default"
-    ):
-        check_sharding(op, (X,))
 
 
 def test_forms_and_gradients(namespace: str, mesh: Any) -> None:
@@ -262,27 +232,6 @@ def test_a_rule_that_replaces_the_one_of_dtensor_is_used(namespace: str, mesh: A
         register_sharding(aten.topk.default, "replicate", lib=library)
         assert words(op(x, 2)[0]) == "R"
     assert words(op(x, 2)[0]) == "S0"
-
-
-def test_a_rule_does_not_lead_back_to_its_operator() -> None:
-    with torchop.Library("aten", "IMPL") as library:
-        register_sharding(aten.sin.default, aten.cos.default, lib=library)
-        for op in (aten.sin.default, aten.cos.default):
-            with pytest.raises(torchop.ShardingRuleError, match=r"sharded like aten::\w+ itself"):
-                register_sharding(op, aten.sin.default, lib=library)
-
-
-def test_the_class_form(namespace: str, mesh: Any) -> None:
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        fake = {"like": "x"}  # noqa: RUF012  # a declaration
-        sharding = aten.sin.default
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.sin()
-
-    assert_right(op(on_mesh(mesh, X, "S0")), X.sin(), "S0")  # type: ignore[operator]
 
 
 def test_a_rule_before_dtensor_is_imported() -> None:

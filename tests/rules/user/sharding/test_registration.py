@@ -6,7 +6,6 @@ from typing import Any, Optional
 
 import pytest
 import torch
-from torch import Tensor
 
 import torchop
 from tests._support.common import assert_clean
@@ -45,12 +44,6 @@ def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
     assert_right(third(pending, replicated), X * X, "P")
 
 
-def test_a_function_takes_the_arguments(namespace: str) -> None:
-    op = sine(namespace)
-    with pytest.raises(torchop.RuleSignatureError, match=r"a sharding rule is called with \(x\)"):
-        op.register_sharding(lambda: "a -> a")
-
-
 def test_a_rule_for_an_operator_of_pytorch_replaces_the_one_of_dtensor(mesh: Any) -> None:
     def placements() -> list[str]:
         # The first decision is cached by DTensor before there is another rule.
@@ -69,19 +62,6 @@ def test_in_place_results_have_the_operand_of_the_argument(namespace: str) -> No
     op.derive_inplace()
     with pytest.raises(torchop.ShardingRuleError, match="result 0 is the argument 'x', so both"):
         op.inplace.register_sharding("a b -> b a")
-
-
-def test_the_class_form(namespace: str, mesh: Any) -> None:
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        fake = {"like": "x"}  # noqa: RUF012  # a declaration
-        sharding = torchop.sharding("... d -> ... d", whole="d")
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x.softmax(-1)
-
-    assert_right(op(on_mesh(mesh, X, "S0")), X.softmax(-1), "S0")  # type: ignore[operator]
 
 
 def test_unhashed_arguments_are_not_in_the_key(namespace: str, mesh: Any) -> None:
