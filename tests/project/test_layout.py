@@ -90,15 +90,18 @@ EXCEPTIONS = {
         "`register_...` are typed as those of the core",
         {"_compat", "_rules.checkpoint_modes", "_rules.residuals", "_schema.callables"},
     ),
-    "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
+    "cli": (
+        "it compiles the extension, and forks only while no accelerator is in use",
+        {"_compat.devices", "_native.extension"},
+    ),
     "compat": (
         "engines name devices by dispatch keys, and results may share memory with arguments",
         {"_compat.dispatch", "_core.library", "_define.declare", "_errors", "_schema.callables"},
     ),
     "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
     "testing": (
-        "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, and "
-        "stores measurements in the cache folder",
+        "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels during calls, "
+        "and stores measurements in the cache folder",
         {
             "_compat",
             "_core.blocks",

@@ -430,9 +430,7 @@ def test_checks_are_there_without_docstrings() -> None:
 
 def test_budget_must_be_a_number(good: Any) -> None:
     x = torch.ones(2)
-    with pytest.raises(
-        TypeError, match=r"budget='30'\): budget must be a number of seconds"
-    ):
+    with pytest.raises(TypeError, match=r"budget='30'\): budget must be a number of seconds"):
         check(good, (x,), budget="30")  # type: ignore[arg-type]
 
 
