@@ -100,7 +100,7 @@ EXCEPTIONS = {
     ),
     "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
     "testing": (
-        "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels during calls, "
+        "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, "
         "and stores measurements in the cache folder",
         {
             "_compat",
