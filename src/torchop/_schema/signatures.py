@@ -147,7 +147,7 @@ class _Namespace:
 
     @functools.cached_property
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the globals and locals for evaluating annotations, without any wrappers."""
+        """Return the globals and locals of the author's function, inside any wrappers."""
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
             written = inspect.unwrap(written.func)

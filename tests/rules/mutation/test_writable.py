@@ -162,7 +162,7 @@ def test_an_operator_in_another_form_writes_nothing_that_requires_grad(store: An
     out = grown()
     with pytest.raises(
         MutationError,
-        match=r"store: argument 'out': .*lose its gradient.*functional one\..*, pass x\.det",
+        match=r"store: argument 'out': .*lose the gradient.*functional one\..*, pass x\.det",
     ):
         store(torch.ones(4), out)
     assert torch.equal(out, torch.full((4,), 2.0))

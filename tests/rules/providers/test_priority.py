@@ -245,7 +245,7 @@ def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
     op = define(namespace, priority=["absent"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=lambda: bool(asked.append(1)))
     assert asked == []  # a package registers it where nobody calls
-    match = rf"{namespace}::op: the provider 'absent' is skipped on {TYPE}, because its `supported`"
+    match = rf"{namespace}::op: the provider 'absent' is skipped on {TYPE}, because `supported`"
     with pytest.warns(torchop.ProviderWarning, match=match):
         assert value(op) == 1
     op.register_kernel(TYPE, adding(20), provider="other")
@@ -376,9 +376,7 @@ def test_strict_makes_falling_back_an_error(namespace):
     op.register_kernel(TYPE, adding(10), provider="flat", supports=lambda x: x.ndim == 1)
     with torchop.priority({op: ["flat"]}, strict=True):
         assert value(op) == 10
-        match = (
-            rf"no provider of the order of torchop.priority can run this call on {TYPE} \(flat: its"
-        )
+        match = rf"torchop.priority can run this call on {TYPE} \(flat: `supports`"
         for _ in range(2):  # the second time from the table
             with pytest.raises(torchop.ProviderError, match=match):
                 op(torch.zeros(1, 1))

@@ -537,7 +537,8 @@ def test_forward_mode_is_refused_where_a_residual_would_lose_its_tangent(lse):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.requires_grad_(), torch.ones(3))
         with pytest.raises(
-            ForwardModeError, match=r"dual tensors that require grad.*residuals, which"
+            ForwardModeError,
+            match=r"dual tensors that require grad.*residuals, and residuals have no tangents",
         ):
             lse.op(dual)
 
@@ -584,7 +585,7 @@ WRONG_RESULTS = {
     "another type": (
         lambda x: torchop.residuals(x.clone(), 3),
         ResultError,
-        "among its residuals .* must return a Tensor",
+        "for the residuals in .* must return a Tensor",
     ),
     "an input": (
         lambda x: torchop.residuals(x.clone(), x),

@@ -72,7 +72,7 @@ class ActiveOrder(NamedTuple):
 
 
 class Tuner(Protocol):
-    """Measures the kernels of a call inside `torchop.testing.tuning`, given the arguments."""
+    """Measures the kernels of a call, inside `torchop.testing.tuning`."""
 
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 

@@ -56,7 +56,7 @@ class Declared:
             raise SchemaError(f"{name}: residuals={short_repr(types)}: {error}") from None
         self.structure = declared.structure
         self._check = result_check(self.schema.returns)
-        self._what = f"kernel, as residuals in {self.spelled},"
+        self._what = f"kernel, for the residuals in {self.spelled},"
         self._are_tensors = set(self.schema.returns) == {"Tensor"} and self.structure is None
 
     def check_operator(self, schema: Schema) -> None:

@@ -134,7 +134,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor(a!) y, Tensor x) -> ()",
         "a, a -> ",
         {"linear": (1,)},
-        "has x without y, which the operator writes",
+        "has x without the written arguments y",
     ),
     "unhashed text": (
         "(Tensor x, float lr) -> Tensor",

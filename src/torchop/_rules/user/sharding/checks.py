@@ -214,8 +214,8 @@ def _numbered(
         if any(index not in group for index in written):
             raise ShardingRuleError(
                 f"{op.name()}: the sharding rule {rule.shown}: linear= has "
-                f"{', '.join(names[i] for i in group)} without "
-                f"{', '.join(names[i] for i in written)}, but the operator writes the latter. A "
-                "partial sum in one implies a partial sum in the other, so put them into one tuple."
+                f"{', '.join(names[i] for i in group)} without the written arguments "
+                f"{', '.join(names[i] for i in written)}. A partial sum in one implies a partial "
+                "sum in the other, so put them into one tuple."
             )
     return groups

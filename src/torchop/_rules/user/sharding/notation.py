@@ -138,8 +138,8 @@ class Sharding:
             for name in names:
                 if name not in arguments | results or name == UNNAMED:
                     raise ShardingRuleError(
-                        f"{what}= names the dimension {short_repr(name)}, but the sharding rule "
-                        f"{self.shown} only has {_listed(arguments | results)}."
+                        f"the sharding rule {self.shown} has no dimension {short_repr(name)}, "
+                        f"named by {what}=. It has {_listed(arguments | results)}."
                     )
         for name in self.reduce:
             if name in self.whole:

@@ -26,7 +26,7 @@ _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
 def _chosen(choose: Callable[..., Any]) -> Rows:
-    """Return a function that computes rows by the rule that `choose` returns for a call."""
+    """Return a function that computes the rows of a call by the rule that `choose` returns."""
 
     def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
@@ -147,7 +147,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Register all rules with DTensor, after the import of DTensor."""
+        """Register all rules with DTensor. Called once DTensor is imported."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
