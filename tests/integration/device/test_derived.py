@@ -170,7 +170,7 @@ def test_random_numbers_in_a_capture_are_refused(namespace, native, nested, side
 
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device="standin").requires_grad_()
-    message = rf"^{namespace}::f: its body draws .* aten.rand_like.* A graph is being captured "
+    message = rf"^{namespace}::f: the body draws .* aten.rand_like.* A graph is being captured "
     result = op(x)
     with torchop.native.disabled() if not native else torch.enable_grad():
         for _ in range(2):
