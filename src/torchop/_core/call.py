@@ -87,6 +87,12 @@ def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, An
     return returned if len(returned) > 1 else returned[0]
 
 
+def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
+    """Return a tuple of the results of a call."""
+    count = len(schema.returns)
+    return tuple(result) if count > 1 else (result,) * count
+
+
 def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
     """Yield the tensors (or instances of `kind`) in `values`, including items of lists."""
     for value in values:

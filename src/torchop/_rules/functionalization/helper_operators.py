@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
+from torchop._core.call import Call, as_tuple, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.helper_operators import define_helper_operator
-from torchop._rules.residuals.handover import as_tuple
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import results_of, without_writes, write, write_results

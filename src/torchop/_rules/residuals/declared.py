@@ -10,12 +10,11 @@ from typing import Any
 
 from torchop import _hooks
 from torchop._core import checking
-from torchop._core.call import named_inputs, named_outputs, tensors_in
+from torchop._core.call import as_tuple, named_inputs, named_outputs, tensors_in
 from torchop._core.contract import result_check, storage_of
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
 from torchop._rules.residuals.handover import (
     Request,
-    as_tuple,
     author_of,
     in_native_calls,
     wrap_kernel,

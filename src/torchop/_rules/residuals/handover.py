@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from torchop._core.definition import Definition
 from torchop._rules.residuals.annotation import hide_residuals
-from torchop._schema.schema import Schema
 
 Output = TypeVar("Output")
 
@@ -222,9 +221,3 @@ def author_of(function: Any, key: object) -> Callable[..., Any] | None:
     of_key, kernel, author = getattr(function, "_torchop_author", (None, None, None))
     # Another wrapper may have copied the attribute with `functools.wraps`.
     return author if of_key is key and kernel is function else None
-
-
-def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """Return a tuple of the results of a call."""
-    count = len(schema.returns)
-    return tuple(result) if count > 1 else (result,) * count

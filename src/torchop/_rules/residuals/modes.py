@@ -7,8 +7,8 @@ from typing import Any
 
 from torchop._compat import registries
 from torchop._compat.classes import TorchDispatchMode
+from torchop._core.call import as_tuple
 from torchop._errors import ResultError
-from torchop._rules.residuals.handover import as_tuple
 from torchop._rules.residuals.vmap import Calls
 
 

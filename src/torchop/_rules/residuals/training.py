@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers, flop_counter, functorch, registries
-from torchop._core.call import tensors_in
+from torchop._core.call import as_tuple, tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
@@ -26,7 +26,7 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._rules.helper_operators import define_helper_operator
 from torchop._rules.residuals import vmap
-from torchop._rules.residuals.handover import Request, as_tuple, request, requested
+from torchop._rules.residuals.handover import Request, request, requested
 from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from torchop._core.call import as_tuple
 from torchop._errors import MissingFakeError, ResultError
-from torchop._rules.residuals.handover import as_tuple, requested
+from torchop._rules.residuals.handover import requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 

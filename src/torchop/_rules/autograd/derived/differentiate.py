@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
+from torchop._core.call import as_tuple
 from torchop._core.contract import storage_of, version_of
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, MissingFormulaError
@@ -61,7 +62,7 @@ class Rerun(NamedTuple):
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
-        return result if len(self.definition.schema.returns) > 1 else (result,)
+        return as_tuple(self.definition.schema, result)
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         return list(output_tensors(self.definition.schema.returns, self.run(inputs)))

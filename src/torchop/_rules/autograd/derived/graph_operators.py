@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchop._compat import autograd, compilers, functorch
 from torchop._compat.classes import Tag
-from torchop._core.call import tensors_in
+from torchop._core.call import as_tuple, tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
@@ -36,7 +36,6 @@ from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._rules.helper_operators import define_helper_operator, free_name
-from torchop._rules.residuals.handover import as_tuple
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
@@ -239,20 +238,19 @@ def _through_rule(
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
     ]
     batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
-    returns = definition.schema.returns
+    schema = definition.schema
     in_places, _ = call.with_tensors(batched_dims)
-    pairs = zip(definition.schema.positional, in_places, strict=False)
+    pairs = zip(schema.positional, in_places, strict=False)
     rule_dims = tuple(dim if argument.holds_tensors else None for argument, dim in pairs)
 
     def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
         rule_args, keywords = call.with_tensors(inputs)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
-        results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))
+        results, out_dims = as_tuple(schema, result), as_tuple(schema, out_dims)
+        outputs = output_tensors(schema.returns, results)
         return [
             None if output is None else _batch_first(output, dim, size)
-            for output, dim in zip(
-                output_tensors(returns, results), of_each_tensor(results, out_dims), strict=True
-            )
+            for output, dim in zip(outputs, of_each_tensor(results, out_dims), strict=True)
         ]
 
     grads_batched = [
