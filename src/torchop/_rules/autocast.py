@@ -91,10 +91,9 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _require_both(register: Register) -> Register:
-    """Name the operator in the TypeError for a call without one of the two arguments.
+    """Raise a TypeError that names the operator if `device_type` or `cast_inputs` is missing.
 
-    With default values, the function could check this itself, but type checkers would accept such
-    calls.
+    The arguments have no default values, because type checkers would then accept such calls.
     """
 
     @functools.wraps(register)

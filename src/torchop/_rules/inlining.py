@@ -25,7 +25,7 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
-# One choice for all backends of torch.compile, or a mapping by backend with the default "opaque".
+# One choice for all backends of torch.compile, or a choice per backend. The default is "opaque".
 Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 

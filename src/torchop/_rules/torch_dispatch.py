@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """The functions registered for an operator by mode class or Tensor subclass."""
+    """The registered functions of an operator, by TorchDispatchMode or Tensor subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 

@@ -99,7 +99,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Return the words of a type without `Optional`, and with all number types replaced."""
+    """Normalize a type for a loose comparison: ignore `Optional`, and unify the number types."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 

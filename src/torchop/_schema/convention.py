@@ -49,7 +49,7 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert all arguments of the schema to the arguments of registered functions."""
+        """Convert the arguments of a call, including defaults, to those of registered functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
@@ -57,7 +57,7 @@ class Convention:
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Make generated functions raise `OperatorGoneError`, once the operator is deregistered."""
+        """Make generated functions raise `OperatorGoneError` after the operator is deregistered."""
 
 
 FLAT = Convention()

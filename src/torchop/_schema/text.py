@@ -78,7 +78,7 @@ def numbered_alias(index: int) -> str:
 def lettered_alias(index: int) -> str:
     """Return a name for an alias set as in native_functions.yaml.
 
-    ExecuTorch uses torchgen to find out= variants, which only supports single letters.
+    ExecuTorch finds out= variants with torchgen, and torchgen only supports single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 

@@ -82,7 +82,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """The type of `torchop.derived`, which in the class form replaces `backward`."""
+    """The type of `torchop.derived`, the value of `backward` in the class form."""
 
     __slots__ = ()
 

@@ -94,7 +94,10 @@ def apply(
 
 
 def make_function(definition: Definition, rule_type: Any) -> Any:
-    """Create the `autograd.Function` of an operator. `rule_type` is `AutogradRule`."""
+    """Create the `autograd.Function` of an operator.
+
+    `rule_type` is `AutogradRule`, which cannot be imported here.
+    """
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
@@ -288,7 +291,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors. In a double backward, residuals are wrapped by a guard."""
+    """Return the saved tensors. In a double backward, differentiating residuals raises."""
     tensors = autograd.raw_saved_tensors(ctx)
     # In a transform, the formula of the training form guards the residuals.
     if not torch.is_grad_enabled() or functorch.is_active():

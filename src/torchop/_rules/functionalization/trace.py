@@ -66,7 +66,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        # Not defined lazily, because a cached or exported graph may call them without any tracing.
+        # Do not define them lazily: a cached or exported graph may call them without any tracing.
         for kind in _needed(schema):
             helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))

@@ -93,7 +93,7 @@ class Selection:
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
-        """Return the provider that runs a call, or None for the fallback, and the kernel."""
+        """Return the provider that runs a call (None for the fallback), and the kernel."""
         # Tensor subclasses may override `shape`. The C++ cache ignores this, so ignore it here too.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:

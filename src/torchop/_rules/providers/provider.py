@@ -70,7 +70,7 @@ class Provider(NamedTuple):
     site: Site
 
     def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
-        """Return whether the kernel supports a call. The defaults must be filled in.
+        """Return whether the kernel supports a call, given all arguments including defaults.
 
         Raises:
             ProviderError: `supports` raises, reads data, or does not return a bool.

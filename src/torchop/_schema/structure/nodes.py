@@ -253,7 +253,7 @@ class Fields(Node):
 
 
 class Several(Fields):
-    """A structured result. Unlike for arguments, gradients have the same type as the result."""
+    """A structured result. A backward formula receives gradients as an object of the same type."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -320,7 +320,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. A bool argument is False if the structure is None."""
+    """An optional structure. The schema has an additional bool argument: False means None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))

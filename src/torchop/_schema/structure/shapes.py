@@ -43,7 +43,7 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Write a type check. Return a function that returns the expression for a field."""
+        """Write code that checks the type. Return a function from field names to expressions."""
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:

@@ -143,8 +143,8 @@ class Structure:
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        Calling the overload raises too. But Dynamo must notice the change: a compiled graph would
-        call a new operator of the same name.
+        Calling the overload raises too. But a compiled graph would call a new operator of the same
+        name, so Dynamo's guards on the function must fail.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
