@@ -67,7 +67,7 @@ def reason(module, namespace):
         (X._replace(device="mtia"), "its tensors were on mtia, which is not available here"),
         (X._replace(shape=(2**62, 2**62)), "its tensors take 79228162514264337593543950336.0 GiB"),
         (X._replace(dtype=torch.quint8), "its tensors cannot be created here ("),
-        (TypeRecord("sparse_coo tensor"), "no example can be made of an argument: sparse_coo ten"),
+        (TypeRecord("sparse_coo tensor"), "no example can be created of an argument: sparse_coo"),
     ],
 )
 def test_why_a_call_is_not_measured(reason, tensor, text):

@@ -47,7 +47,7 @@ def above_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that sets this thread's dispatch keys to the current ones."""
+    """Return a context manager that restores the current dispatch keys of this thread."""
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
@@ -195,7 +195,7 @@ def is_dual_level() -> bool:
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-_DUAL_LEVEL = 0  # the only level of PyTorch; nested transforms wrap tensors
+_DUAL_LEVEL = 0  # PyTorch supports only one level, because nested transforms wrap tensors
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import CodeType
 from typing import Any
 
 from torch._guards import TracingContext
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx import GraphModule
 
-from torchop._compat import import_hooks
+from torchop._compat import import_hooks, operators
 
 # Maps the names of operators (None means all) to a cache key and the code objects it covers.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
@@ -47,7 +45,9 @@ def identify_operators(identify: Identify) -> None:
                 # of `FxGraphHashDetails` (torch/_inductor/codecache.py).
                 maker = sys._getframe(1).f_locals.get("self")
                 graph = getattr(maker, "gm", None)
-                names = operators_of(graph) if isinstance(graph, GraphModule) else None
+                names: list[str] | None = None
+                if isinstance(graph, GraphModule):
+                    names = [op.name() for op in operators.in_graph(graph)]
                 identity, sources = identify(names)
                 _note_sources(sources)
                 return _DEVICE, identity
@@ -66,26 +66,6 @@ def uncovered_caches() -> dict[str, str]:
     if not hasattr(TracingContext(None), "traced_code"):
         uncovered["programs that Dynamo precompiled"] = "precompile them again after a change"
     return uncovered
-
-
-def operators_of(graph: GraphModule) -> set[str]:
-    """Return the names of the operators that a graph calls or passes to higher-order operators."""
-    return set(
-        itertools.chain.from_iterable(
-            _names_of(value)
-            for module in graph.modules()
-            if isinstance(module, GraphModule)
-            for node in module.graph.nodes
-            for value in (node.target, *node.args, *node.kwargs.values())
-        )
-    )
-
-
-def _names_of(value: object) -> Iterator[str]:
-    if isinstance(value, OpOverload):
-        yield value._name
-    elif isinstance(value, OpOverloadPacket):
-        yield from (getattr(value, name)._name for name in value.overloads())
 
 
 def _note_sources(sources: list[CodeType]) -> None:

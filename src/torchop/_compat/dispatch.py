@@ -75,7 +75,7 @@ def spelled_key(key: str) -> str:
 
 
 def kernel_key(kind: str) -> str:
-    """Return the dispatch key for a device type, for `"default"`, or for the name of a key."""
+    """Return the dispatch key of a kernel for a device type, `"default"`, or a named key."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)

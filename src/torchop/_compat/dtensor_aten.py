@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from torchop._compat import dtensor_strategies
 from torchop._compat.classes import OpOverload, tree_leaves
 from torchop._compat.dtensor import propagator
@@ -88,15 +86,14 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     of input placements, and collects the decisions.
     """
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     rest = (Replicate(),) * (call.mesh.ndim - 1)
 
     def row(placements: Sequence[Any]) -> Row:
         def spec(value: Any) -> Any:
             if isinstance(value, TensorInfo):
-                meta = TensorMeta(torch.Size(value.shape), tuple(value.stride), value.dtype)
-                return DTensorSpec(call.mesh, (next(each), *rest), tensor_meta=meta)
+                return DTensorSpec(call.mesh, (next(each), *rest), tensor_meta=value.meta)
             return list(map(spec, value)) if isinstance(value, (list, tuple)) else value
 
         each = iter(placements)
@@ -213,9 +210,7 @@ def _is_default(argument: Any, value: Any) -> bool:
 
 
 def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
-    from torch.distributed.tensor._dtensor_spec import TensorMeta
-
-    metas = [TensorMeta(torch.Size(r.shape), tuple(r.stride), r.dtype) for r in results]
+    metas = [result.meta for result in results]
     returns = op._schema.returns
     if not returns:
         return None

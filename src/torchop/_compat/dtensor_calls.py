@@ -32,6 +32,13 @@ class TensorInfo(NamedTuple):
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def meta(self) -> Any:
+        """DTensor's equivalent of this object."""
+        from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+        return TensorMeta(torch.Size(self.shape), tuple(self.stride), self.dtype)
+
 
 class Input(NamedTuple):
     """A tensor of a call, with the index of the schema argument that contains it."""

@@ -224,7 +224,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """Wrap results as DTensors; for results that are written arguments, return the argument."""
+    """Wrap results as DTensors, but return the caller's DTensor for a written argument."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)

@@ -12,8 +12,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from torchop._compat.classes import OpOverload, tree_leaves
 from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_calls import Call, Input, Row, Rows, TensorInfo, is_written
@@ -219,13 +217,12 @@ def results_of(
 ) -> list[TensorInfo]:
     """Run an operator's fake kernel, given a `TensorInfo` for each tensor argument."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema
 
     def spec(value: Any) -> Any:
         if isinstance(value, TensorInfo):
-            meta = TensorMeta(torch.Size(value.shape), value.stride, value.dtype)
-            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=value.meta)
         return list(map(spec, value)) if isinstance(value, (list, tuple)) else value
 
     schema = OpSchema(op, tuple(map(spec, args)), {n: spec(v) for n, v in kwargs.items()})
@@ -363,14 +360,14 @@ def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, r
 
 
 def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combination) -> Any:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSpec
 
     outputs = [
         DTensorSpec(
             inputs.mesh,
             tuple(row.results[index] for row in combination),
-            tensor_meta=TensorMeta(torch.Size(info.shape), info.stride, info.dtype),
+            tensor_meta=info.meta,
         )
         for index, info in enumerate(call.results)
     ]

@@ -90,7 +90,7 @@ def _handle_builder() -> Any:
 
 
 class _Trace:
-    """Access to the types and attributes of values in the program that Dynamo traces."""
+    """Provides the types and attributes of values in the program that Dynamo traces."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator

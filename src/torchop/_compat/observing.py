@@ -25,7 +25,7 @@ from torchop._compat.classes import (
 def observing_mode(
     note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a mode that calls `note(name, args, kwargs)` before each operator call of a thread.
+    """Return a mode that calls `note(name, args, kwargs)` before each operator call.
 
     It also observes calls inside Python kernels, and does not affect `torch.compile`.
     """
@@ -110,9 +110,9 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 
 
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
-    """Return the keys that are excluded after the autocast and autograd kernels above the mode.
+    """Return the dispatch keys that are excluded after autocast and autograd kernels have run.
 
-    The thread must be in the state of the call, before these kernels.
+    The thread must be in the state before these kernels, as when the operator was called.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 import torch.library
+from torch.fx import GraphModule
 
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
@@ -71,6 +72,22 @@ def defined_in_python() -> set[str]:
     # a garbage collection may finalize libraries, which removes names from the set.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
     return set(filter(has_schema, names))
+
+
+def in_graph(graph: GraphModule) -> list[OpOverload]:
+    """Return the operators that a graph calls or passes to higher-order operators, by name."""
+    values = {
+        value
+        for module in graph.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+        for value in (node.target, *node.args, *node.kwargs.values())
+        if isinstance(value, (OpOverload, OpOverloadPacket))
+    }
+    packets = (value for value in values if isinstance(value, OpOverloadPacket))
+    overloads = (getattr(packet, name) for packet in packets for name in packet.overloads())
+    found = {op for op in (*values, *overloads) if isinstance(op, OpOverload)}
+    return sorted(found, key=OpOverload.name)
 
 
 def overload_names(qualname: str) -> list[str]:

@@ -116,13 +116,6 @@ def remove_default_rules(qualname: str, *classes: type) -> None:
             del rules[cls]
 
 
-def remove_default_rule(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove a default rule, unless another rule has replaced it."""
-    rule = torch_dispatch_rule(qualname, cls)
-    if isinstance(rule, DefaultRule) and rule.func is function:
-        withdraw_torch_dispatch(qualname, cls, rule)
-
-
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
     """Return an operator's rule for a mode or Tensor subclass, or None."""
     rule: Callable[..., Any] | None = _rules_registry.find(qualname).torch_dispatch_rules.find(cls)
@@ -130,9 +123,10 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove a rule, unless another rule has replaced it."""
+    """Remove a rule, default or not, unless another rule has replaced it."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
-    if rules.find(cls) is function:
+    rule = rules.find(cls)
+    if rule is function or (isinstance(rule, DefaultRule) and rule.func is function):
         del rules._data[cls]
 
 

@@ -104,7 +104,7 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Return whether a kernel is `custom_op`'s version-counter kernel for this operator.
 
-    Returns False until 2.12, where the kernel is another function that bumps each version twice.
+    Returns False on releases until 2.12, where another kernel bumps each version twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -145,7 +145,7 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
-    """Return the code of a nested function, given the path of function names to it."""
+    """Return the code of the function that is nested in `function` under these names."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()

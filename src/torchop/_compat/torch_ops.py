@@ -156,7 +156,7 @@ class RaisingFunction:
 
 
 class RaisingPacketFunction(RaisingFunction):
-    """Replaces a packet's function, and calls the operator that has the name now, or raises."""
+    """Replaces a packet's function, to call the operator that has the name now, or to raise."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
         super().__init__(original_hash, reason)

@@ -127,7 +127,7 @@ class _Digest(CodeDigest):
 
 @functools.cache
 def _own_code() -> bytes:
-    """Return a digest of torchop's code, because a version may change during development."""
+    """Return a digest of torchop's source code, which may change without a new version."""
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 

@@ -139,9 +139,10 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return why a call is native or not, and the steps of a native call, otherwise None.
+    """Return the reason why a call is native or not, and the kernels that a native call runs.
 
-    `chosen` is the kernel of the provider that runs, if the operator has providers.
+    The second result is None for a call through the dispatcher. `chosen` is the kernel of the
+    provider that runs, if the operator has providers.
     """
     definition = call.definition
     if definition is not None:

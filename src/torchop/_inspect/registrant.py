@@ -140,7 +140,7 @@ def is_defined_in_python(operator: Operator) -> bool:
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Return where the kernel for a device was registered, or None if in C++."""
+    """Return where the kernel for a device was registered, or None for a C++ kernel."""
     operator.overload  # noqa: B018  # raises if the operator does not exist
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")

@@ -78,7 +78,7 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """The microseconds of a call by several ways of calling, and the explanation of the call."""
+    """The microseconds of a call for each way of calling, and the explanation of the call."""
 
     op: str
     call: str
@@ -242,7 +242,7 @@ def described(call: Call) -> str:
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """Yield a text of the call, for error messages, and then the costs."""
+    """Yield the arguments as text, for error messages, and then the costs."""
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
@@ -258,7 +258,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """Yield a text of each call, for error messages, and then the comparison."""
+    """Yield the arguments of each call as text, for error messages, and then the comparison."""
     operator = Operator(op, "bench")
     with report_errors(op):
         if text is not None and sizes is not None:

@@ -1,7 +1,7 @@
-"""Measure the savings by native calls of an operator, in a separate process.
+"""Measure the time that native calls of an operator save.
 
-A kernel may crash or hang. For example, a kernel that does not check an index may write out of
-bounds on tensors of ones.
+Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
+that does not check an index may write out of bounds for tensors of ones.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _LARGEST = 2**30  # bytes of the tensors of a call
 _NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The kinds of calls of an operator with their counts, most frequent first.
+# The kinds of calls of an operator with the number of calls, the most frequent first.
 Kinds = list[tuple[CallRecord, int]]
 
 
 class Cost(NamedTuple):
-    """Microseconds of a call."""
+    """The time of a call in microseconds."""
 
     before: float  # through the dispatcher
     after: float  # natively
-    noise: float  # the median minus the fastest round of the faster way
+    noise: float  # for the faster way: the median minus the fastest round
 
     @property
     def is_noise(self) -> bool:
-        """Return whether the two times differ by no more than the noise."""
+        """Whether the two times differ by no more than the noise."""
         return abs(self.before - self.after) <= self.noise
 
 
 class Measurement(NamedTuple):
     """The measurement of an operator."""
 
-    native: float | None = None  # share of recorded calls that would be native; None if unknown
-    cost: Cost | None = None  # of a call
-    problem: str = ""  # why the cost is missing
+    native: float | None = None  # the share of recorded calls that would be native, if known
+    cost: Cost | None = None  # the time of a call
+    problem: str = ""  # why the time is missing
 
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
@@ -83,9 +83,9 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield a result before the first call, and after the last one.
+    """Yield a result before the first call of the operator, and another after the last one.
 
-    If a call crashes or hangs, the first result is used.
+    The first result is for the case that a call crashes or hangs.
     """
     operator = Operator(op, "measure")
     if not operator.exists:
@@ -104,20 +104,20 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)
     with acceleration:
-        with contextlib.suppress(NativeUnavailableError):  # the rows report it
+        with contextlib.suppress(NativeUnavailableError):  # the acceleration's rows report this
             torchop.native.wait()
         yield acceleration
 
 
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
-    """Return the share of the calls that would be native; None without any example.
+    """Return the share of the calls that would be native, or None if no example can be created.
 
-    The operator must be accelerated. It is not called: `explain` decides on tensors with one
-    element.
+    The operator must be accelerated. This does not call the operator, but `explain`, with tensors
+    of one element.
     """
     native = total = 0
     for call, count in kinds:
-        with contextlib.suppress(Exception):  # its tensors cannot be created here
+        with contextlib.suppress(Exception):  # the tensors cannot be created on this machine
             example = CallRecord(*call_record.mapped(call, _without_dimensions)).example()
             if example is not None:
                 args, kwargs = inside_a_graph(operator.schema, *example)
@@ -131,7 +131,7 @@ def _without_dimensions(part: Any) -> Any:
 
 
 def _cost(operator: Operator, kinds: Kinds) -> Cost:
-    """Return the cost of the most frequent kind of call that can be measured."""
+    """Return the time of the most frequent kind of call that can be measured."""
     if operator.effect is not None:
         raise click.ClickException("it has an effect, so measuring would repeat it")
     problem: click.ClickException | None = None
@@ -157,8 +157,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes only make rounds longer. So long rounds of the faster way decide whether it
-    # may be mistaken for the slower one.
+    # Other processes only make rounds longer, so the noise of the faster way decides whether the
+    # difference may be due to noise.
     return Cost(before.best, after.best, min(before, after).noise)
 
 
@@ -170,11 +170,11 @@ def _working(timing: Timing | Exception) -> Timing:
 
 
 def _check(call: CallRecord) -> None:
-    """Raise if no example can be made, or only with too much memory."""
+    """Raise a ClickException if no example can be created, or if it needs too much memory."""
     tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
-            raise click.ClickException(f"no example can be made of an argument: {part.name}")
+            raise click.ClickException(f"no example can be created of an argument: {part.name}")
         if isinstance(part, TensorRecord):
             tensors.append(part)
             try:
@@ -190,7 +190,7 @@ def _check(call: CallRecord) -> None:
 
 
 def _is_on_accelerator(call: CallRecord) -> bool:
-    """Return whether a call has tensors on an accelerator, or a device argument for one."""
+    """Return whether a call has a tensor on an accelerator, or an accelerator as an argument."""
     devices = [
         torch.device(part.device if isinstance(part, TensorRecord) else part)
         for part in call.parts()

@@ -205,7 +205,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """Return a text about each location of the extension, and the resulting state.
+    """Return a description of each location of the extension, and the resulting state.
 
     The state is "idle" if all locations are empty, and none of them was configured.
     """

@@ -13,16 +13,16 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import IO, Any, TypeAlias
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
 
 import torchop
+from torchop._compat import operators
 from torchop._rules.providers import providers_of
-from torchop.extend import Operator, OpName, OpOverload, short_repr, warn
+from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -121,29 +121,14 @@ def modules_of(ep: ExportedProgram) -> str:
     Includes the modules of active providers, with keys such as `ns::f[triton]`.
     """
     # Look the operators up by name, because they may have been redefined after the export.
-    used = [Operator(OpName.parse(op.name()), "save") for op in _operators_in(ep).values()]
+    names = [op.name() for op in operators.in_graph(ep.graph_module)]
+    used = [Operator(OpName.parse(name), "save") for name in names]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     for op in used:
         active = {k.provider for k in torchop.providers(str(op)) if k.rank and k.supported}
         here = [each for each in providers_of(str(op)) if each.name in active]
         modules |= {f"{op}[{each.name}]": each.site.module for each in here}
     return json.dumps(modules, sort_keys=True)
-
-
-def _operators_in(ep: ExportedProgram) -> dict[str, OpOverload]:
-    """Return the operators that a program calls or passes to higher-order operators, by name."""
-    operators: dict[str, OpOverload] = {}
-    for node in _nodes(ep):
-        for value in (node.target, *node.args, *node.kwargs.values()):
-            if isinstance(value, OpOverload):
-                operators[value.name()] = value
-    return operators
-
-
-def _nodes(ep: ExportedProgram) -> Iterator[Node]:
-    for module in ep.graph_module.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
 
 
 # A function of the name of an entry of a zip file, and of a function that reads the entry. It

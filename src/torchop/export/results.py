@@ -1,4 +1,4 @@
-"""Compare kernels with fake kernels, before an AOTInductor package relies on these."""
+"""Compare the results of kernels with fake kernels, on which AOTInductor packages rely."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
+from torchop._compat import operators
 from torchop._compat.classes import TorchDispatchMode
 from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
@@ -46,18 +47,11 @@ def check_results(ep: ExportedProgram) -> None:
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
-    """Yield a text about each custom operator of a program with an unsupported result type."""
-    for op in dict.fromkeys(filter(_is_custom, _operators(ep))):
+    """Yield a message for each custom operator of a program with an unsupported result type."""
+    for op in filter(_is_custom, operators.in_graph(ep.graph_module)):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
             yield f"{op.name()} returns {', '.join(kinds)}"
-
-
-def _operators(ep: ExportedProgram) -> Iterator[OpOverload]:
-    for module in ep.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            called = (node.target, *node.args)  # an argument in calls of higher-order operators
-            yield from (item for item in called if isinstance(item, OpOverload))
 
 
 def _is_custom(op: OpOverload) -> bool:

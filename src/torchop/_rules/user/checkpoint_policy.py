@@ -72,9 +72,9 @@ class _CheckpointPolicyRule(Rule[Decision]):
     def detach(self, op: OpOverload) -> None:
         if registries.effect_of(op.name()) is None:
             for mode in checkpointing.POLICY_MODES:
-                registries.remove_default_rule(op.name(), mode, in_checkpoint)
+                registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
             if Tag.nondeterministic_seeded not in op.tags:
-                registries.remove_default_rule(op.name(), ProxyTorchDispatchMode, in_trace)
+                registries.withdraw_torch_dispatch(op.name(), ProxyTorchDispatchMode, in_trace)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered
