@@ -123,36 +123,36 @@ CHECKS = (
 )
 # The causes of the findings.
 _ADDRESSES = (
-    "the C++ kernel takes the addresses of tensors, which need not be contiguous, nor of a size "
-    "that fits: it returns other numbers, and ends the process where a tensor has 0 elements"
+    "the C++ kernel reads pointers without checking sizes or strides: it returns wrong values, and "
+    "crashes for tensors with 0 elements"
 )
-_NO_DOUBLE = "the fake kernel refuses float64 or says another dtype, and the kernel takes it"
-_READS_DOUBLE = "the fake kernel refuses float64, and the kernel reads it as float32"
+_NO_DOUBLE = "the fake kernel rejects float64 or returns another dtype, unlike the kernel"
+_READS_DOUBLE = "the fake kernel rejects float64, and the kernel reads it as float32"
 _BELOW = (
-    "its kernel is differentiated below the autograd keys, and the fake kernel says other strides"
+    "the kernel is differentiated below the autograd keys, and the fake kernel has other strides"
 )
-_COMPILED = "its kernel is differentiated below the autograd keys, but not in compiled programs"
+_COMPILED = "the kernel is differentiated below the autograd keys, but not in compiled programs"
 _STRIDES = (
-    "the fake kernel keeps the strides of the argument, and the kernel returns contiguous memory"
+    "the fake kernel preserves the strides of the argument, and the kernel's result is contiguous"
 )
-_EXPANDED = "torch._int_mm returns other numbers for expanded tensors"
-_SECOND = "the fake kernel says int64 of the second result, and returns another number of results"
-_WRITES = "with outliers, the kernel writes into A, which its schema does not name"
-_NO_RULE = "out_dtype, which it calls, has no rule for the modes that look at calls"
+_EXPANDED = "torch._int_mm returns wrong values for expanded tensors"
+_SECOND = "the fake kernel returns int64 as the second result, and another number of results"
+_WRITES = "with outliers, the kernel writes into A, which the schema does not declare"
+_NO_RULE = "the kernel calls out_dtype, which has no rule for dispatch modes"
 _FLOAT8 = "float8 has no gradients: sums and promotion are not implemented"
-_UNDIFFERENTIATED = "its result requires grad, and it has no kernel for autograd"
-_INT8PACK = "torch._weight_int8pack_mm ends the process for int8 weights at an offset or with gaps"
-_TAKES_ADDRESSES = "the C++ kernel takes the addresses of tensors that are not contiguous"
-_FAKE = "there is no fake kernel, or it says other sizes than the kernel returns"
-_NO_ROWS = "with 0 rows or offsets, the kernel divides by zero, or writes nothing"
-_RETURNS_OFFSETS = "it returns offsets that are an argument, which the schema does not say"
-_NO_BATCHES = "it has no batching rule, and returns what PyTorch makes none for"
-_PROMOTES = "the fake kernel and the kernel promote to other dtypes"
-_OVERLAPPING = "a precondition: what is written is not expanded"
-_NO_ATOMS = "with 0 atoms or neighbours, the kernel ends the process"
-_SEGMENTS = "a precondition: indices are below num_segments, and there is one for each row"
+_UNDIFFERENTIATED = "the result requires grad, but there is no autograd kernel"
+_INT8PACK = "torch._weight_int8pack_mm crashes for int8 weights with an offset or gaps"
+_TAKES_ADDRESSES = "the C++ kernel reads pointers of tensors that are not contiguous"
+_FAKE = "there is no fake kernel, or it returns other sizes than the kernel"
+_NO_ROWS = "with 0 rows or offsets, the kernel divides by zero, or does not write the result"
+_RETURNS_OFFSETS = "the kernel returns an argument, the offsets, and the schema does not declare it"
+_NO_BATCHES = "there is no batching rule, and PyTorch cannot derive one for these results"
+_PROMOTES = "the fake kernel and the kernel promote to different dtypes"
+_OVERLAPPING = "a precondition: the written tensor is not expanded"
+_NO_ATOMS = "with 0 atoms or neighbours, the kernel crashes"
+_SEGMENTS = "a precondition: there is an index below num_segments for each row"
 # For jagged tensors and neighbour lists, sizes in one argument must match the values of another.
-_UNFITTING = "a precondition: lengths, offsets, permutations and buffers fit each other"
+_UNFITTING = "a precondition: lengths, offsets, permutations and buffers match each other"
 # These findings also depend on the contents of unrelated memory, on the CPU's instructions, or on
 # the time limit, so they may be missing without having been fixed.
 BY_CHANCE = (_ADDRESSES, _TAKES_ADDRESSES, _EXPANDED, _INT8PACK, _UNFITTING, _SEGMENTS, _NO_ATOMS)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.graph import _engine_run_backward
 
 from torchop._compat import functorch
 from torchop._compat.classes import DispatchKey
-from torchop._compat.settings import changed
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -58,14 +58,8 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run` with autograd functions applied at the current functorch level only.
-
-    Equivalent to `enable_single_level_autograd_function` in torch/_functorch/utils.py.
-    """
-    functorch: Any = torch._C._functorch
-    allowed = functorch.get_single_level_autograd_function_allowed()
-    change = functorch.set_single_level_autograd_function_allowed
-    with changed(change, True, allowed):
+    """Call `run` with autograd functions applied at the current functorch level only."""
+    with enable_single_level_autograd_function():
         return run()
 
 

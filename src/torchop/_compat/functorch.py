@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch._functorch import vmap
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
-from torchop._compat.settings import changed
 
 # The key at which a transform intercepts calls.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
@@ -45,9 +45,7 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
     if not (is_active() or tensor.requires_grad):
         return make()  # functorch does not forbid `requires_grad_` here
-    functorch: Any = torch._C._functorch
-    allow = functorch.set_inplace_requires_grad_allowed
-    with torch.no_grad(), changed(allow, True, functorch.get_inplace_requires_grad_allowed()):
+    with torch.no_grad(), enable_inplace_requires_grad(True):
         return make()
 
 
