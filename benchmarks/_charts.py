@@ -28,7 +28,7 @@ LABELS = {
     calls.CUSTOM_OP: "custom_op",
 }
 # Text, bars and torchop's bars, with a contrast of at least 4.5 to 1 on the site's backgrounds. The
-# light chart has a background of its own, because it is also the chart of README.md.
+# light chart has an opaque background, because README.md shows it too.
 THEMES = {
     "": {"text": "#1f2328", "bar": "#656d76", "torchop": "#0a58ca", "background": "#ffffff"},
     "-dark": {"text": "#e6edf3", "bar": "#8d96a0", "torchop": "#6cb0ff", "background": "none"},

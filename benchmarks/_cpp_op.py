@@ -20,10 +20,10 @@ def build() -> Path:
     """Compile the operators with the compiler and the flags of torchop's extension.
 
     Returns:
-        The library, which may come from an earlier build.
+        The shared library, which may be from an earlier build.
 
     Raises:
-        NativeUnavailableError: if there is no compiler, or if it fails.
+        NativeUnavailableError: no compiler was found, or it failed.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
     command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
@@ -32,7 +32,7 @@ def build() -> Path:
     if file.exists():
         return file
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Other processes may compile the same file, so only a complete file gets its name.
+    # Rename the file when it is complete, because other processes may compile it at the same time.
     unfinished = file.with_suffix(f".{os.getpid()}")
     process = subprocess.run(
         [*command, "-o", str(unfinished)],

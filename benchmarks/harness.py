@@ -1,6 +1,6 @@
 """The harness of all benchmarks: time variants in turn, compare them, and store the numbers.
 
-A benchmark declares *parts*. Each part runs in a process of its own and returns *tables*: a number
+A benchmark declares *parts*. Each part runs in a separate process and returns *tables*: a number
 for each variant of each row. The harness runs all parts in several processes, prints the medians,
 checks the limits, and writes the numbers of every process to `results/<name>.json`.
 """
@@ -154,7 +154,7 @@ class Benchmark:
     Attributes:
         name: the name of its program, and of its file in `results`.
         units: the unit of each table.
-        parts: functions that return tables. Each runs in a process of its own.
+        parts: functions that return tables. Each runs in a separate process.
         settings: options of the command line with their defaults, all of them numbers. Every
             benchmark has `processes`, the number of processes for each part.
         limits: the numbers that must not grow.

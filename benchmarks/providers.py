@@ -4,13 +4,13 @@ Every variant calls the same kernel, `torch.empty_like`:
 
 - one kernel: an operator without providers.
 - by priority: two providers, the first of which supports every call.
-- supports: the first provider has a `supports` function, which has seen this call before.
+- supports: the first provider has a `supports` function, and its result for this call is cached.
 - in a block: the same, inside `with torchop.priority(...)`.
 - Python: a kernel that selects as inference engines do, with a list of providers in the order of
   priority and a call of `supports_args` for each.
 - Python table: the same behind a dictionary of shapes and dtypes.
 
-"selection" is the time that a call takes in addition to the variant "one kernel".
+"selection" is the time of a call minus the time of the variant "one kernel".
 """
 
 from __future__ import annotations

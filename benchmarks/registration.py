@@ -7,12 +7,12 @@ The variants are:
 - define + impl: `torch.library.define` and `impl` with a schema written by hand, and
   `torch.library.register_fake` and `register_autograd` for the rules.
 
-Packages register hundreds of operators at import, so "time" and "memory" are those of one of many
-operators. They have three signatures in turn, with one to three tensors. "memory" is the growth of
-the process without the functions of the operators. "first use" shows that the first call of a
+Packages register hundreds of operators at import, so "time" and "memory" are averages over many
+operators, with three signatures of one to three tensors. "memory" is the growth of the process
+without the functions of the operators. "first use" shows that the first call of a
 `torch.library.custom_op` imports torch._dynamo.
 
-Only the part that runs may import torchop: an import at the top would hide its cost.
+torchop is imported inside the parts, because an import at the top would not be measured.
 """
 
 from __future__ import annotations

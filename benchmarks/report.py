@@ -3,9 +3,9 @@
     python benchmarks/report.py
 
 `passages` has every sentence and table row that states a measurement, with numbers from
-`results/*.json`. This program finds each passage in its page, whatever numbers it has there, and
-replaces the numbers. It also draws the charts. `tests/project/test_benchmarks.py` checks that all
-pages and charts are up to date.
+`results/*.json`. This program finds each passage in its page, with any numbers, and replaces the
+numbers. It also draws the charts. `tests/project/test_benchmarks.py` checks that all pages and
+charts are up to date.
 """
 
 from __future__ import annotations

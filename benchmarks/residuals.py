@@ -6,8 +6,8 @@ Every variant computes the same two small tensors in its forward and multiplies 
 - autograd.Function: the same function in a `torch.autograd.Function`.
 - two results: an operator of `torch.library.custom_op` that returns both tensors.
 
-The row "inference" is the forward alone. Its kernel computes no residual, and "no residuals" is an
-operator that declares none.
+The row "inference" is the forward alone, in which the kernel of the first variant skips the
+residual. The variant "no residuals" is an operator without residuals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TORCHOP, FUNCTION, SPLIT, PLAIN = "torchop", "autograd.Function", "two results",
 
 
 def forward(x: Tensor) -> Tensor:
-    # `torchop.residuals` would be an attribute of a module with `__getattr__`, which is slow.
+    # Not `torchop.residuals`, because attributes of modules with a `__getattr__` are slow.
     if not records_gradient():
         return x * x
     return residuals(x * x, x + x)

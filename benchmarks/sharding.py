@@ -1,7 +1,7 @@
 """Measure calls on DTensors with sharding rules, on a fake process group.
 
 - "calls": one operator on a tensor of 8 by 8.
-- "propagation": a matrix product whose placements DTensor has not seen, so it applies the rule.
+- "propagation": a matrix product with placements that are not in DTensor's cache.
 - "propagation, 16 tensors": the same for a list of tensors, by a pointwise rule and by `torch.cat`.
 - "memory of a propagation", "memory of a new shape": the growth of the process for one of them.
 
