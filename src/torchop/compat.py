@@ -1,10 +1,11 @@
 """Drop-in replacements for the registration helpers of inference engines.
 
-Calls of `torch.library.custom_op` are slow, so engines have their own functions on top of
-`torch.library`: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang, and
-`fast_custom_op` of TensorRT-LLM. The functions here define operators with fast calls by
-`torchop.custom_op`. Like the engines' helpers, they accept results that share memory with an
-argument or another result, with one warning, while `torchop.custom_op` raises.
+Operators created by `torch.library.custom_op` are slow to call, so engines wrap `torch.library` in
+functions of their own: `direct_register_custom_op` in vLLM and SGLang, `register_custom_op` in
+SGLang, and `fast_custom_op` in TensorRT-LLM. The functions here have the same signatures, but
+define operators with `torchop.custom_op`, which are fast to call. As with the engines' helpers, a
+result that shares memory with an argument or another result only causes a warning, whereas it is an
+error with `torchop.custom_op`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> CustomOp[..., Any]:
-    """Register an operator, like `direct_register_custom_op` of vLLM and SGLang.
+    """Register an operator, with the signature of vLLM's and SGLang's `direct_register_custom_op`.
 
     Args:
         op_name: `"namespace::name"`, or `"name"`. The default namespace is the one of `target_lib`,
@@ -147,7 +148,7 @@ def register_custom_op(
     tags: Tags = None,
     eager: bool = True,
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
-    """Register an operator, as a decorator or as a call, like the helpers of engines.
+    """Register an operator, as a decorator or a plain call, compatible with the engines' helpers.
 
     It accepts the arguments of SGLang's `register_custom_op` and `register_custom_op_from_extern`,
     except `computed_args`. If the first argument is a name, it accepts the arguments of

@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Infer the types of decorated classes, and of calls of families."""
+    """Infer the types of decorated classes and of calls to operator families."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -70,7 +70,7 @@ def _mark(context: ClassDefContext) -> bool:
     info.metadata[_MARK] = {}
     # Mypy looks up attributes that a class lacks on the metaclass.
     info.metaclass_type = handle
-    # Otherwise mypy would type-check the call of the decorator with the class.
+    # Otherwise mypy would type-check the decorator call with the class as its argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 

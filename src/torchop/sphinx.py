@@ -5,7 +5,7 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
 Without it, `automodule` with `:members:` omits a module's handles, because they are not functions.
-With it, `automodule` and `autofunction` document each handle like a function, followed by the
+With it, `automodule` and `autofunction` document each handle as a function, followed by the
 schema, kernels and rules.
 """
 
@@ -68,7 +68,7 @@ def _wrap_automodule(app: Sphinx) -> None:
 
 @contextlib.contextmanager
 def _as_functions(name: str) -> Iterator[None]:
-    """Replace the operators of a module by functions in a block.
+    """Replace a module's operators with functions, for the duration of a block.
 
     Needed because autodoc only documents members that are functions, and has no hook for others.
     """

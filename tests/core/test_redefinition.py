@@ -195,7 +195,7 @@ def test_operator_is_not_replaced_from_inside_a_call_of_it(namespace):
 
     op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     op.register_kernel(TYPE)(kernel)
-    with pytest.raises(RuntimeError, match=f"{namespace}::op cannot be .* inside a call of it"):
+    with pytest.raises(RuntimeError, match=f"{namespace}::op cannot be .* inside a call to it"):
         op(T)
     op.register_kernel(TYPE)(first)
     assert op(T).tolist() == [1, 1]
@@ -207,7 +207,7 @@ def test_a_redefinition_inside_of_a_call_is_refused_without_a_warning(namespace,
     refusals = []
 
     def define_again(x: Tensor) -> Tensor:
-        with pytest.raises(RuntimeError, match="replaced from inside a call of it") as refusal:
+        with pytest.raises(RuntimeError, match="replaced from inside a call to it") as refusal:
             torchop.custom_op(f"{namespace}::f", first, mutates_args=())
         refusals.append(refusal)
         return x * 2

@@ -20,7 +20,7 @@ T = torch.zeros(2)
 # A library tries to close once: each test gets one try.
 def assert_closing_is_refused(op, call):
     """That a native call which closes the library of its operator raises."""
-    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
+    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call to it"):
         call()
     assert calls == {"native": 1}
 

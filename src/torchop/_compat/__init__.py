@@ -5,7 +5,7 @@ these modules, so supporting a new release means changing this package alone. Th
 depend on torchop's rules and call plans.
 
 Workarounds cite the PyTorch issue, or the file and function, that forces them. Code for a single
-release says so, such as "until 2.12" or "since 2.14", so it can be deleted with that release.
+release says so, such as "before 2.13" or "since 2.14", so it can be deleted with that release.
 
 The package exports nothing. Import a module and call its functions through it:
 

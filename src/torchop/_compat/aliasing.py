@@ -20,8 +20,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-# The messages of `handle_view_on_rebase` in torch/csrc/autograd/variable.cpp, which has no Python
-# binding.
+# The messages below are copied from `handle_view_on_rebase` (torch/csrc/autograd/variable.cpp),
+# because there is no way to call it from Python.
 _CREATION_META = torch._C._autograd.CreationMeta
 _MODE_PROBLEM = (
     "A view was created in {} mode and is being modified inplace {}. Given that this use case is "

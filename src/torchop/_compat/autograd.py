@@ -78,7 +78,7 @@ def input_gradients(
     inputs: Sequence[torch.Tensor],
     create_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
-    """Return the gradients of `inputs`, like `torch.autograd.grad`.
+    """Return the gradients of `inputs`, as `torch.autograd.grad` does.
 
     `pairs` holds outputs with their gradients. For plain tensors of equal shape and dtype, call the
     engine directly, because the checks of `torch.autograd.grad` take as long as the engine.
@@ -147,7 +147,7 @@ def context_type(function: Any) -> Any:
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """Return a callable that creates a node of an autograd function, without inputs or outputs.
 
-    Since 2.13, the callable is the class of `ctx`. Until 2.12, only `apply` creates nodes
+    Since 2.13, the callable is the class of `ctx`. Before 2.13, only `apply` creates nodes
     (`THPFunction_apply` in torch/csrc/autograd/python_function.cpp). There, pass `take_node`: the
     callable runs it as the forward of an autograd function, and returns the result of
     `take_node(ctx)`.

@@ -104,7 +104,7 @@ def torchscript_is_tracing() -> bool:
     """Return whether this thread is in `torch.jit.trace`, even inside a kernel.
 
     Searches the call stack, because `general_trace_function` (torch/csrc/autograd/
-    TraceTypeManual.cpp) resets the tracing state for the call of a kernel.
+    TraceTypeManual.cpp) clears the tracing state while a kernel runs.
     """
     return any(
         frame.f_globals.get("__name__") == _TRACING_MODULE

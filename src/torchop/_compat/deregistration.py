@@ -1,8 +1,8 @@
 """Deregister operators: invalidate their objects in `torch.ops`, and clear PyTorch's caches.
 
-Workaround for pytorch/pytorch#98537, #98541 and #125234: a call of an overload whose operator was
-deregistered reads freed memory, in programs that still hold the overload or are calling it. For the
-classes that dispatch in Python, pytorch/pytorch#197025 fixes this.
+Workaround for pytorch/pytorch#98537, #98541 and #125234: calling an overload after its operator was
+deregistered reads freed memory. For overloads that dispatch in Python, pytorch/pytorch#197025 fixes
+this.
 
 PyTorch also has caches by operator name, which would affect the next operator of that name, and
 caches by object, which would keep the object alive forever.
@@ -33,9 +33,9 @@ Name: TypeAlias = tuple[str, str, str]
 def _invalidate_overload(
     namespace: str, name: str, overload: str, reason: Callable[[], str]
 ) -> Iterator[Any]:
-    """Make an overload and the packet raise, before the operator is deregistered.
+    """Make an overload and its packet raise, before the operator is deregistered.
 
-    Otherwise a compiled graph or variable that references one of them would call freed memory.
+    Otherwise a compiled graph or variable that references one of them would access freed memory.
     Yields the overloads that were still valid.
     """
     packet = torch_ops.existing_packet(namespace, name)
@@ -80,8 +80,9 @@ defined: set[str] = set()
 def before_definition(namespace: str, name: str, overload: str) -> None:
     """Forget an earlier operator of this name, from any library."""
     defined.add(f"{namespace}::{name}")
-    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)  # FX's, by name
-    # Keep the overload as long as the dispatcher may reference it.
+    # FX caches signatures by operator name.
+    _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
+    # Drop the cached overloads unless the dispatcher may still reference them.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
@@ -110,9 +111,9 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Replace the function of an overload or packet by one that counts calls.
+    """Replace the function of an overload or packet with one that counts calls.
 
-    If the operator was deregistered, replace it by one that raises. This looks the function up
+    If the operator was deregistered, replace it with one that raises. This looks the function up
     again, because another thread may have redefined the operator or created a second object.
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
@@ -150,7 +151,7 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
 
 
 def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Make new calls of operators raise, before the operators are deregistered.
+    """Make new calls to operators raise, before the operators are deregistered.
 
     `reason` returns the error message for an operator's name. If native calls are available, this
     waits until other threads have left the operators' dispatcher calls.
@@ -163,7 +164,7 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
 
 
 def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Like `invalidate`, but only for overloads that exist in `torch.ops`."""
+    """Do the same as `invalidate`, but only for overloads that already exist in `torch.ops`."""
     invalidated: list[Any] = []
     for name in names:
         invalidated += _invalidate_overload(
@@ -191,10 +192,10 @@ def forget(names: Iterable[Name]) -> None:
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
-    """Raise if this thread is inside a call of one of these operators."""
+    """Raise if this thread is inside a call to one of these operators."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
         raise RuntimeError(
-            f"{operator} cannot be deregistered or replaced from inside a call of it."
+            f"{operator} cannot be deregistered or replaced from inside a call to it."
         )
 
 

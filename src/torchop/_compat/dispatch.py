@@ -25,7 +25,7 @@ MATH_BIT_KEYS = ("Negative", "Conjugate")
 
 
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the keys of a call after the kernels that resolve conjugate and negative bits."""
+    """Return the dispatch keys that remain once conjugate and negative bits are resolved."""
     for key in MATH_BIT_KEYS:
         keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
@@ -107,7 +107,7 @@ def device(name: str | torch.device) -> torch.device:
 
 
 def function_modes_are_active() -> bool:
-    """Return whether a TorchFunctionMode, such as the one of a default device, is active."""
+    """Return whether a TorchFunctionMode is active, such as a `torch.device` context."""
     return torch._C._len_torch_function_stack() > 0
 
 
@@ -225,9 +225,9 @@ def has_backend_fallback(keyset: DispatchKeySet) -> bool:
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """Return the keys at which an operator's CompositeExplicitAutograd kernel runs.
+    """Return the dispatch keys for which an operator's CompositeExplicitAutograd kernel runs.
 
-    Excludes keys at which Python code cannot register kernels.
+    Excludes keys for which Python code cannot register a kernel.
     """
     return [
         key
@@ -280,7 +280,7 @@ def is_handled_by_mode() -> bool:
 def with_transforms() -> Any:
     """Return a context manager in which a kernel called by a mode may use torch.func and export.
 
-    Otherwise such kernels would fail in the first call of a compiled function, which runs in an
+    Otherwise such kernels would fail in the first call to a compiled function, which runs in an
     `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
     excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS

@@ -44,7 +44,7 @@ def _reason(aten: OpOverload) -> str | None:
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
-        return "DTensor replaces it by another operator"
+        return "DTensor replaces it with another operator"
     if any(aten in getattr(engine, name, ()) for name in _RULES):
         return None
     decompositions = getattr(engine, "decomp_strategy", None)
@@ -54,7 +54,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the strategy that DTensor chooses for the same call of `aten`, in a list.
+    """Return the strategy that DTensor chooses for the same call to `aten`, as a one-element list.
 
     Raises:
         ShardingError: DTensor's rule rejects the call, or would redistribute a written tensor.
@@ -148,7 +148,7 @@ def _decision(
     kwargs: Mapping[str, Any],
     results: Sequence[TensorInfo],
 ) -> tuple[Any, list[Any]]:
-    """Return the output and input specs that DTensor decides for a call of `aten`."""
+    """Return the output and input specs that DTensor chooses for a call to `aten`."""
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
     refused = refusal(op, aten)  # not checked before, if DTensor was imported after registration
@@ -181,7 +181,7 @@ def _specs_in(values: Any) -> list[Any]:
 def _as_aten(
     op: OpOverload, aten: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call of `op` as the dispatcher would pass them to `aten`.
+    """Convert the arguments of a call to `op` to the ones that the dispatcher would pass to `aten`.
 
     The dispatcher omits arguments that equal their default, and the defaults of the two operators
     may differ.
@@ -220,7 +220,7 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return how the signatures of `op` and `aten` differ, or None if `aten` accepts calls of `op`.
+    """Return how the signatures of `op` and `aten` differ, or None if calls fit both.
 
     `op` may lack arguments of `aten` that have a default.
     """

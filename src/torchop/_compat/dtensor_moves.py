@@ -98,7 +98,7 @@ class Inputs:
 
     @functools.cached_property
     def sending_has_a_cost(self) -> bool:
-        """Whether DTensor assigns a cost to communication; not for ranks outside of the mesh."""
+        """Whether communication has a nonzero cost. It is zero on ranks outside the mesh."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim

@@ -172,7 +172,7 @@ _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "L
 
 
 def needs_python(op: OpOverload) -> bool:
-    """Return whether DTensor's C++ dispatch would be wrong for some calls of an operator.
+    """Return whether DTensor's C++ dispatch would be wrong for some calls to an operator.
 
     It does not redistribute keyword tensors (pytorch/pytorch#167977). It treats every operator
     whose name ends in an underscore as in-place (`OpSchema.is_inplace_op` in
@@ -192,7 +192,7 @@ def _is_hashable(argument: Any) -> bool:
 
 
 def take_over(op: OpOverload, registration: Registration) -> None:
-    """Make DTensor call `dispatch` for calls of an operator."""
+    """Make DTensor handle calls to an operator with `dispatch`."""
 
     def handler(op: OpOverload, args: Any, kwargs: Any) -> Any:
         return dispatch(registration, args, kwargs)
@@ -253,7 +253,7 @@ def _aliases(value: Any) -> set[str]:
 
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
-    """Replace DTensor's error for an operator without a strategy by `explain(op)`.
+    """Replace DTensor's error for an operator without a strategy with `explain(op)`.
 
     If `explain` returns None, DTensor's error is raised.
     """

@@ -156,7 +156,7 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _Last(threading.local):
-    """DTensor's last call of a fake kernel in this thread, and the results."""
+    """The last call that DTensor made to a fake kernel in this thread, and the results."""
 
     op_schema: Any = None
     results: Any = None

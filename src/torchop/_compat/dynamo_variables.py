@@ -1,4 +1,4 @@
-"""Make Dynamo trace a call of a handle as a call of the overload."""
+"""Make Dynamo trace a call to a handle as a call to its overload."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _builder: Any = None
 
 
 def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
-    """Make Dynamo trace calls of handles of exactly this type as calls of their overload.
+    """Make Dynamo trace calls to handles of exactly this type as calls to their overload.
 
     Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer, so on
     releases where `VariableBuilder._type_dispatch` has changed, tracing is only slower.

@@ -37,7 +37,7 @@ def active_fake_mode() -> Any | None:
 
 
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether FakeTensorMode would handle a call of `op` only by running the fake kernel."""
+    """Return whether FakeTensorMode would do nothing but run the fake kernel in a call to `op`."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
@@ -157,7 +157,7 @@ def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tenso
     device.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # Until 2.12, modes fail if this key is excluded (see `tls_on_entry` in
+    # Before 2.13, modes fail if this key is excluded (see `tls_on_entry` in
     # aten/src/ATen/core/PythonFallbackKernel.cpp), and transforms exclude it.
     snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
@@ -171,7 +171,7 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """Return an exception with another message that Dynamo handles like `error`."""
+    """Return an exception that Dynamo handles the same way as `error`, with another message."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 

@@ -88,7 +88,7 @@ class _Counter:
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # Count an overload without a formula, such as the one with out=, like the first overload.
+        # An overload without a formula, such as the out= overload, counts as the first one does.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

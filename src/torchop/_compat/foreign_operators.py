@@ -1,4 +1,4 @@
-"""Find the libraries of operators that torchop did not define, and intercept calls of these."""
+"""Support for operators that torchop did not define: find their library, and intercept calls."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
 
 
 def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Return whether PyTorch dispatches the calls of an overload without the C++ dispatcher.
+    """Return whether PyTorch dispatches calls to an overload without the C++ dispatcher.
 
-    Since 2.14, it does so for operators of `torch.library.custom_op`. Calls of the packet, calls
-    with keyword arguments, and calls of operators for which `enters_in_cpp` is true still start in
-    the C++ dispatcher, and leave it at the first Python kernel.
+    Since 2.14, it does so for operators created by `torch.library.custom_op`. Calls to the packet,
+    calls with keyword arguments, and calls to operators where `enters_in_cpp` is true still start
+    in the C++ dispatcher, and leave it at the first Python kernel.
     """
     return getattr(overload, _DISPATCHER, None) is not None
 
@@ -92,9 +92,9 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 
 
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
-    """Return where `is_dispatched_in_python` reads its result, as (dictionary, key, value).
+    """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
-    A call plan is valid while the dictionary has this value.
+    A call plan is invalid once the value changes.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
@@ -116,7 +116,7 @@ def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
 
 
 def returns_what_it_writes(handle: CustomOpDef) -> bool:
-    """Return whether the operator of a `custom_op` must return the arguments that it mutates."""
+    """Return whether `custom_op` requires this operator to return the arguments that it mutates."""
     return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
 
 

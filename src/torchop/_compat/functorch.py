@@ -21,7 +21,7 @@ ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 # Return whether a `torch.func` transform is active in this thread.
 is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Return whether a tensor is a wrapper of any transform; and whether of `vmap`.
+# Return whether any transform, or `vmap` in particular, wraps a tensor.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 

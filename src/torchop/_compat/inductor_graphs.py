@@ -128,7 +128,7 @@ def is_copy_back(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the name and node of each argument that a call of an operator writes."""
+    """Yield the name and node of each argument that an operator call writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments

@@ -102,7 +102,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the offset of the traced tensor, like Inductor's lowering of `sym_stride`."""
+    """Return the storage offset of the traced tensor, as `sym_stride` is lowered."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]

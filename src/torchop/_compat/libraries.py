@@ -33,7 +33,7 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
 
 @contextlib.contextmanager
 def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
-    """Block calls of operators by other threads while a kernel of the operators changes.
+    """Block other threads' calls to operators while their kernels change.
 
     The dispatcher locks registrations but not calls, so a concurrent call would use a freed kernel.
     First, this waits for running calls, at most for a second, because they may wait for this
@@ -99,7 +99,7 @@ def implement_temporarily(
     on_close(library, remove)
     # Add the record, so destroying the library frees the function (see `free_kernels`).
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Without `calls_held`, because calls of other threads may be waiting for this thread.
+    # Without `calls_held`, because calls in other threads may be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -136,7 +136,7 @@ class _Once:
         try:
             hook()
         except BaseException:
-            self._hook = hook  # allow another attempt, e.g. after a call of the operator has ended
+            self._hook = hook  # allow another attempt, e.g. after a call to the operator has ended
             raise
 
 

@@ -16,5 +16,5 @@ def _artifact(name: str, description: str) -> logging.Logger:
 
 
 registration = _artifact("torchop_registration", "Operators of torchop, their kernels and rules")
-calls = _artifact("torchop_calls", "Why calls of torchop's operators go through the dispatcher")
+calls = _artifact("torchop_calls", "Why calls to torchop's operators go through the dispatcher")
 extension = _artifact("torchop_extension", "How torchop finds and compiles its native call path")

@@ -29,7 +29,7 @@ def compile_aoti_package(
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        # Inductor prepends "-l" to each entry, and splits the result like a shell.
+        # Inductor prepends "-l" to each entry, and splits the result as a shell would.
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package

@@ -43,9 +43,9 @@ def has_entry(namespace: str, name: str, overload: str) -> bool:
 def all_operators() -> set[str]:
     """Return the names of all defined operators.
 
-    The dispatcher's list also contains operators with a kernel but no schema. `is_registered` must
-    not be used to filter them: `OperatorRegistry` (torch/csrc/jit/runtime/operator.cpp) caches
-    operators, and would read freed memory for deregistered ones.
+    The dispatcher also lists operators that have a kernel but no schema, so filter by schema. Do
+    not use `is_registered` for this: TorchScript's `OperatorRegistry` (torch/csrc/jit/runtime/
+    operator.cpp) caches operators, and would read freed memory for deregistered ones.
     """
     return set(filter(has_schema, torch._C._dispatch_get_all_op_names()))
 
@@ -75,7 +75,7 @@ def defined_in_python() -> set[str]:
 
 
 def in_graph(graph: GraphModule) -> list[OpOverload]:
-    """Return the operators that a graph calls or passes to higher-order operators, by name."""
+    """Return the operators that a graph calls or passes to higher-order operators, sorted."""
     values = {
         value
         for module in graph.modules()

@@ -27,7 +27,7 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     """Return PyTorch's tests by name. The first call imports them, which takes two seconds.
 
-    Workaround for pytorch/pytorch#149468: until 2.12, `test_faketensor` does not compare the
+    Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` does not compare the
     strides of CPU tensors. Remove it when 2.13 is the oldest supported release.
     """
     from torch.testing._internal.optests import generate_tests

@@ -51,7 +51,7 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # The hash of the packet must not change, but another function may have replaced the first one.
+    # A packet hashes as its function, and its hash must not change: `counted` preserves it.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
     chain = None  # native functions of the leading overloads, each linked to the next
@@ -92,9 +92,9 @@ _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
 
 
 def forwarding_classes() -> list[type]:
-    """Return the torch.ops classes with a `__call__` that only forwards to `_op`.
+    """Return the torch.ops classes whose `__call__` does nothing but forward to `_op`.
 
-    Excludes a class if a program patched `__call__`, or if a new release changed it.
+    Excludes classes whose `__call__` was monkeypatched, or changed by a newer PyTorch.
     """
     return [
         cls

@@ -91,7 +91,7 @@ def _add(qualname: str, name: str) -> None:
         # An existing lowering, such as one for autotuning, takes precedence.
         lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
     elif (module := sys.modules.get(_REINPLACE)) is not None:
-        # Inductor's reinplace pass replaces the call by the in-place form if nothing reads the
+        # Inductor's reinplace pass replaces the call with the in-place form if nothing reads the
         # argument later.
         may_overwrite = functools.partial(_may_overwrite, functional, form)
         module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
@@ -108,7 +108,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
         return False
-    # Another argument that shares memory with the first would be overwritten before it is read.
+    # If another argument shares memory with the first, the kernel might overwrite it before
+    # reading it.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }

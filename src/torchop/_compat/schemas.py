@@ -88,7 +88,7 @@ def custom_class_name(annotation: Any) -> str | None:
     # Since 2.15, `is_opaque_type` is deprecated and logs a warning.
     is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     if not is_custom(annotation):
-        # Until 2.12, Generator is a schema type of its own, and not a custom class.
+        # Before 2.13, Generator is a separate schema type rather than a custom class.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
 

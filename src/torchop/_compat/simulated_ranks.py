@@ -31,7 +31,7 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
     # `init_process_group` (torch/distributed/distributed_c10d.py) replaces the excepthook, and
     # nothing restores it.
     excepthook = sys.excepthook
-    # Before LocalTensorMode, which would intercept calls of factory functions during imports.
+    # Before LocalTensorMode, which would intercept calls to factory functions during imports.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -77,7 +77,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """Replace the local tensor `part` of each rank by `function(rank, part)`."""
+    """Apply `function(rank, local_tensor)` on each rank, and return a tensor of the results."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 

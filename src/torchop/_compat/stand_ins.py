@@ -1,4 +1,4 @@
-"""Fake tensors that replace real tensors in calls of a provider's `supports` function."""
+"""Fake tensors that are passed to a provider's `supports` function instead of real ones."""
 
 from __future__ import annotations
 

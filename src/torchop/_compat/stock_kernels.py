@@ -24,7 +24,7 @@ class StockKernel(NamedTuple):
         definition: the operator's handle.
         function: the user's function for this device, valid while `sources` are unchanged.
         sources: where `function` was found, as (dictionary, key, value) or (set, key, membership).
-        check: a function `check(args, kwargs, result)` that checks a result like the kernel.
+        check: a function `check(args, kwargs, result)` that checks a result as the kernel does.
     """
 
     definition: CustomOpDef
@@ -104,7 +104,7 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Return whether a kernel is `custom_op`'s version-counter kernel for this operator.
 
-    Returns False on releases until 2.12, where another kernel bumps each version twice.
+    Always False before 2.13, because `custom_op` used a kernel that bumped each version twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -181,7 +181,7 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
     """Return the parts of an Autograd kernel if torch.library created it, otherwise None."""
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
-    # The first name is used until 2.13, the second on 2.15. Since 2.13, the closure of
+    # The first name is used up to 2.13, and the second in 2.15. Since 2.13, the closure of
     # `autograd_impl` also contains the operator.
     names = ("forward_no_grad", "redispatch_no_grad")
     plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
@@ -216,7 +216,7 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Flatten tensor lists like `supports_tensorlist` (torch/_library/autograd.py)."""
+    """Flatten tensor lists and record their specs, as `supports_tensorlist` does."""
     # The spec must include the extra argument that `forward` takes after the operator's arguments.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 

@@ -111,7 +111,7 @@ def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
-    """Replace a packet's function, also in TorchScript's table, which is keyed by `id`."""
+    """Replace a packet's function, including its entry in TorchScript's table of builtins."""
     torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
     if not isinstance(function, RaisingFunction):
         torch.jit._builtins._register_builtin(function, packet._qualified_op_name)

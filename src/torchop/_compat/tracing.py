@@ -19,7 +19,7 @@ from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a compiler trace, as fake and functional tensors do."""
+    """Return whether a tensor is fake or functional, and so belongs to a compiler trace."""
     return fake_tensors.is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )

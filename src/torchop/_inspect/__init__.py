@@ -1,1 +1,1 @@
-"""Inspect operators, single calls, and the calls of a program."""
+"""Inspect operators, single calls, and all calls that a program makes."""

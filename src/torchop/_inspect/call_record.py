@@ -87,7 +87,7 @@ class CallRecord(NamedTuple):
         args: the positional arguments. Tensors are recorded as `TensorRecord`. None, numbers,
             strings, dtypes, devices, layouts and memory formats are recorded unchanged, and all
             other values as `TypeRecord`. Lists contain such values.
-        kwargs: the keyword arguments, recorded like `args`.
+        kwargs: the keyword arguments, recorded in the same way.
 
     Example:
         >>> import torch, torchop

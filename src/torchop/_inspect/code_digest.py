@@ -261,7 +261,7 @@ def _is_stable(value: object) -> bool:
 
 
 def _is_member(name: str, value: object) -> bool:
-    """Return whether an attribute of a class is from the source code of the class."""
+    """Return whether a class attribute comes from the source code of the class."""
     functions = (types.FunctionType, staticmethod, classmethod, property)
     return name[:2] != "__" or isinstance(value, functions)
 
@@ -303,7 +303,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _attribute(value: Any, name: str) -> Any:
     """Return an attribute of an object, or None.
 
-    `__getattr__` may raise any exception, such as the KeyError of a dict with items as attributes.
+    A custom `__getattr__` may raise any exception, for example a KeyError.
     """
     try:
         return getattr(value, name, None)

@@ -147,7 +147,7 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Like a call, load the extension, and move the default kernel if it hides a fallback.
+        # As a call would, load the extension, and move the default kernel if it hides a fallback.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

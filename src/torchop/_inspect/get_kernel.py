@@ -51,10 +51,10 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel from `get_kernel`, which may be called until the operator is deregistered.
+    """A kernel from `get_kernel`, which raises once the operator has been deregistered.
 
-    Workaround for `torch.library.get_kernel`: its result detects that the kernel was replaced, but
-    crashes if the operator was deregistered.
+    The object that `torch.library.get_kernel` returns detects a replaced kernel, but crashes after
+    the operator has been deregistered.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:

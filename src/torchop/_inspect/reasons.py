@@ -71,7 +71,7 @@ def why_not_called(call: Call) -> str:
 
 
 def _why_never(call: Call) -> str:
-    """Return why no call of the operator can be native."""
+    """Return why no call to the operator can be native."""
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
@@ -215,7 +215,7 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 
 def _problem(call: Call) -> str | None:
-    """Return why no call of another package's operator can be native, or None."""
+    """Return why no call to another package's operator can be native, or None."""
     calls = accelerated.get(call.name)
     return None if calls is None else calls.problem
 

@@ -21,16 +21,16 @@ from torchop.extend import OpName, short_repr, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The maximum number of kinds of calls per operator. Without a limit, an argument that changes in
-# every call, such as an optimizer's step, would use unlimited memory.
+# The maximum number of distinct calls that are stored per operator. Without a limit, an argument
+# that changes in every call, such as an optimizer's step, would use unlimited memory.
 MAX_KINDS = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """The recorded calls of each operator: each kind of call, with the number of calls.
+    """A mapping from operators to their distinct calls, each with the number of times it was made.
 
     It may be entered several times, even nested, and by several threads at the same time. It
-    records up to 100 kinds of calls per operator, and only counts further calls; see `calls`.
+    records up to 100 distinct calls per operator, and only counts the rest (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -65,7 +65,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: calls={calls}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
-        """Return how often an operator was called, including calls above the limit of kinds.
+        """Return how often an operator was called, including calls that were only counted.
 
         Args:
             op: the operator's name.
@@ -134,7 +134,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return loaded
 
     def update(self, other: Recorded) -> None:
-        """Add the calls of another recording.
+        """Add the calls from another recording.
 
         Args:
             other: the other recording, which does not change.
@@ -153,13 +153,13 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """Return the kinds of calls of an operator; the last may be None, for further calls."""
+        """Return an operator's distinct calls with counts; None stands for calls over the limit."""
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Add calls of an operator. If `call` is None, add to the calls above the limit."""
+        """Count calls to an operator. If `call` is None, count them as calls over the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
@@ -206,7 +206,7 @@ def _no_match_reason(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    Results in the block do not change, but all calls of this thread are slower, because they go
+    Results in the block do not change, but all calls in this thread are slower, because they go
     through the dispatcher and a Python mode.
 
     Args:
@@ -214,8 +214,8 @@ def record(*what: str | ModuleType) -> Recorded:
             that a package defines, or has kernels for, in Python.
 
     Returns:
-        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to the
-        kinds of calls with the number of calls, the most frequent first.
+        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to its
+        distinct calls and how often they were made, the most frequent first.
 
     Raises:
         ValueError: there is no pattern, or no operator's name can match a pattern.
@@ -235,7 +235,7 @@ def record(*what: str | ModuleType) -> Recorded:
         >>> call.args[0].shape, count
         ((2,), 1)
 
-    Like `torch.jit.trace`, it runs a program to observe it.
+    As with `torch.jit.trace`, the program is observed while it runs.
     """
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))
     for pattern in patterns:

@@ -21,7 +21,7 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A kind of call, or None for calls above the limit of kinds; and the number of calls.
+# A call, or None for calls over the limit, and how often it was made.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1

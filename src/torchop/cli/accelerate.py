@@ -35,7 +35,7 @@ _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "re
     "files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="A file of `record -o` or Recorded.save, with the calls of your program.",
+    help="A file with your program's calls, from `record -o` or Recorded.save.",
 )
 @click.option(
     "--run-recorded",
@@ -154,7 +154,7 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # Assume that calls above the limit of kinds are native as often as the others.
+        # Assume that calls over the recording limit are native as often as the recorded ones.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

@@ -1,4 +1,4 @@
-"""`python -m torchop explain` and `bench`: explain and time calls of operators.
+"""`python -m torchop explain` and `bench`: explain and time calls to operators.
 
 The arguments are from registered examples or from the command line.
 """
@@ -171,7 +171,7 @@ def bench(
     sizes: tuple[str, tuple[int, ...]] | None,
     as_json: bool,
 ) -> None:
-    """Measure calls of operators by several ways of calling.
+    """Time calls to operators, made in several ways.
 
     Each operator runs in a separate process, with the first registered example or the arguments of
     --call. The ways of calling alternate, and the table shows the fastest round of each.
@@ -207,7 +207,7 @@ def bench(
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:
-    """Return the calls of an operator.
+    """Return the calls to explain or time for an operator.
 
     Raises:
         click.ClickException: the operator has no examples, or creating them failed.
@@ -225,7 +225,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
-    # Evaluates code from the command line, like `python -c`.
+    # Evaluates code from the command line, as `python -c` does.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     with report_errors(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
@@ -316,7 +316,7 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     """Return the microseconds of each way of calling, except ways that raise.
 
     Raises:
-        click.ClickException: the plain call of the operator raises.
+        click.ClickException: calling the operator raises.
     """
     timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]

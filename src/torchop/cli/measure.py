@@ -1,4 +1,4 @@
-"""Measure the time that native calls of an operator save.
+"""Measure how much time native calls save.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
 that does not check an index may write out of bounds for tensors of ones.
@@ -26,12 +26,12 @@ from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, timed, way
 
 _SECONDS = 0.5  # per way of calling an operator, unless a call takes longer
-_LIMIT = 60.0  # seconds for all calls of an operator
+_LIMIT = 60.0  # seconds for all calls to an operator
 _LARGEST = 2**30  # bytes of the tensors of a call
 _NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The kinds of calls of an operator with the number of calls, the most frequent first.
+# The distinct calls to an operator and how often each was made, the most frequent first.
 Kinds = list[tuple[CallRecord, int]]
 
 
@@ -83,7 +83,7 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield a result before the first call of the operator, and another after the last one.
+    """Yield one result before the operator is first called, and another after the last call.
 
     The first result is for the case that a call crashes or hangs.
     """

@@ -128,11 +128,11 @@ def _tag() -> str:
 # doctor
 
 
-# The verdict of `doctor`, by the state of the extension at the first call of a program.
+# What `doctor` reports for each state in which a program would find the extension.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
-    "idle": "The native call path is not compiled yet. The first call of an operator compiles it "
+    "idle": "The native call path is not compiled yet. The first call to an operator compiles it "
     "in the background, in about 20 s. `python -m torchop build` compiles it now.",
     "failed": "The native call path cannot be used, for the reason above. Operators work without "
     "it, but calls take longer. Fix the problem, then run `python -m torchop build`, which "

@@ -49,7 +49,7 @@ def record(
 ) -> None:
     """Run a program, and record the operators that it calls.
 
-    Runs the program like `python PROGRAM ARGUMENTS`. When the program ends, even with an error, the
+    Runs the program as `python PROGRAM ARGUMENTS` would. When it ends, even with an error, the
     command writes the calls to a file, or prints a report. The report shows which operators
     `torchop.accelerate` would make faster, and by how much. To measure this, the command calls each
     operator again in a separate process, with tensors of ones. The exit code is the program's.
@@ -72,7 +72,7 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Report the exception like Python, without our frames. Otherwise click would report it.
+        # Report the exception as Python would, but without our frames, before click reports it.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)

@@ -116,7 +116,7 @@ def _parsed(op: str, text: str) -> Schema:
 
 
 def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Iterator[Change]:
-    """Yield the changes from `old` to `new`, in the order of operator names."""
+    """Yield the changes from `old` to `new`, sorted by operator name."""
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
         if before is None:

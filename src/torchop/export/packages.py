@@ -158,7 +158,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
         options: the options of `torch._inductor.aoti_load_package`, such as `device_index`.
 
     Returns:
-        The compiled program, which is called like its module.
+        The compiled program, which takes the same arguments as the exported module.
 
     Raises:
         OperatorNotFoundError: an operator of the program is not defined in this process. The
@@ -222,7 +222,7 @@ def _compiled(ep: ExportedProgram, path: str | None, configs: Any, **options: st
 
 
 def _add_libraries(libraries: list[str], carrier: str, path: str) -> None:
-    """Compile the loader for a package's operators, and add it and the libraries to the package."""
+    """Add `libraries` to a package, and a loader that is compiled for its operators."""
     names, device = contents_of_package(path)
     operators = _with_kernels(names, device)
     loader = _LOADER.format(

@@ -26,11 +26,10 @@ from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
-# The name of the entry with the modules of an exported program.
+# The zip entry in which an exported program stores the modules of its operators.
 _MANIFEST = "torchop_operators.json"
-# The keys of the modules, and of the device type, in the metadata of a package.
-METADATA = "torchop_operators"
-_DEVICE = "AOTI_DEVICE_KEY"
+METADATA = "torchop_operators"  # where a package stores the same, as a metadata key
+_DEVICE = "AOTI_DEVICE_KEY"  # the metadata key for a package's device type
 # The folders of extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # Matches the operator that a node calls, or passes to a higher-order operator, as in decomposed

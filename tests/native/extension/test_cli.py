@@ -145,7 +145,7 @@ def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> No
     assert outcome.code == 0
     assert row(outcome.out, "cache") == f"{cache_folder}: not found"
     assert outcome.out.endswith(
-        "The native call path is not compiled yet. The first call of an operator compiles it in "
+        "The native call path is not compiled yet. The first call to an operator compiles it in "
         "the background, in about 20 s. `python -m torchop build` compiles it now.\n"
     )
     assert log.read_text() == ""

@@ -321,7 +321,7 @@ def test_an_operator_that_dtensor_replaces_is_refused(namespace: str, mesh: Any)
     if not hasattr(propagator(), "squeeze_op_to_dims_variant"):
         pytest.skip("this release applies the rule of squeeze, and replaces no operator")
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
-    with pytest.raises(torchop.ShardingRuleError, match="replaces it by another operator"):
+    with pytest.raises(torchop.ShardingRuleError, match="replaces it with another operator"):
         torchop.register_sharding(f"{namespace}::op", aten.squeeze.default)
 
 
