@@ -31,7 +31,7 @@ def context_of_backward() -> Context:
     """Return the context variables of the code that called the backward of this thread.
 
     `_engine_run_backward` (torch/autograd/graph.py) passes them to the engine's threads since 2.12.
-    The result is empty outside of a backward, on 2.11, and after a nested backward, which removes
+    The result is empty outside of a backward, in 2.11, and after a nested backward, which removes
     them. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")

@@ -18,7 +18,7 @@ _MODES: tuple[Any, ...] = tuple(
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# The modes that call the region's policy function. On 2.11 the mode of the recomputation calls it
+# The modes that call the region's policy function. In 2.11, the mode of the recomputation calls it
 # too, and must get the same decisions as the forward. Since 2.12 it uses the recorded decisions.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
@@ -75,7 +75,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list to which the nodes traced in this block are added at the end of the block."""
+    """Yield a list; at the end of the block, add the nodes that were traced in the block to it."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes

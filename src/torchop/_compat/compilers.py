@@ -73,7 +73,7 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments with which Dynamo calls the overload `op`, or None if it does not.
+    """Return the arguments of Dynamo's call to the overload `op`, or None if there is none.
 
     Reads them from the frame of `run_node` (torch/_dynamo/utils.py), because the dispatcher has
     converted the symbolic values to numbers when a kernel runs.

@@ -55,7 +55,7 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    # A transform may have excluded this key, but on 2.11 the Python fallback asserts that it was
+    # A transform may have excluded this key, but in 2.11 the Python fallback asserts that it was
     # set on entry (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp).
     include = include.add(DispatchKey.PythonTLSSnapshot)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)

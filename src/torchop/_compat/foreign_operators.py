@@ -60,7 +60,7 @@ def watch_definitions(
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
     """Call `hook` once, after PyTorch has enabled Python dispatch for an overload.
 
-    On 2.15, `custom_op` enables it (`_enable_pyobj_dispatch`) after it has defined the operator.
+    In 2.15, `custom_op` enables it (`_enable_pyobj_dispatch`) after it has defined the operator.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):

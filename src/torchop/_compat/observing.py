@@ -137,7 +137,7 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 def _excludes_versions(qualname: str) -> bool:
     """Return whether an operator's version-counter kernel excludes ADInplaceOrView.
 
-    The one of `torch.library.custom_op` does so on 2.11.
+    The kernel of a `torch.library.custom_op` does so in 2.11.
     """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef

@@ -25,7 +25,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 def is_cpp_function(function: Any) -> bool:
     """Return whether a function is PyTorch's, possibly wrapped by us to count calls."""
     is_counted = getattr(function, "entry", function) is None
-    # On 2.15, `_op` of overloads is an instance of a class in torch._C.
+    # In 2.15, `_op` of overloads is an instance of a class in torch._C.
     is_pytorchs = type(function).__module__ == "torch._C"
     return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 

@@ -2,7 +2,7 @@
 
 The result is written into a planned buffer, or over the first argument if nothing reads it later.
 
-PyTorch's way is `torch.Tag.out`, with which Inductor finds the out overload by the schema. On 2.13,
+PyTorch's way is `torch.Tag.out`, with which Inductor finds the out overload by the schema. In 2.13,
 this fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
 arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this file
 registers lowerings that create the same Inductor nodes with correct arguments.

@@ -113,7 +113,7 @@ def _custom_class() -> str:
 
 def is_returnable_custom_class(annotation: Any) -> bool:
     """Return whether PyTorch allows an opaque class as a return type."""
-    # Called "reference" on 2.13, and "symbolic" on 2.15.
+    # Called "reference" in 2.13, and "symbolic" in 2.15.
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None
     )

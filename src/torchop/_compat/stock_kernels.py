@@ -154,7 +154,7 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The name of the class of list metadata; the second is the name on 2.11.
+# The name of the class of list metadata; the second is the name in 2.11.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
