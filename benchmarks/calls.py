@@ -1,4 +1,4 @@
-"""Measure calls of small operators: torchop, `torch.library` and the function alone.
+"""Measure calls to small operators: torchop, `torch.library` and the function alone.
 
 Each row is one function and one kind of call. The variants are:
 
@@ -129,7 +129,7 @@ def time_row(title: str, row: Row, rounds: int) -> dict[str, float]:
     counted = Counter(torchop.native.counters(row.handle)) - before
     if set(counted) != set(row.counters):
         raise RuntimeError(
-            f"{title}: calls of torchop incremented the counters {sorted(counted)} instead of "
+            f"{title}: calls to torchop incremented the counters {sorted(counted)} instead of "
             f"{sorted(row.counters)}. Do not compare these numbers with the other rows."
         )
     return micros
@@ -217,7 +217,7 @@ def dataclass_row() -> Row:
 
 
 def graph_row() -> Row:
-    """Compile a graph with several calls of an operator."""
+    """Compile a graph with several calls to an operator."""
     import torch._inductor.config  # imported late: the demo imports this file
 
     torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
@@ -240,7 +240,7 @@ def _graph(op: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def calls_of_pytorch() -> dict[str, Variant]:
-    """Return calls of an operator of PyTorch with and without torchop's function in `tp_call`.
+    """Return calls to an operator of PyTorch with and without torchop's function in `tp_call`.
 
     Raises:
         RuntimeError: if torchop has not replaced `tp_call`.

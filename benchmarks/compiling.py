@@ -143,7 +143,7 @@ def first_row(backend: str, share: int) -> str:
 
 
 def calls(settings: Settings) -> Tables:
-    """Time calls of operators in compiled graphs."""
+    """Time calls to operators in compiled graphs."""
     torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
     x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
     rows = {

@@ -54,7 +54,7 @@ class Variant(NamedTuple):
 def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
     """Time variants in turn.
 
-    Every round times one block of calls of each variant, and starts with another variant. CPU time
+    Every round times one block of calls to each variant, and starts with another variant. CPU time
     of this thread is measured, because elapsed time would include other programs. The garbage
     collector is enabled, as it is in programs, but skips all objects that exist already.
 
@@ -78,7 +78,7 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
 
 
 class _Timer:
-    """Time blocks of calls of one variant."""
+    """Time blocks of calls to one variant."""
 
     def __init__(self, variant: Variant) -> None:
         from torch.utils.benchmark import Timer  # imported late: `registration` times imports

@@ -1,6 +1,6 @@
 """Measure the time that a call of an operator adds to the kernel.
 
-The kernels take 5 to 500 us, and the overhead is a fraction of a microsecond. So calls of the
+The kernels take 5 to 500 us, and the overhead is a fraction of a microsecond. So calls to the
 operator and of the kernel alternate, and the result is the median of the differences, because
 other load on the machine affects both. The difference of two separate medians would be less exact.
 """

@@ -45,7 +45,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the outcome of each test, and the number of calls of each operator by path."""
+    """Write the outcome of each test, and the number of calls to each operator by path."""
     calls = {
         row.op: dict(torchop.native.counters(row.op))
         for row in (_acceleration.operators if _acceleration is not None else ())

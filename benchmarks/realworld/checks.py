@@ -3,7 +3,7 @@
     python checks.py [PACKAGE ...]
 
 `nox -s "realworld(part='checks')"` runs this for all packages. The examples are the calls that
-`operators.py` compares, and calls of fbgemm and vLLM. `EXPECTED` lists the known findings with
+`operators.py` compares, and operators of fbgemm and vLLM. `EXPECTED` lists the known findings with
 their causes. A new finding, or a missing one, is a failure, unless it depends on the machine.
 `findings.md` has an assessment of each finding.
 """
@@ -82,11 +82,13 @@ def main(packages: list[str]) -> int:
             command += ["-k", check]
         print(f"{package}: {len(operators)} operators", flush=True)
         code = subprocess.run(command, env=environment).returncode
-        failed += code not in (0, 1) or not found.exists() or any(_unjudged(found, len(operators)))
+        failed += (
+            code not in (0, 1) or not found.exists() or any(_unexpected(found, len(operators)))
+        )
     return int(failed > 0)
 
 
-def _unjudged(found: Path, number: int) -> Iterator[str]:
+def _unexpected(found: Path, number: int) -> Iterator[str]:
     """Yield the failures in a file of `check --json`, except findings that pass by chance.
 
     A missing report is also a failure, because the package could not be imported.

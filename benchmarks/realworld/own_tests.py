@@ -2,7 +2,7 @@
 
 `nox -s realworld` runs this on optimum-quanto, the only package with tests in the source
 distribution. The tests run with and without `torchop.accelerate("*")`, and each test must have the
-same outcome. The counters of `torchop.native` must show native calls of each operator.
+same outcome. The counters of `torchop.native` must show native calls to each operator.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 
     Attributes:
         outcomes: "passed", "skipped" or "failed" by the name of the test.
-        calls: the number of calls of each accelerated operator, by path.
+        calls: the number of calls to each accelerated operator, by path.
         output: the output of pytest.
     """
 

@@ -4,8 +4,8 @@
 vLLM decodes on the CPU with a tiny Llama with random weights, in three ways: unchanged, with
 accelerated operators, and with vLLM's registration helper replaced by the one of `torchop.compat`.
 Each way runs in separate processes, without and with vLLM's compilation. The bits of tokens and
-log-probabilities must be equal, and all calls of the two attention operators must be native. Then
-this times the calls of the two operators inside vLLM, and a whole token.
+log-probabilities must be equal, and all calls to the two attention operators must be native. Then
+this times the calls to the two operators inside vLLM, and a whole token.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[s
         native, total = calls.get("native", 0), sum(calls.values())
         print(f"  {way:12} {name:42} native {native} / {total}", flush=True)
         if native != total or native < LAYERS * TOKENS:
-            problems.append(f"{way}: of {total} calls of {name}, {native} were native: {calls}")
+            problems.append(f"{way}: of {total} calls to {name}, {native} were native: {calls}")
     return problems
 
 
@@ -265,7 +265,7 @@ def main() -> int:
                 problems += problems_of(way, reports[way], expected)
             for row in reports["plain"].get("times", ()):
                 print(f"  {row}")
-    print("\n".join(problems) or "all tokens are equal, and all calls of attention are native")
+    print("\n".join(problems) or "all tokens are equal, and all calls to attention are native")
     return int(bool(problems))
 
 
