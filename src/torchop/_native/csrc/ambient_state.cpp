@@ -50,7 +50,7 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether autocast is off, and the default dtype and device are those of a new process.
+// Returns whether autocast is off, and the default dtype and device were not changed.
 // Reads the excluded keys like at::autocast::is_autocast_enabled: including ATen/autocast_mode.h
 // would double the time to parse this extension.
 bool settings_are_plain() {

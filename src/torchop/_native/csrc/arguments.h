@@ -124,8 +124,8 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. The kernel gets a copy of lists that are read again after it
-  // returned: tensor lists, for the aliasing check, and with `all_are_read_later` all lists, for
+  // Calls a kernel with the values. Copies lists that are read again after the kernel returns:
+  // tensor lists, for the aliasing check, and with `all_are_read_later` all lists, for
   // setup_context.
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
@@ -195,7 +195,6 @@ class Values {
   }
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
-    // Positional arguments can only be dropped from the end, keyword-only ones anywhere.
     const size_t count = count_passed(), positional = parameters_.positional;
     size_t named = 0; // number of keyword-only arguments to pass
     for (size_t index = positional; index < parameters_.size(); ++index)
@@ -254,8 +253,8 @@ class Values {
     return equal != 0;
   }
 
-  // Calls a kernel with copies of all lists. The kernel may modify its lists, which must not affect
-  // the aliasing check and setup_context.
+  // Calls a kernel with copies of all lists, because changes by the kernel must not affect the
+  // aliasing check and setup_context.
   __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
@@ -332,7 +331,6 @@ class Values {
     return size;
   }
 
-  // The implementation of `inspect`.
   template <bool below_autograd>
   Reason inspect_values(TensorSummary& result) {
     TensorSummary seen; // a local variable stays in registers
@@ -367,8 +365,8 @@ class Values {
     return Reason::Native;
   }
 
-  // Converts a value like the dispatcher, to an int, float or str. Returns false if the conversion
-  // is not supported. The call must then fall back.
+  // Converts a value to int, float or str, like the dispatcher. Returns false if the conversion is
+  // not supported, and the call must fall back.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)

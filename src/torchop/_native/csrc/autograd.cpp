@@ -103,8 +103,9 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   return tensors;
 }
 
-// Returns whether a result needs no treatment by PyTorch's `_wrap_outputs`: it must be a single new
-// tensor of a differentiable dtype, for which setup_context called no method such as mark_dirty.
+// Returns whether a result can be attached without PyTorch's `_wrap_outputs`. It must be a single
+// new tensor of a differentiable dtype, and setup_context must not have called methods such as
+// mark_dirty.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -280,7 +281,7 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Passes residuals that `setup_with_residuals` rejects to Python, which converts them or raises.
+// Saves residuals that `setup_with_residuals` rejects. Python converts them or raises.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -312,7 +313,7 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// Like torch._C._any_requires_grad, which torch.library calls.
+// Same result as torch._C._any_requires_grad, which torch.library calls.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;

@@ -22,7 +22,7 @@ struct Gradient {
   // argument of setup_context. If it is NotImplemented, the call falls back to the dispatcher.
   // nullptr for formulas that do not need it.
   PyObject* before_kernel = nullptr;
-  PyObject* recording = nullptr; // `Residuals::recording`, which `before_kernel` may modify
+  PyObject* recording = nullptr; // `Residuals::recording`; `before_kernel` may modify it
   // True for formulas of torch.library. The inputs of the node are then the arguments that the
   // dispatcher passes (without trailing defaults), and one more object, as in
   // torch._library.autograd.

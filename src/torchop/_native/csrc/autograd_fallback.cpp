@@ -12,7 +12,7 @@ namespace torchop {
 
 namespace {
 
-// The key of the copy's only kernel. The priority is lower than that of Autograd.
+// The key of the copy's only kernel. It has a lower priority than Autograd.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
 // The native call to run. The copy receives the address of this object as an int argument.

@@ -178,7 +178,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Returns `ctx.saved_tensors`, which are unpacked only once while the formula runs.
+// Returns `ctx.saved_tensors`. Unpacks them only once while the formula runs.
 PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   HANDLE_TH_ERRORS
   auto found = find_unpacked(ctx);

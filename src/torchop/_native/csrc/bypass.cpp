@@ -56,7 +56,7 @@ bool requires_grad(const at::Tensor& tensor) {
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Returns whether the Python kernel at Autograd may have to record the call.
+// Returns whether the call may need the Python kernel at Autograd.
 bool may_need_autograd(Arguments arguments) {
   // Inside a dual level. Reading a tangent creates a view, which subclasses and modes would see.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)

@@ -220,8 +220,8 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If a call further up the stack requested residuals, only the Python wrapper can tell whether
-  // the request is for this kernel.
+  // If a call further up the stack requested residuals, only the Python wrapper can find out
+  // whether the request is for this kernel.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)

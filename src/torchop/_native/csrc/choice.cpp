@@ -130,8 +130,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // Python code may have modified the cache. The result is valid for these settings, whatever their
-  // index is now.
+  // Python code may have modified the cache, so look up the index of the settings again.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);

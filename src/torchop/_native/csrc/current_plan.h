@@ -8,7 +8,7 @@ namespace torchop {
 
 // Returns whether a plan exists and is up to date.
 inline bool is_usable(PyObject* plan) {
-  return plan != nullptr && !is_outdated(*reinterpret_cast<const Plan*>(plan));
+  return plan != nullptr && !is_outdated(plan_of(plan));
 }
 
 #ifdef Py_GIL_DISABLED
@@ -56,7 +56,7 @@ class CurrentPlan {
     return plan_ != nullptr;
   }
   const Plan& operator*() const {
-    return *reinterpret_cast<const Plan*>(plan_);
+    return plan_of(plan_);
   }
 
  private:
@@ -128,7 +128,7 @@ class CurrentPlan {
     return plan_ != nullptr;
   }
   const Plan& operator*() const {
-    return *reinterpret_cast<const Plan*>(plan_);
+    return plan_of(plan_);
   }
 
  private:

@@ -17,9 +17,9 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// The layout of PythonKernelHolder (torch/csrc/utils/python_dispatch.cpp), the class of kernels
-// that are Python functions: the vtable, by which objects are recognized, and the offset of the
-// function. Set by `probe_kernels`.
+// Kernels that are Python functions are objects of class PythonKernelHolder
+// (torch/csrc/utils/python_dispatch.cpp), which no header declares. `probe_kernels` finds the
+// address of its vtable and the offset of the function.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
@@ -221,8 +221,8 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // Like DispatchKeyExtractor, mask out keys with a fallthrough kernel. If the mask differs between
-  // backends, which is rare, the loop below skips the fallthroughs.
+  // Like DispatchKeyExtractor, mask out keys with a fallthrough kernel. For the few operators with
+  // one mask per backend, the loop below skips fallthroughs.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);

@@ -33,9 +33,8 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
-// The inputs of a node: edges and metadata for autograd, which are flat, and values for `ctx`,
-// which have the structure of the arguments. Rare paths are `noinline`, because `record` is
-// flattened.
+// The inputs of a node. Edges and metadata are flat. `need_grad` has the structure of the
+// arguments. Rare paths are `noinline`, because `record` is flattened.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
@@ -93,7 +92,7 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // For formulas of torch.library with lists, which `Gradient::inputs` flattens.
+  // For formulas of torch.library with lists: the inputs that `Gradient::inputs` returns.
   __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));

@@ -1,10 +1,10 @@
 // handle.cpp: the native type of handles. Calls need no Python frame.
 //
 // Users have handles before the extension is loaded, so existing handles must change their type by
-// an assignment to `__class__`. This requires an equal layout. The Python class therefore has two
-// `__slots__`, in which the native type stores the vectorcall function and the Entry. New handles
-// are created with the native type, because assigning to `__class__` replaces the key-sharing dict
-// of an instance by an ordinary one, which needs more memory.
+// an assignment to `__class__`. This requires equal layouts. The Python class therefore has two
+// `__slots__` for the native type: the vectorcall function and the Entry. New handles are created
+// with the native type, because assigning to `__class__` replaces the key-sharing dict of an
+// instance by a larger one.
 //
 // The type is created in C, because for a Python subclass, or after an assignment to `__call__`,
 // CPython would set tp_call to `slot_tp_call`, which calls the Python method.

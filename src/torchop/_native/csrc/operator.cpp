@@ -66,8 +66,8 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
 }
 
 // Calls PyTorch's function. The call is counted for all overloads, because PyTorch may read the
-// schema of each, which deregistering frees. If an overload was deregistered, calls `op.next`,
-// which raises OperatorGoneError or calls the operator that has the name now.
+// schemas of all of them. If an overload was deregistered, calls `op.next`: it raises
+// OperatorGoneError, or calls the operator that has the name now.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {

@@ -9,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns the version tag of a dict, which changes with the dict. Returns 0 since Python 3.12,
-// which deprecated version tags.
+// Returns the version tag of a dict, a number that changes with the dict. Version tags are
+// deprecated since Python 3.12, so returns 0 there.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -36,6 +36,12 @@ bool is_current(const Plan::Source& source) {
 
 } // namespace
 
+Plan::~Plan() {
+  delete fallback_operator.load();
+  delete residuals.first_guard.load();
+  Py_XDECREF(owned_objects);
+}
+
 bool is_outdated(const Plan& plan) {
   for (const Plan::Source& source : plan.sources) {
     if (C10_UNLIKELY(!is_current(source)))
@@ -45,10 +51,6 @@ bool is_outdated(const Plan& plan) {
 }
 
 namespace {
-
-Plan& plan_of(PyObject* self) {
-  return *reinterpret_cast<Plan*>(self);
-}
 
 PyObject* none_to_null(PyObject* object) {
   return object == Py_None ? nullptr : object;
@@ -226,24 +228,11 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // tp_alloc only zeroes memory. All members must be constructed before the next return, because
-  // dealloc_plan destroys them.
-  Plan& plan = plan_of(self.get());
-  new (&plan.parameters) Parameters();
-  new (&plan.returns) Returns();
-  new (&plan.gradient) Gradient();
-  new (&plan.mutated) std::vector<size_t>();
-  new (&plan.own) OwnKernels();
-  new (&plan.kernels) std::vector<Plan::Kernel>();
-  new (&plan.residuals) Residuals();
-  new (&plan.sources) std::vector<Plan::Source>();
-  new (&plan.op) std::optional<c10::OperatorHandle>();
-  new (&plan.lifetime) LifetimePointer();
-  new (&plan.fallback_operator) std::atomic<FallbackOperator*>(nullptr);
+  // tp_alloc only zeroes memory, and dealloc_plan destroys the plan, even after a failure below.
+  Plan& plan = *new (&plan_of(self.get())) Plan();
   plan.finish = finish;
   plan.convert = none_to_null(convert);
   plan.is_foreign = is_foreign != 0;
-  plan.unknown_parameter = -1;
   plan.owned_objects = PyTuple_Pack(
       11,
       parameters,
@@ -318,18 +307,7 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
-  Plan& plan = plan_of(self);
-  plan.parameters.~Parameters();
-  plan.returns.~Returns();
-
-  plan.mutated.~vector();
-  plan.kernels.~vector();
-  plan.sources.~vector();
-  plan.op.~optional();
-  plan.lifetime.~shared_ptr();
-  delete plan.fallback_operator.load();
-  delete plan.residuals.first_guard.load();
-  Py_XDECREF(plan.owned_objects);
+  plan_of(self).~Plan();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -361,7 +339,7 @@ bool add_plan_type(PyObject* module) {
   };
   static PyType_Spec spec = {
       "torchop._native._call_path.Plan",
-      sizeof(Plan),
+      sizeof(PlanObject),
       0,
       Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
       slots,

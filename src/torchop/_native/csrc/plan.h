@@ -20,13 +20,16 @@
 
 namespace torchop {
 
-// The kernels and rules of an operator at one time. Immutable, except for caches, which are marked
-// `mutable`. A registration replaces the plan, but running calls continue with the old one. All
-// `PyObject*` members are borrowed from `owned_objects`.
+// The kernels and rules of an operator. Immutable, except for caches (`mutable` members). A
+// registration replaces the plan, and running calls continue with the old one. All `PyObject*`
+// members are borrowed from `owned_objects`.
 struct Plan {
-  PyObject_HEAD
+  Plan() = default;
+  ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
 
-      Parameters parameters;
+  Parameters parameters;
   Returns returns;
   Gradient gradient;
   std::vector<size_t> mutated;
@@ -43,7 +46,7 @@ struct Plan {
   };
   std::vector<Kernel> kernels;
   Residuals residuals;
-  // A container from which the plan was compiled, and which may change without a notification, for
+  // A container that was read to compile the plan, and that may change without a notification, for
   // example the dict of kernels in a CustomOpDef. The plan is outdated unless a dict has `value` at
   // `key`. A set must contain `key` if and only if `value` is True.
   struct Source {
@@ -54,25 +57,37 @@ struct Plan {
     mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
-  bool is_foreign; // other packages may register kernels; see recompile_for_unknown_kernel
+  bool is_foreign = false; // other packages may register kernels; see recompile_for_unknown_kernel
   // The operator, or empty if it was not registered when the plan was compiled. Valid only while
   // `lifetime->exists`.
   std::optional<c10::OperatorHandle> op;
   LifetimePointer lifetime;
   // True if no call can be native, because the operator did not exist, or has no known kernel, or
   // has an argument of an unknown type.
-  bool always_dispatches;
+  bool always_dispatches = false;
   // Index of the first parameter of an unknown type, or -1.
-  Py_ssize_t unknown_parameter;
+  Py_ssize_t unknown_parameter = -1;
   // finish(args, kwargs, result) checks and converts results that `is_valid_result` rejects.
-  PyObject* finish;
+  PyObject* finish = nullptr;
   // convert(result) converts a result of `finish` like the C++ dispatcher. nullptr, except for
   // operators that OpOverload may dispatch in Python, which does not convert results.
-  PyObject* convert;
+  PyObject* convert = nullptr;
   // Created by the first call that needs it; owned.
-  mutable std::atomic<FallbackOperator*> fallback_operator;
-  PyObject* owned_objects; // a tuple of all objects that the other members reference
+  mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
+  // All objects that the other members reference. A tuple, because it has no tp_clear.
+  PyObject* owned_objects = nullptr;
 };
+
+// The Python object.
+struct PlanObject {
+  PyObject_HEAD
+
+      Plan plan;
+};
+
+inline Plan& plan_of(PyObject* object) {
+  return reinterpret_cast<PlanObject*>(object)->plan;
+}
 
 extern PyTypeObject* plan_type;
 

@@ -101,8 +101,8 @@ class NewNode<Fields, true> {
   PyObject* ctx_; // owned by the node
 };
 
-// Calls PyTorch's `_wrap_outputs`, which attaches tensors to a node. Since PyTorch 2.14, it also
-// sets `attached` to that node, which differs from `node` if a view was marked dirty.
+// Attaches tensors to a node by PyTorch's `_wrap_outputs`. Since PyTorch 2.14, it also sets
+// `attached` to the node that was used. This is not `node` if a view was marked dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -140,7 +140,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Runs the hooks for new nodes, which exist since PyTorch 2.14. The node must be complete.
+// Runs the hooks for new nodes (since PyTorch 2.14). The node must be complete.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {

@@ -2,9 +2,9 @@
 // the kernel to the autograd node.
 //
 // A native call runs the author's function, which returns an object of type `Residuals::type` with
-// the result and the residuals. While it runs, the dict `recording` tells
-// `torchop.records_gradient()` whether the call records a gradient. In cases that this file does
-// not support, the call runs the Python wrapper from handover.py instead.
+// the result and the residuals. While it runs, the dict `recording` contains the result of
+// `torchop.records_gradient()`. In cases that this file does not support, the call runs the Python
+// wrapper from handover.py instead.
 #pragma once
 
 #include <Python.h>

@@ -39,7 +39,8 @@ inline bool has_own_storage(PyObject* tensor) {
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // Python must compare it
-  // The fast path: a tensor with one reference is no input, and with a storage of its own, no view.
+  // The fast path. A tensor with one reference is not an input, and a tensor that is the only owner
+  // of its storage is not a view.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
     return true;
   const void* storage = storage_of(tensor);

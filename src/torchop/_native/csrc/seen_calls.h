@@ -17,9 +17,8 @@ namespace torchop {
 // Calls with a longer key (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call: the metadata of tensors, and all other arguments. A function that reads
-// nothing else cannot distinguish two calls with equal keys. Contains no pointers and no tensor
-// data.
+// The key of a call: the metadata of tensors, and the values of all other arguments. Contains no
+// pointers and no tensor data.
 class CallKey {
  public:
   // words_[0] is the subject, see `set_subject`.
