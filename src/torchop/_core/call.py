@@ -164,10 +164,7 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to it, or to its items if it is a list.
-
-    Only instances of `kind` are changed.
-    """
+    """Apply `change` to a value, or to the items of a list, if they are instances of `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):

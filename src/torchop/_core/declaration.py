@@ -1,4 +1,4 @@
-"""`Declaration`: everything that is known about an operator before it is defined."""
+"""`Declaration`: the properties of an operator before it is defined."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Site(NamedTuple):
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object. Its `__module__` is the module of its class.
+            # A partial or a callable object, where `__module__` is the module of the class.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 

@@ -107,8 +107,8 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# The rule classes, in the order in which `repr` lists them. Each definition has one instance of
-# each class. Set by `_rules`, which imports this module.
+# The rule classes, in the order for `repr`. Each definition has one instance of each class. Set by
+# `_rules`, because the rules import this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
 # Installs the initial dispatcher kernels and mode rules of a new operator. May return a function to
@@ -119,7 +119,7 @@ installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """Is notified when the plan of an operator is compiled or invalidated."""
+    """An observer that is notified when a plan is compiled (attach) or invalidated (outdate)."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
@@ -128,7 +128,7 @@ class Follower(Protocol):
 class Definition:
     """An operator with its rules and its call plan.
 
-    An operator created by `custom_op` has one definition, which installs all dispatcher kernels
+    An operator created by `custom_op` has one definition, and all dispatcher kernels are installed
     when the operator is defined. An operator of another package has one definition for each library
     that registers rules for it, and dispatcher kernels are installed when a rule first needs them.
     """
@@ -202,7 +202,7 @@ class Definition:
 
     @property
     def structure(self) -> Any:
-        """Describes structured arguments such as dataclasses; None if there are none."""
+        """A description of structured arguments, such as dataclasses, or None."""
         return self.convention.structure
 
     @property

@@ -40,7 +40,7 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# Attribute of a library: its definitions for operators of other packages, by name.
+# Attribute of a library: definitions for operators of other packages, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -57,12 +57,12 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# Attribute of a library: the source locations where its operators were defined, by name.
+# Attribute of a library: the source locations where operators were defined, by name.
 _PLACES = "_torchop_places"
 
 
 def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Store the user's source line, which is defining an operator of `library`."""
+    """Store the user's current source line as the place where an operator is defined."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import threading
 
-# Needed because a definition changes several registries of PyTorch, which are plain dicts and sets.
-# A subclass of RLock, because the C++ extension replaces `__enter__` of the class.
+# PyTorch's registries are plain dicts and sets, and defining an operator changes several of them. A
+# subclass of RLock, because the C++ extension replaces `__enter__` of the class.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 
 def _release_after_fork() -> None:
-    """Release the lock in a forked child if another thread held it, which the child lacks."""
+    """Release the lock in a forked child if it was held by a thread that is not in the child."""
     if not registration_lock._is_owned():
         registration_lock._at_fork_reinit()
 

@@ -14,7 +14,7 @@ from torchop._schema.schema import Schema
 
 
 def call_signature(op: OpOverload) -> inspect.Signature:
-    """Return the signature with which an operator is called."""
+    """Return the signature for calls to an operator."""
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
         return inspect.signature(definition.authors_function)

@@ -100,7 +100,7 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
     if inspect.isroutine(value):
         return OperatorNameError(
             f"{caller}({spell_function(value)}): got unexpected type for op: "
-            f"{type(value).__name__}; expected an operator. Pass its name, its OpOverload, or the "
+            f"{type(value).__name__}; expected an operator. Pass a name, an OpOverload, or the "
             f"handle that custom_op returned, as the first argument: {caller}('mylib::crop', ...)."
         )
     return OperatorNameError(
@@ -206,7 +206,7 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """Return the definition for an operator in a library other than its own."""
+    """Return the definition that holds the rules of a library for an operator."""
     schema = find_schema(name)
     # Stored in the library, because the definition must live as long as the library.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
@@ -284,8 +284,7 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # `has_entry` is fast. `is_registered` makes TorchScript index all operators that were defined
-    # since its last query.
+    # `has_entry` is fast. `is_registered` makes TorchScript index all new operators.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

@@ -31,7 +31,7 @@ reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """A value for an operator, and the definition through which it was registered."""
+    """A registered value: the operator, and the definition that was used to register it."""
 
     definition: Definition
     op: OpOverload
@@ -314,7 +314,7 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return an operator, and all derived operators that get a value computed from its own."""
+        """Return an operator, and all derived operators with a value computed from `op`."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
@@ -430,7 +430,7 @@ def rule_names() -> tuple[str, ...]:
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """Return the names of the rules for which a definition has values, for its `repr`."""
+    """Return the names of all rules for which a definition has values."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

@@ -88,8 +88,8 @@ def custom_op(
             it. A mapping such as `{"inductor": "inline"}` selects backends. The function is then
             also the default fake kernel. Exported programs still contain the operator, and
             gradients use the registered formula.
-        priority: the names of providers, in the order in which calls try them. The first provider
-            with a kernel that supports the call runs; see `register_kernel`.
+        priority: an order of providers, by name. A call runs the kernel of the first provider that
+            supports it; see `register_kernel`.
         residuals: the names and types of extra kernel results for the backward, such as
             `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the result
             with `torchop.Residuals`.

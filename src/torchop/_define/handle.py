@@ -41,8 +41,8 @@ class _FunctionSignature:
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # TorchScript would compare the signature with the parameters of `__call__`, which
-                # differ.
+                # TorchScript would compare this signature with the parameters of `__call__`, and
+                # they differ.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -226,7 +226,7 @@ class CustomOp(Registrations, Generic[P, R]):
             """Return the method `register_<name>` of a `torchop.Rule`."""
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Without `name` and `obj`, which Dynamo does not support and Python adds itself.
+                # Dynamo does not support AttributeError(name=..., obj=...). Python sets both here.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )

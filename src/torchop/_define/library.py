@@ -51,9 +51,8 @@ class Library(OwnLibrary):
 
     Args:
         ns: the namespace.
-        kind: `"DEF"` for the main library of a namespace, of which there can be only one;
-            `"FRAGMENT"` for a library that adds operators; `"IMPL"` for a library that only
-            registers kernels.
+        kind: `"DEF"` for the main library of a namespace (at most one), `"FRAGMENT"` for a library
+            that adds operators, `"IMPL"` for a library that only registers kernels.
         dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
@@ -71,8 +70,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # Checks are in __new__, because PyTorch's __init__ records the line of the frame that calls it,
-    # which must be the user's.
+    # Checks are in __new__, because PyTorch's __init__ records the line of the calling frame, and
+    # that must be the user's frame.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(

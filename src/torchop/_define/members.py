@@ -28,7 +28,7 @@ class Member(NamedTuple):
         registers: registers a value, or None if the registration of another member uses the value.
         takes: describes valid values in messages.
         accepts: returns whether a value is valid. Receives functions without their staticmethod.
-        needs: the class must also have one of these members; empty if there is no such condition.
+        needs: the class must also have one of these members, unless this is empty.
     """
 
     registers: Registers | None = None

@@ -344,7 +344,7 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # Not `| None`: with inplace=True, callers would have to check for None.
+        # Not `| None`, because type checkers would then demand a check even with inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

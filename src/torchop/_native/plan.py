@@ -212,7 +212,7 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # Created by the first call that records a gradient, which is dispatched.
+    # The first call that records a gradient goes through the dispatcher and creates the function.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"

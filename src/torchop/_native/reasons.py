@@ -40,4 +40,4 @@ class Reason(enum.IntEnum):
     MUTATION = "it mutates {why}"
     ANOMALY = "anomaly detection records where the call was made"
     GRADIENT = "it records a gradient: {why}"
-    CAPTURE = "a graph is captured on the device, which a derived formula has to know"
+    CAPTURE = "a device graph is being captured, and a derived formula must take that into account"

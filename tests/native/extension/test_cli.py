@@ -121,7 +121,7 @@ def test_doctor_of_a_python_without_the_lock(
     outcome = Outcome("doctor")
     assert files.MODULE not in sys.modules  # to load it would turn the lock on
     assert outcome.code == 1
-    problem = "this Python runs without the GIL, which native calls still need"
+    problem = "native calls need the GIL, and this Python runs without it"
     assert row(outcome.out, "cache") == f"{in_cache.parent}: cannot be loaded: {problem}"
     assert f"The native call path is not used, because {problem}. Operators work" in outcome.out
     monkeypatch.setenv("TORCHOP_NATIVE", "0")

@@ -132,7 +132,7 @@ def test_python_without_the_lock_keeps_it_off(
     extension.obtain(receiver)
     assert receiver.modules == []
     status = extension.status()
-    reason = "this Python runs without the GIL, which native calls still need"
+    reason = "native calls need the GIL, and this Python runs without it"
     assert (status.state, status.reason) == ("off", reason)
     assert not extension.wait(receiver, None)
     monkeypatch.setattr(api, "extension", extension)

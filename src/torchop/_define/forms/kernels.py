@@ -48,7 +48,7 @@ def described_results(
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # `allocate` used the device of an input, which is meta only here: restore the real device.
+        # A meta result is on the device of an input, which is meta only here. Report the real one.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)

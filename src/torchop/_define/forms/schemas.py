@@ -55,7 +55,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Set name, docstring and signature of a form's kernel, based on the functional operator's."""
+    """Set the name, docstring and signature of the kernel of a form derived from `original`."""
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."

@@ -27,13 +27,13 @@ from torchop._native.extension.files import UnusableFileError
 from torchop._native.extension.recipe import Recipe, lock_problem, make_recipe
 
 NOTICE = (
-    "torchop: compiling its native call path, once, which takes about 20 s. TORCHOP_NATIVE=0 turns "
-    "this off."
+    "torchop: compiling the native call path. This takes about 20 s and happens once. "
+    "TORCHOP_NATIVE=0 turns this off."
 )
 NOTICE_IN_BACKGROUND = (
-    "torchop: compiling its native call path, once, which takes about 20 s. Calls take longer "
-    "until it is ready: call torchop.native.wait() before you time them. TORCHOP_NATIVE=0 turns "
-    "this off."
+    "torchop: compiling the native call path. This takes about 20 s and happens once. Calls take "
+    "longer until it is ready: call torchop.native.wait() before you time them. TORCHOP_NATIVE=0 "
+    "turns this off."
 )
 Mode = Literal["auto", "0", "require", "prebuilt"]
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
@@ -172,7 +172,6 @@ class Extension:
         return self._state == "ready"
 
     def status(self) -> Status:
-        """Return the state of the extension."""
         seconds = self._build_seconds
         if self._state == "building":
             seconds = time.monotonic() - self._build_started
@@ -227,8 +226,8 @@ class Extension:
         else:
             if wanted == "prebuilt":
                 raise NativeUnavailableError(
-                    f"this program needs {recipe.key}, which TORCHOP_NATIVE=prebuilt does not "
-                    "compile; " + "; ".join(misses)
+                    f"this program needs {recipe.key}, and TORCHOP_NATIVE=prebuilt does not "
+                    "compile it; " + "; ".join(misses)
                 )
             self._start_build(recipe, wanted, on_ready)
         if chosen is not None:

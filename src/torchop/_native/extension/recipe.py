@@ -1,7 +1,7 @@
 """The sources, flags and compiler of the extension, and the key in the file name.
 
-A process may load a file only if the key is its own. The key covers the build of PyTorch, the C++
-and Python ABIs, the platform, the sources and the flags.
+The key covers the build of PyTorch, the C++ and Python ABIs, the platform, the sources and the
+flags. A process loads only a file with a key for this configuration.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def make_recipe(source: Path | None = None) -> Recipe:
     names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
     if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
-            f"there are no C++ sources in {source}. Reinstall torchop: its wheel contains them"
+            f"the folder {source} contains no C++ sources. Reinstall torchop"
         )
     contents = hashlib.sha256()
     for name in names:
@@ -103,7 +103,7 @@ def lock_problem() -> str | None:
     is on already because of PYTHON_GIL=1 or another extension.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
-    return None if may_load else "this Python runs without the GIL, which native calls still need"
+    return None if may_load else "native calls need the GIL, and this Python runs without it"
 
 
 def compile_flags() -> list[str]:
@@ -136,7 +136,7 @@ def unknown_nodes() -> str | None:
     """
     fields = node_fields()
     if fields is None:
-        return None  # without headers, only a prebuilt extension can be loaded, which knows nodes
+        return None  # without headers, only a prebuilt extension can be loaded
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
@@ -189,12 +189,12 @@ def include_flags() -> list[str]:
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
         raise NativeUnavailableError(
-            f"the headers of Python are not installed: there is no {python / 'Python.h'}. Install "
-            "a package such as python3-dev or python3-devel"
+            f"the headers of Python are not installed: {python / 'Python.h'} does not exist. "
+            "Install a package such as python3-dev or python3-devel"
         )
     if not headers.is_dir():
         raise NativeUnavailableError(
-            f"the headers of PyTorch are not installed: there is no {headers}"
+            f"the headers of PyTorch are not installed: {headers} does not exist"
         )
     folders = [headers, headers / "torch" / "csrc" / "api" / "include", python]
     return [flag for folder in folders for flag in ("-isystem", str(folder))]
@@ -210,7 +210,7 @@ def library_flags() -> list[str]:
 
 
 def _cpp_library() -> list[str]:
-    """Return the path of the C++ library in this process, if there is one."""
+    """Return the path of the libstdc++ that this process has loaded, in a list."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -235,8 +235,8 @@ def find_compiler() -> list[str]:
         path = _which(words[0])
         if path is None:
             raise NativeUnavailableError(
-                f"the compiler {short_repr(words[0])}, which the environment variable CXX names, "
-                "is not installed"
+                f"the compiler {short_repr(words[0])} in the environment variable CXX is not "
+                "installed"
             )
         return [path, *words[1:]]
     for name in _COMPILERS:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 accelerated: dict[OpName, TableCalls] = {}
-# All existing objects. The function in `OpOverload._op` keeps them alive.
+# All TableCalls that exist. The function in `OpOverload._op` keeps them alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
@@ -166,7 +166,7 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
         if calls is None:
             function = overload_functions.replaced_function(overload)
             if not overload_functions.is_cpp_function(function):
-                return "something replaced the function that its object in torch.ops calls"
+                return "other code replaced its function in torch.ops"
             calls = TableCalls(native, name, overload)
         calls.accelerate(library)
         if overload._schema.is_mutable:

@@ -21,7 +21,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
-# Keys from which the dispatcher takes the kernel of a backend without a kernel of its own.
+# If a backend has no kernel, the dispatcher uses a kernel at one of these keys.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -113,7 +113,7 @@ def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
-    """Return the kernel at ADInplaceOrView if it is PyTorch's, which bumps versions, or None."""
+    """Return the kernel at ADInplaceOrView if PyTorch registered it, otherwise None."""
     kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
     return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
 

@@ -21,8 +21,8 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of the dispatch keys at which a call can end: the key of a backend, or the Autograd key
-# of that backend, if the kernel there does not redispatch.
+# Prefixes of dispatch keys. A call ends at the key of a backend such as "CPU", or at "AutogradCPU"
+# if the kernel there does not redispatch.
 BACKEND, AUTOGRAD = "", "Autograd"
 
 # Attribute of the wrapper that `Library.impl` registers: the user's function.
