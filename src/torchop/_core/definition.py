@@ -45,7 +45,7 @@ class CompiledRule(Generic[Compiled]):
         """Set attributes, then call `install` for missing dispatcher kernels. Undo both on error.
 
         A call in another thread may reach a new dispatcher kernel before this function returns.
-        It then waits for `registration_lock` to compile a plan, so it never sees half an update.
+        It then waits for `registration_lock` to compile a plan, so it sees all of the update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}

@@ -133,7 +133,7 @@ class _FirstUse:
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing, because invalidating a plan is no use of the operator."""
+        """Do nothing. An operator whose plan is invalidated is not necessarily used."""
 
 
 _first_use = _FirstUse()

@@ -158,7 +158,7 @@ def writing_result(
 ) -> Callable[..., Any]:
     """Return a kernel that calls the functional operator and copies the results into the outputs.
 
-    With `copies=False`, it only checks the outputs, as the fake kernel.
+    With `copies=False`, return the fake kernel, which only checks the outputs.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:

@@ -81,8 +81,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Returns the tensors that setup_context passed to mark_dirty. They are not mutated: native calls
-// do not record operators that mutate arguments.
+// Returns the tensors that setup_context passed to mark_dirty. It may do that although native calls
+// never record operators that mutate arguments.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)

@@ -86,7 +86,7 @@ bool is_python_kernel(const c10::KernelFunction& kernel);
 PyObject* python_function(const c10::KernelFunction& kernel);
 
 // Returns basicAutogradNotImplementedFallback, PyTorch's kernel at Autograd for operators without
-// one. Empty if PyTorch was configured to use a fallthrough instead.
+// one. Empty if this build of PyTorch has a fallthrough there.
 const c10::KernelFunction& autograd_fallback_kernel();
 
 // Finds the memory layout of PyTorch's class PythonKernelHolder, which no header declares. `plain`

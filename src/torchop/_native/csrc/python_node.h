@@ -23,8 +23,8 @@ namespace torchop {
 // std::shared_ptr in PyTorch 2.11 and 2.12, and c10::intrusive_ptr later.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
-// True for PyTorch 2.11 and 2.12, where calling the class creates a `ctx` without a node. Only
-// `apply` creates the node, because PyNode is not exported.
+// True for PyTorch 2.11 and 2.12, where calling the class creates a `ctx` without a node. PyNode is
+// not exported, so the node must be created by `apply`.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 

@@ -76,7 +76,7 @@ def make_recipe(source: Path | None = None) -> Recipe:
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # The commit, because source builds with the same version may have different headers.
+    # Includes the commit, because source builds with the same version may have different headers.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
@@ -210,7 +210,7 @@ def library_flags() -> list[str]:
 
 
 def _cpp_library() -> list[str]:
-    """Return the path of the libstdc++ that this process has loaded, in a list."""
+    """Return a list with the path of the libstdc++ that this process has loaded."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)

@@ -34,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the kernels in the dispatcher's table, and why no call is native, or None."""
+    """Return the kernels in the dispatcher's table, and the reason if no call can be native."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
