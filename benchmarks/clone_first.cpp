@@ -1,5 +1,5 @@
-// clone_first.cpp: the operators of _cases.py, written in C++: what a call through torch.ops costs
-// when neither a Python kernel nor a Python rule is on its way.
+// clone_first.cpp: C++ versions of operators in _cases.py. Calls run no Python kernel and no Python
+// rule, so they show the cost of a C++ operator through torch.ops.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ at::Tensor zero_and_clone_first(at::Tensor first, const Others&... /* others */)
   return first.zero_().clone();
 }
 
-// With a formula, by what PyTorch has for one in C++.
+// The formula, with PyTorch's C++ API for autograd functions.
 template <typename... Others>
 struct CloneFirst : torch::autograd::Function<CloneFirst<Others...>> {
   static at::Tensor forward(
@@ -42,7 +42,7 @@ at::Tensor record_clone_first(const at::Tensor& first, const Others&... others) 
   return CloneFirst<Others...>::apply(first, others...);
 }
 
-using T = at::Tensor; // one letter, because fourteen fit into a line
+using T = at::Tensor; // fourteen parameters fit into one line
 
 } // namespace
 
@@ -71,7 +71,7 @@ TORCH_LIBRARY_IMPL(bench_cpp, CPU, library) {
   library.impl("mutation", &zero_and_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
 }
 
-// Without these, a call would pass PyTorch's generic kernel for operators without a formula.
+// Otherwise calls would run PyTorch's autograd fallback for operators without a formula.
 TORCH_LIBRARY_IMPL(bench_cpp, Autograd, library) {
   library.impl("grad", &record_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
   for (const char* name : {"one", "four", "fourteen", "mutation"}) {

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo
+
+import torchop
+import torchop.testing
 
 pytestmark = pytest.mark.project
 
@@ -67,3 +73,14 @@ def test_tests_compile_native_calls_first(tmp_path: Path) -> None:
     compiling, tests = planned("make test", tmp_path)[-2:]
     assert "torchop.native.wait()" in compiling
     assert "-m pytest" in tests
+
+
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
+def test_errors_named_in_pages_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    names = set(re.findall(r"`(?:torchop\.)?([A-Z]\w+(?:Error|Warning))`", text))
+    modules = (torchop, torchop.testing, torchop.native, builtins, torch._dynamo.exc, subprocess)
+    assert not {name for name in names if not any(hasattr(module, name) for module in modules)}
