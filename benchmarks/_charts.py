@@ -34,7 +34,7 @@ THEMES = {
     "-dark": {"text": "#e6edf3", "bar": "#8d96a0", "torchop": "#6cb0ff", "background": "none"},
 }
 # Text stays text, and the same numbers always give the same file.
-SVG = {"svg.fonttype": "none", "svg.hashsalt": "torchop", "font.sans-serif": ["sans-serif"]}
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "torchop"}
 
 Groups = Mapping[str, Mapping[str, float]]
 

@@ -152,7 +152,7 @@ def _registration() -> Iterator[str]:
 def _families() -> Iterator[str]:
     added = Result("compiling").values(compiling.OVERHEAD, compiling.ELEMENTWISE)
     yield (
-        f"A call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us more than its "
+        f"An `out_op` call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us more than its "
         f"kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
     )
 
