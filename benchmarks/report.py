@@ -152,8 +152,8 @@ def _registration() -> Iterator[str]:
 def _families() -> Iterator[str]:
     added = Result("compiling").values(compiling.OVERHEAD, compiling.ELEMENTWISE)
     yield (
-        f"An `out_op` call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us more than its "
-        f"kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
+        f"An `out_op` call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us "
+        f"more than its kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
     )
 
 
