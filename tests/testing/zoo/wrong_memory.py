@@ -396,7 +396,7 @@ def changes_and_restores(x: Tensor, y: Tensor) -> Tensor:
     return result.contiguous()
 
 
-wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.view", two)
+wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.one", two)
 
 
 def expects_no_overlap(x: Tensor, y: Tensor) -> Tensor:

@@ -233,28 +233,17 @@ class Subject:
             raise CannotCheck(f"the operator refuses every example: {why}")
         return places
 
-    def strided(self, what: str) -> Subject:
-        """Return the subject with its strided examples. Compilers and subclasses need those."""
-        layouts = {t.layout for e in self.examples for t in e.tensors} - {torch.strided}
-        if not layouts:
-            return self
-        kept = [
-            place
-            for place, example in enumerate(self.examples)
-            if all(t.layout is torch.strided for t in example.tensors)
-        ]
-        if not kept:
-            raise CannotCheck(f"{what} not {', '.join(sorted(map(str, layouts)))} tensors")
-        limited = copy.copy(self)
-        calls = self.first_calls
-        for name, value in vars(Subject).items():
-            if isinstance(value, functools.cached_property):
-                vars(limited).pop(name, None)
-        limited.of_reference, limited._cases = limited, {}
-        limited.originals = [self.originals[place] for place in kept]
-        limited.examples = [self.examples[place] for place in kept]
-        limited.first_calls = [calls[place] for place in kept]
-        return limited
+    def strided(self, what: str) -> list[Example]:
+        """Return the accepted examples whose tensors are strided.
+
+        Raises:
+            CannotCheck: there are none. The message starts with `what`.
+        """
+        layouts = [{t.layout for t in each.tensors} - {torch.strided} for each in self.accepted()]
+        if all(layouts):
+            names = ", ".join(sorted({str(name) for each in layouts for name in each}))
+            raise CannotCheck(f"{what} not {names} tensors")
+        return [e for e, others in zip(self.accepted(), layouts, strict=True) if not others]
 
     # ----------------------------------------------------------------------------------------------
     # Properties of the operator

@@ -263,7 +263,6 @@ CHECKS: tuple[CheckKind, ...] = (
         "sharing",
         _SAME,
         one="Is the result the same if two arguments are one tensor?",
-        view="Is it the same if one argument is a view of another?",
         overlap="Is it the same if arguments overlap?",
     ),
     *_each(

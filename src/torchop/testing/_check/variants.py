@@ -351,7 +351,6 @@ VARIANTS: dict[str, Variant] = {
     **_group("value", int8=int8),
     **_group("scalar", scalars=scalars, absent=absent),
     **_group("sharing", one=functools.partial(shared, [one_tensor], False)),
-    **_group("sharing", view=functools.partial(shared, [one_view], False)),
     **_group("sharing", overlap=functools.partial(shared, [overlapping], False)),
     **_group("sharing", written=functools.partial(shared, [one_view, overlapping], True)),
     **_group("sharing", written_expanded=written_expanded),

@@ -220,10 +220,10 @@ def vmap_compiled(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_vmap()
     subject.needs_fixed_results()
     subject.needs_fake()
-    subject = subject.strided("compilers support strided tensors,")
+    examples = subject.strided("compilers support strided tensors,")
     if subject.sizes_depend_on_data:
         raise CannotCheck("the sizes of its results depend on data, so they may differ in a batch")
-    for example in subject.accepted(most=2):
+    for example in examples[:2]:
         if example.tensors:
             yield Case("vmap over every tensor", example, probe=compiles_in_vmap)
     raise CannotCheck("no argument is a tensor")
@@ -266,7 +266,7 @@ def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 def subclasses(subject: Subject, details: Details) -> Iterator[Case]:
     """Is the outcome the same for subclasses of Tensor that only forward calls?"""
-    for example in subject.strided("torch.Tensor.as_subclass supports strided tensors,").accepted():
+    for example in subject.strided("torch.Tensor.as_subclass supports strided tensors,"):
         yield Case("the example", example, probe=takes_subclasses)
 
 

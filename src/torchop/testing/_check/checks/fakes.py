@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,31 +33,33 @@ def describes_results(call: Call, symbols: bool = False) -> None:
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
     with mode:
         actual = probes.outcome(call.op, args, kwargs)
-    expected = call.record.outcome
     if symbols:
         fake_tensors.check_symbols(mode, actual)
     whose = "the fake kernel with symbolic sizes" if symbols else "the fake kernel"
-    if len(actual) != len(expected):
-        raise AssertionError(
-            f"{whose} returns {len(actual)} results, but the kernel {len(expected)}."
-        )
-    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        if not isinstance(other, Tensor):
-            is_size = isinstance(other, int) and isinstance(one, int | torch.SymInt)
-            if is_size and fake_tensors.number_of(one) not in (None, other):
+    assert_same_metadata(actual, call.record.outcome, "result", whose)
+
+
+def assert_same_metadata(
+    fakes: Sequence[Any], reals: Sequence[Any], what: str, whose: str = "the fake kernel"
+) -> None:
+    """Raise AssertionError if fake results describe other results than the real ones."""
+    if len(fakes) != len(reals):
+        raise AssertionError(f"{whose} returns {len(fakes)} {what}s, but the kernel {len(reals)}.")
+    for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
+        if not isinstance(real, Tensor):
+            is_size = isinstance(real, int) and isinstance(fake, int | torch.SymInt)
+            if is_size and fake_tensors.number_of(fake) not in (None, real):
                 raise AssertionError(
-                    f"result {index} is {other} from the kernel, but {one} from {whose}. If it "
+                    f"{what} {index} is {real} from the kernel, but {fake} from {whose}. If it "
                     "depends on data, return torchop.get_ctx().new_dynamic_size()."
                 )
             continue
-        differences = [
-            f"{what} {real} from the kernel, but {fake} from {whose}"
-            for what, fake, real in _metadata(one, other)
-            if fake != real
-        ]
-        if differences:
-            text = f"result {index} has {differences[0]}."
-            raise AssertionError(text + (_CONTIGUOUS if "stride" in differences[0] else ""))
+        for name, described, actual in _metadata(fake, real):
+            if described != actual:
+                raise AssertionError(
+                    f"{what} {index} has {name} {actual} from the kernel, but {described} from "
+                    f"{whose}.{_CONTIGUOUS if 'stride' in name else ''}"
+                )
 
 
 def _with_fake_tensors(example: Example, symbols: bool) -> Any:
@@ -245,8 +247,7 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
     device, kernels = devices.accelerator_type(), set(subject.operator.kernels)
     if kernels == {"cpu"} or not (kernels or subject.is_for(device)):
         raise CannotCheck("all kernels are for the CPU")
-    strided = subject.strided("fake tensors on another device must be strided,")
-    for example in strided.accepted(most=1):
+    for example in subject.strided("fake tensors on another device must be strided,")[:1]:
         if any(tensor.is_floating_point() for tensor in example.tensors):
             label, options = f"arguments on {device}", {"device": device}
             yield Case(label, example, probe=fakes_on_the_device, options=options)
@@ -269,9 +270,9 @@ def compiled(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fake()
     if subject.is_random:
         raise CannotCheck("its results are random, and compiled programs draw other numbers")
-    subject = subject.strided("compilers support strided tensors,")
+    examples = subject.strided("compilers support strided tensors,")
     gradients = trainable_example(subject) is not None
-    for example in subject.accepted(most=2):
+    for example in examples[:2]:
         if example.tensors:
             tracked = requiring_grad(example) if gradients else example
             has_grad = any(t.requires_grad for t in tracked.tensors)
@@ -284,8 +285,7 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
     """Does an exported program keep its sizes dynamic?"""
     subject.needs_fake()
     subject.needs_fixed_results()
-    subject = subject.strided("torch.export supports strided tensors,")
-    for example in subject.accepted(most=1):
+    for example in subject.strided("torch.export supports strided tensors,")[:1]:
         if example.tensors:
             options = {"dynamic": _open_sizes(subject, example)}
             yield Case(

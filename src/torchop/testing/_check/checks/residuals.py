@@ -13,6 +13,7 @@ from torchop.extend import Operator
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.fakes import assert_same_metadata
 from torchop.testing._check.checks.gradients import needs_formula
 from torchop.testing._check.subject import Subject
 from torchop.testing._samples import with_fake_tensors
@@ -50,19 +51,7 @@ def described_by_the_fake_kernel(call: Call) -> None:
     mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
     with mode:
         fake = _tensors(form, form.helper.overload(*fake_args, **fake_kwargs))
-    names = form.declared.named._fields
-    if len(real) != len(fake):
-        raise AssertionError(
-            f"the kernel returned {len(real)} tensors as residuals ({', '.join(names)}), but the "
-            f"fake kernel {len(fake)}."
-        )
-    for place, pair in enumerate(zip(real, fake, strict=True)):
-        described, expected = map(_metadata, reversed(pair))
-        if described != expected:
-            raise AssertionError(
-                f"residual tensor {place} of {', '.join(names)}: the fake kernel returned "
-                f"{described}, but the kernel {expected}."
-            )
+    assert_same_metadata(fake, real, "residual tensor")
 
 
 def every_residual_is_read(call: Call) -> None:
@@ -114,10 +103,6 @@ def _definition(op: Any) -> Any:
 
 def _tensors(form: Any, result: Any) -> list[Tensor]:
     return probes.tensors_of(form.split(result)[1])  # the residuals
-
-
-def _metadata(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.stride()
 
 
 # --------------------------------------------------------------------------------------------------
