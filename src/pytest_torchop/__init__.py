@@ -1,8 +1,8 @@
 """The pytest plugin of torchop: one test for each operator and check.
 
-pytest imports plugins in every run of every project. Importing any module of torchop imports
-PyTorch, which takes seconds. So this package is separate, and imports its implementation,
-`torchop.testing.pytest_plugin`, when the first test needs it.
+pytest imports plugins in every run of every project. Importing torchop takes seconds, because it
+imports PyTorch. So this package is separate, and imports `torchop.testing.pytest_plugin` when the
+first test needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The folder in which each worker of pytest-xdist has a file.
+# The folder with a file for each worker of pytest-xdist.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give each pytest-xdist worker a file for its current call, to report crashes."""
+    """Give each pytest-xdist worker a file for the current call, to report crashes."""
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="torchop-")
@@ -52,7 +52,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    """Report the call in which a pytest-xdist worker crashed or timed out."""
+    """Report the call that crashed a pytest-xdist worker or timed out."""
     worker: Any = report.node
     if Path(worker.workerinput["torchop_call"]).exists():
         from torchop.testing import pytest_plugin  # imports PyTorch

@@ -48,7 +48,7 @@ def test_operators(torchop_check):
 
 
 def _seconds(ctx: Any, param: Any, value: float) -> float:
-    # Not click.FloatRange, which accepts nan and inf.
+    # Not click.FloatRange, because it accepts nan and inf.
     if not 0 < value < math.inf:
         raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
     return value

@@ -1,12 +1,11 @@
 """Run a generator function in a child process, because kernels may crash or hang.
 
-The child is forked from a forkserver that has only imported the modules which register the
-operators. Unlike a fork of the program, it can use threads and accelerators, and inherits no locks.
-If a module initializes CUDA, forks of the server cannot use CUDA. Then the child is a new process,
-which imports the modules itself.
+The child is a fork of a forkserver that only imports modules with operators. Unlike a fork of the
+program, it can use threads and accelerators, and inherits no locks. If a module initializes CUDA,
+forks of the server cannot use CUDA. Then the child is a new process that imports the modules.
 
-Operators that the program itself registers only exist in a fork of the program. Such a child uses
-one thread, because OpenMP deadlocks in forks with more.
+A child that needs operators of the program itself is a fork of the program. It uses one thread,
+because OpenMP deadlocks in forks with more.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildError(RuntimeError):
-    """The child process could not be started, exited, or exceeded its time limit."""
+    """The child process could not be started, exited, or exceeded the time limit."""
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -61,8 +60,8 @@ def answers_of(
     A string that the function yields is not a value. It describes the next step, for errors.
 
     Args:
-        function: the generator function, which must be picklable.
-        args: its arguments.
+        function: a picklable generator function.
+        args: the arguments of the function.
         limit: the seconds until each value after the first.
         modules: modules to import in the child process first.
         method: "fork" copies this process, and cannot use accelerators; "forkserver" can.
@@ -163,7 +162,7 @@ def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> Non
         left = end - time.monotonic()
         if left <= 0:
             raise ChildError(f"{doing} took over {seconds:.0f} seconds")
-        # Also wait for the exit of the child, because its own children may hold the pipe open.
+        # Also wait for the exit of the child, because grandchildren may hold the pipe open.
         ready = wait([receiver, process.sentinel], left)
         if process.sentinel in ready and not receiver.poll():
             raise ChildError(f"{doing} {_exit_of(process)}")
@@ -199,11 +198,11 @@ def _run(
     threads: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run the function in the child, and send its values."""
+    """Run the function in the child, and send the values."""
     torch.set_num_threads(threads)
     set_environment(environment)  # replaces the environment of the forkserver
-    os.setpgid(0, 0)  # a group of its own, which the parent kills
-    if sys.platform == "linux":  # a child that hangs must exit with its parent
+    os.setpgid(0, 0)  # a new group, to be killed by the parent
+    if sys.platform == "linux":  # a child that hangs must exit with the parent
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         for message in function(*args):
@@ -241,7 +240,7 @@ def import_all(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _report_exit(module: str) -> Iterator[None]:
-    """Report calls of `os._exit` in the block, which otherwise exits without any message."""
+    """Report calls of `os._exit` in the block. They would exit without a message."""
     leave, process = os._exit, os.getpid()
 
     def report(status: int = 0) -> NoReturn:
@@ -281,7 +280,7 @@ def report_errors(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message, shortened."""
+    """Return the type of an exception and the first line of the message, shortened."""
     text = str(error).strip().partition("\n")[0]
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -70,7 +70,7 @@ def opcheck(
         For each check `"SUCCESS"` or, with `raise_exception=False`, the exception.
 
     Raises:
-        MissingRuleError: there are neither arguments nor examples.
+        MissingRuleError: no arguments were passed, and no examples are registered.
         OpCheckError: a check failed.
         ValueError: an argument is invalid, or an input has no data.
 
@@ -190,7 +190,7 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
         return overload(*copies, **keywords)
 
     with warnings.catch_warnings():
-        # The compiler reads the .grad of every tensor, which warns for non-leaf tensors.
+        # The compiler reads .grad of every tensor, and PyTorch warns for non-leaf tensors.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
             run(floating_first, *accepted)
@@ -225,7 +225,7 @@ def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
 
 
 def _stock_can_compare(sample: Sample) -> bool:
-    # PyTorch's schema check uses allclose and reads storages, which these do not support.
+    # PyTorch's schema check uses allclose and storages. These tensors support neither.
     return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_of(sample)

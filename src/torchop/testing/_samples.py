@@ -45,7 +45,7 @@ def sample_of(
 
 
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
-    """Raise TypeError for a list in place of a tensor, which is usually a list of samples."""
+    """Raise TypeError for a list in place of a tensor, usually a list of samples."""
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
             raise TypeError(f"{argument.name!r} is a list or tuple, not a tensor")

@@ -33,9 +33,8 @@ class ShardingReport(NamedTuple):
     """The result of `check_sharding`.
 
     Attributes:
-        placements: the number of placements for which the call was right.
-        refused: the placements for which the call was refused, because DTensor would have to
-            redistribute a written tensor.
+        placements: the number of right placements.
+        refused: the refused placements, where DTensor must redistribute a written tensor.
         skipped: the number of placements that were not tried because of the limit.
 
     Example:
@@ -75,7 +74,7 @@ def check_sharding(
             divide.
         kwargs: the keyword arguments.
         mesh: the shape of the device mesh.
-        limit: the maximum number of placements. If there are more, a random sample is checked.
+        limit: the maximum number of placements. Of more placements, a random sample is checked.
         backend: a backend of `torch.compile`, such as `"aot_eager"`, to compile the call. It
             requires real ranks, because compilers cannot trace simulated ranks.
         atol: the absolute tolerance of comparisons; the default depends on the dtype.
@@ -163,7 +162,7 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """Return the incoming gradient of a result, which is the same on all ranks."""
+        """Return an incoming gradient for a result, the same on all ranks."""
         if index == len(self.cotangents):
             generator = torch.Generator(result.device).manual_seed(index)
             self.cotangents.append(torch.empty_like(result).normal_(generator=generator))

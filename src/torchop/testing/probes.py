@@ -48,19 +48,19 @@ def requiring_grad(value: Any) -> Any:
 
 
 def is_sorted(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has one dimension and its elements never decrease."""
+    """Return whether a tensor is one-dimensional and never decreases."""
     return tensor.dim() == 1 and bool((tensor[1:] >= tensor[:-1]).all())
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return a tensor with its elements rotated, except sorted integers such as offsets."""
+    """Rotate the elements of a tensor, except sorted integers such as offsets."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
 def has_integers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers, which may refer to other arguments."""
+    """Return whether a tensor holds integers. They may refer to other arguments."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
@@ -153,7 +153,7 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
-    """Call the operator with a fixed seed, and return its results and the written arguments."""
+    """Call the operator with a fixed seed, and return results and written arguments."""
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
@@ -347,11 +347,11 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 
 
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a call as a function of all its tensors, and these tensors.
+    """Return a call as a function of all tensors, and these tensors.
 
-    The function returns the results and the written arguments, which are copies.
+    The function returns the results and copies of the written arguments.
     """
-    places = written_places(op)  # not in the function, which compilers trace
+    places = written_places(op)  # outside of the function, because compilers trace it
 
     def function(*tensors: torch.Tensor) -> list[Any]:
         call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])

@@ -86,7 +86,7 @@ def _set_streams(streams: list[torch.Stream]) -> None:
 
 
 def _signal_handlers() -> list[tuple[int, Any]]:
-    # Not signal.valid_signals(), which creates an enum of all signals in each call.
+    # Not signal.valid_signals(), because it creates an enum of all signals in each call.
     return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
 
 
@@ -167,7 +167,7 @@ def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     """Return process state that a call could change, by name.
 
     Args:
-        random_numbers: include the states of random number generators, which are slow to read.
+        random_numbers: include the states of random number generators. Reading them is slow.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
@@ -189,10 +189,10 @@ def generator_states() -> dict[str, Any]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's generators like `torch.manual_seed`, but quickly if there is no accelerator.
+    """Seed PyTorch's generators like `torch.manual_seed`, but quickly without an accelerator.
 
     `torch.manual_seed` queues the seed and a formatted stack trace for each uninitialized device
-    type, which would take most of the time of a check.
+    type. This would take most of the time of a check.
     """
     if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)

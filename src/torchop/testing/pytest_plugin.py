@@ -1,6 +1,6 @@
 """The pytest plugin: plan a test for each operator and check, run it, and report it.
 
-The hooks are in the package `pytest_torchop`, which does not import PyTorch.
+The hooks are in the package `pytest_torchop`, because it does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class PlannedCheck:
         return dataclasses.replace(report, results=(run_check(check),))
 
     def _written(self, check: Check, report: CheckReport, file: str) -> Check:
-        """Return the check, which writes to `file` before each call, in case the call crashes."""
+        """Let the check write to `file` before each call, in case the call crashes."""
         values = {
             "report": report.to_dict(),
             "check": check.name,
@@ -249,7 +249,7 @@ def _expected_failure(result: Result, why: str) -> Result:
 
 
 def add_result(item: pytest.Item, report: Any) -> None:
-    """Add the result of a check to its test report. Fail a test that did not run its check."""
+    """Add the result of a check to the test report. Fail tests that did not run the check."""
     check = item.stash.get(_CHECK, None)
     if check is None:  # the project overrides the fixture
         return
@@ -281,7 +281,7 @@ def add_result(item: pytest.Item, report: Any) -> None:
 
 @functools.cache
 def _traceback_file(path: str) -> int:
-    """Return the descriptor of a file to which faulthandler writes from now on."""
+    """Let faulthandler write to a file, and return the descriptor."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.enable(descriptor, all_threads=False)
     return descriptor
@@ -325,7 +325,7 @@ def write_report(test_reports: Sequence[Any], path: Path) -> None:
 
 
 def _merged(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return one report for the checks of one operator, each of which was a test."""
+    """Return one report for the tests of one operator."""
     results = tuple(result for report in reports for result in report.results)
     return dataclasses.replace(
         reports[0],

@@ -62,7 +62,7 @@ def check(
         A `CheckReport`. Print it to see why a check could not be done.
 
     Raises:
-        MissingRuleError: there are neither passed nor registered examples.
+        MissingRuleError: no examples were passed or registered.
         OpCheckError: a check failed or did not run, or no check could be done.
         TypeError: an example is not a call of the operator, or `budget` is not a number.
         ValueError: an example has no data, `only` denotes no check, or `budget` is negative.
@@ -118,7 +118,7 @@ def _seconds(budget: float | None) -> float:
 
 @contextlib.contextmanager
 def _report_crashes() -> Iterator[None]:
-    """Print a traceback, which names the check, if a kernel crashes the process."""
+    """Print a traceback with the name of the check if a kernel crashes the process."""
     was_enabled = faulthandler.is_enabled()
     if not was_enabled:
         faulthandler.enable(2, all_threads=False)

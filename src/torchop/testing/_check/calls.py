@@ -1,4 +1,4 @@
-"""One call of an operator, which runs once, and the record of it that probes read."""
+"""Make one call of an operator, and record the effects for probes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Refused(CannotCheck):
 
 
 class ValidError(ValueError):
-    """The predicate `valid` of `register_examples` raised, or returned something else than bool."""
+    """The predicate `valid` of `register_examples` raised, or did not return a bool."""
 
 
 class ForkError(Exception):
@@ -92,7 +92,7 @@ def is_valid(op: OpOverload, example: Example) -> bool:
     """Return whether the predicate `valid` of `register_examples` accepts a call.
 
     Raises:
-        ValidError: `valid` raised an exception, or returned something else than a bool.
+        ValidError: `valid` raised an exception, or did not return a bool.
     """
     valid = EXAMPLES.valid(op)
     if valid is None:
@@ -140,7 +140,7 @@ class Call:
     """One call of an operator. It runs when its record is first read.
 
     During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
-    Comparing with a call in which it returns zeros shows elements that the kernel does not write.
+    A second call, where it returns zeros, then shows elements that the kernel does not write.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
@@ -179,8 +179,8 @@ class Call:
         """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes change values only with these two methods, so that `valid` sees every change. The
-    # steps of finite differences are the exception: they are as small as rounding errors.
+    # Probes must use these two methods to change values, because the methods call `valid`. Only
+    # finite differences bypass it: their steps are as small as rounding errors.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
         """Return the example with `change` applied to each tensor.

@@ -19,10 +19,9 @@ class Variant:
     """A way of changing the author's examples.
 
     Attributes:
-        name: its name.
+        name: the name of the variant.
         group: the kind of change, such as `"layout"`. One fault often fails a whole group.
-        make: `make(subject, example)` yields the cases of one example, or raises CannotCheck if
-            there are none.
+        make: `make(subject, example)` yields the cases of one example, or raises CannotCheck.
         most: the number of examples to change.
     """
 

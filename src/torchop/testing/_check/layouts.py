@@ -20,9 +20,9 @@ GUARD = 8
 def filler(tensor: Tensor, finite: bool = False) -> float:
     """Return the value for memory around a tensor.
 
-    It is NaN by default, so that out-of-bounds reads show in results. NaN hides out-of-bounds
-    additions, which a `finite` value shows. For integers, it is a value from the tensor, because
-    a kernel that reads another index could crash.
+    The default is NaN, because out-of-bounds reads then show in results. A `finite` value shows
+    out-of-bounds additions, which NaN hides. For integers, it is an element of the tensor, because
+    a kernel could crash with another index.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 3.0 if finite else float("nan")

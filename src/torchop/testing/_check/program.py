@@ -65,7 +65,7 @@ def write(
 
 
 def is_public(probe: Any) -> bool:
-    """Return whether a probe is public, and therefore takes an operator and its arguments."""
+    """Return whether a probe is public. Public probes take an operator and arguments."""
     return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
 
@@ -90,7 +90,7 @@ def _definition(op: OpOverload) -> list[str]:
         module
         for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
-        # Exclude the modules through which every operator is registered.
+        # Exclude torch.library and similar modules, because they register every operator.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):

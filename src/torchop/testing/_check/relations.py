@@ -30,12 +30,12 @@ def referred(example: Example) -> set[int]:
 
 
 def are_distinct(tensor: Tensor) -> bool:
-    """Return whether a tensor may hold scatter indices, which must be distinct."""
+    """Return whether a tensor may hold distinct scatter indices."""
     return has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """Adapt the integers of a resized example, so that their relations still hold.
+    """Adapt the integers of a resized example, to preserve their relations.
 
     Args:
         before: the original example.
@@ -45,7 +45,7 @@ def with_valid_integers(before: Example, after: Example) -> Example:
         CannotCheck: that is impossible.
     """
     olds, news = before.tensors, after.tensors
-    totals: dict[int, int] = {}  # sums of segment lengths, which an int argument may repeat
+    totals: dict[int, int] = {}  # sums of segment lengths; an int argument may repeat them
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
         for relation in relations:
@@ -151,7 +151,7 @@ class _Offsets(_Related):
 
 
 class _Lengths(_Related):
-    """The lengths of segments, which add up to the size."""
+    """The lengths of segments. They add up to the size."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)

@@ -39,7 +39,7 @@ class CheckReport:
 
     Attributes:
         op: the name of the operator.
-        schema: its schema.
+        schema: the schema of the operator.
         results: the result of each check, in the order of execution.
         seed: the seed of the generated inputs.
         seconds: the duration of all checks.
@@ -136,7 +136,7 @@ class CheckReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, which `to_json` writes and `from_dict` reads."""
+        """Return the report as plain values. `from_dict` reads them."""
         return {"format": 1, "ok": self.ok, **asdict(self)}
 
     @classmethod

@@ -152,7 +152,7 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
         outcome, message, text = "failed", f"preparing the check raised {reason(error)}", ""
         run.cause = _cause(error)
     except SystemExit:
-        outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
+        outcome, message, text = "failed", "the call raised SystemExit", ""
     return Result(
         check.name,
         outcome,
@@ -170,7 +170,7 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
 
 
 def shortened(message: str) -> str:
-    """Return a message without its middle, if it is very long."""
+    """Return a message, without the middle if it is very long."""
     if len(message) <= _LONGEST_MESSAGE:
         return message
     half = _LONGEST_MESSAGE // 2 - 3
@@ -178,7 +178,7 @@ def shortened(message: str) -> str:
 
 
 def _renamed(method: Any, name: str) -> Callable[[], Any]:
-    """Return a method under another name, which faulthandler writes if the process crashes."""
+    """Return a method under another name, for the traceback of faulthandler after a crash."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
@@ -234,7 +234,7 @@ class _Run:
         if not self.cases and self.rejected:
             raise CannotCheck(f"'valid' of register_examples rejects all {self.rejected} variants")
         if not self.cases:
-            raise problem or CannotCheck("there is nothing to try")
+            raise problem or CannotCheck("no variant applies")
         if refusals:
             self.details["refused by the operator"] = refusals
         return "passed", "", ""
@@ -331,7 +331,7 @@ class _Run:
 
 
 def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
-    """Return the probe of a case, and its options."""
+    """Return the probe of a case, and the options."""
     if case.probe is None:
         return check.kind.probe, check.kind.options(check.subject, case, call)
     options = case.options(call.example) if callable(case.options) else case.options
@@ -356,12 +356,12 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 
 def _cause(error: BaseException) -> str:
     """Return the exception behind a failure; an empty string for an assertion of a check."""
-    # Dynamo wraps the exception of the kernel in its own.
+    # Dynamo wraps the exception of the kernel in another.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # Tracing appends the line of the traced call, which would make each failure another cause.
+    # Remove the line of the traced call, because it differs between failures.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

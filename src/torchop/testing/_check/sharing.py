@@ -1,4 +1,4 @@
-"""Variants in which arguments share memory."""
+"""Variants with arguments that share memory."""
 
 from __future__ import annotations
 

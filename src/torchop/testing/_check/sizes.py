@@ -25,7 +25,7 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
     if old == 0:
-        raise CannotCheck("there is no element to repeat")
+        raise CannotCheck("an empty dimension cannot grow")
     return tensor.index_select(dim, torch.arange(size, device=tensor.device) % old)
 
 
@@ -64,7 +64,7 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 BLOCKS = (1025, 65537)
 
 
-_MOST_ELEMENTS = 2**19  # in an example or its results, so that a call takes less than a second
+_MOST_ELEMENTS = 2**19  # in an example or in the results, to keep calls below a second
 
 
 def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[int, int]]:

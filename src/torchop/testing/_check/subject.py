@@ -1,4 +1,4 @@
-"""The operator under test, its examples, and the calls of their variants."""
+"""The operator under test, with examples and the calls of variants."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from torchop.testing.process_state import restored
 
 
 class Subject:
-    """The operator under test, with its examples and the properties that checks depend on.
+    """The operator under test, with examples and the properties that checks depend on.
 
     Raises:
-        MissingRuleError: there are no examples.
+        MissingRuleError: no examples were passed or registered.
         TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
-        ValueError: there is no such operator, or an example has no data or is invalid.
+        ValueError: the operator does not exist, or an example has no data or is invalid.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Subject:
         """Return whether `valid` accepts a call, and count the call if not.
 
         Raises:
-            ValidError: `valid` raised an exception, or returned something else than a bool.
+            ValidError: `valid` raised an exception, or did not return a bool.
         """
         answer = is_valid(self.op, example)
         self.counts["rejected"] += not answer
@@ -147,7 +147,7 @@ class Subject:
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases of a variant, which are the same objects each time.
+        """Yield the cases of a variant, the same objects each time.
 
         Raises:
             CannotCheck: at the end, the reason why there are no more.
@@ -170,7 +170,7 @@ class Subject:
             raise problem
 
     def call(self, case: Case) -> Call:
-        """Return the call of a case, which all probes share.
+        """Return the call of a case. All probes share it.
 
         Raises:
             CannotCheck: the variant does not exist, or `valid` rejects it.
@@ -198,7 +198,7 @@ class Subject:
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
-        """Return the exception with which these arguments are refused."""
+        """Return the exception that the operator raises for these arguments, or None."""
         why = self.declined(example) if self.is_valid(example) else REJECTED
         if why is not None:
             return CannotCheck(why)
@@ -216,7 +216,7 @@ class Subject:
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
-        """Return the first examples for which the operator does not raise."""
+        """Return the first examples that the operator accepts."""
         return [self.examples[place] for place in self._accepted[:most]]
 
     @functools.cached_property
@@ -263,7 +263,7 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """Return the options of a comparison, with the outcome of the reference if there is one."""
+        """Return the options of a comparison, with the outcome of the reference, if any."""
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
             options["values"] = False
@@ -281,7 +281,7 @@ class Subject:
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:
-        """Return whether there is a kernel for a device type. Backend fallbacks do not count."""
+        """Return whether a kernel exists for a device type, not only a backend fallback."""
         if kernels := self.operator.kernels:
             return not {device_type, "every device"}.isdisjoint(kernels)
         return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
@@ -289,7 +289,7 @@ class Subject:
     def needs_fixed_results(self) -> None:
         """Raise CannotCheck if results are random and cannot be compared."""
         if self.is_random:
-            raise CannotCheck("its results are random")
+            raise CannotCheck("results are random")
 
     def needs_vmap(self) -> None:
         """Raise CannotCheck without a vmap rule."""
@@ -367,7 +367,7 @@ class Subject:
 
     @property
     def takes_double(self) -> bool:
-        """Whether there are double examples."""
+        """Whether the operator supports double."""
         try:
             return bool(self.double_examples)
         except CannotCheck:
@@ -375,9 +375,7 @@ class Subject:
 
     def _requiring_grad(self, change: Callable[[Tensor], Tensor], problem: str) -> list[Example]:
         if self.schema.is_mutable and (self.schema.form is Form.OUT or not self.schema.returns):
-            raise CannotCheck(
-                "it only writes into its arguments, so it returns nothing with a grad"
-            )
+            raise CannotCheck("the operator only writes arguments, so no result has a gradient")
         changed = [self._as_given(n, each.map(change)) for n, each in enumerate(self.examples)]
         changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
         if not changed:

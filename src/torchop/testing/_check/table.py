@@ -1,6 +1,6 @@
-"""The table of all checks: which probe runs on the calls of which variants.
+"""The table of all checks.
 
-A check is a probe with variants, or a function that yields its own calls. A name consists of a
+A check runs a probe on the calls of variants, or on calls from a function. A name consists of a
 family and the check, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
 """
 
@@ -31,8 +31,8 @@ from torchop.testing._check.variants import VARIANTS
 
 # Returns options of a probe, or raises CannotCheck if the probe does not apply.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# Yields the cases of a check, and may add details to the report. It may raise CannotCheck, which is
-# the outcome of the check if there is no case.
+# Yields the cases of a check, and may add details to the report. If it raises
+# CannotCheck and has yielded no case, the check cannot be done.
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -44,7 +44,7 @@ class CheckKind:
         name: the name, such as `"memory.transposed"`.
         question: the question that the check answers, for the report.
         cases: yields the calls.
-        probe: reads the records of the calls, unless a case has its own probe.
+        probe: reads the records of the calls, unless a case has another probe.
         options: returns the options of the probe.
         of_kernel: whether to repeat the check with the kernel of a provider.
         is_costly: whether the check compiles programs. Such checks run last.
@@ -91,7 +91,7 @@ def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[Check
 
 
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
-    """Return a check for each function that yields cases. Its docstring is the question."""
+    """Return a check for each function that yields cases. The docstring is the question."""
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]  # none with -OO
     names = [f"{family}.{each.__name__}" for each in functions]
     rows = zip(names, questions, functions, strict=True)
@@ -112,7 +112,7 @@ def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 def _with_reference(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     if subject.reference is None:
-        raise CannotCheck("there is no reference to compare with")
+        raise CannotCheck("no reference was passed")
     return _compared(subject, case, call)
 
 

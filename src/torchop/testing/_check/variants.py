@@ -1,4 +1,4 @@
-"""Variants: the ways in which `check` changes the author's examples.
+"""Variants: changes of the author's examples.
 
 A variant yields calls that differ from one example. `VARIANTS` lists the variants in groups, such
 as layouts and values. The probes in `table.py` read the record of each call.
@@ -76,7 +76,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
 def conjugate(subject: Subject, example: Example) -> Cases:
     """Yield conjugate views, after converting real examples to complex numbers."""
     if not any(t.dtype.is_complex for t in example.tensors):
-        # There are no complex dtypes for float8.
+        # float8 has no complex dtype.
         example = example.map(
             lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
         )
@@ -86,7 +86,7 @@ def conjugate(subject: Subject, example: Example) -> Cases:
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
-    """Expand written tensors, so that their elements share memory."""
+    """Expand written tensors, whose elements then share memory."""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     arrange = in_layout("expanded", subject.written_places(example))
@@ -123,7 +123,7 @@ def blocks(subject: Subject, example: Example) -> Cases:
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
-    """Give dimensions of size 1 odd strides, which kernels must ignore."""
+    """Give dimensions of size 1 odd strides, because kernels must ignore these."""
     for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
         yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
 
@@ -155,7 +155,7 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def in_dtype(dtype: torch.dtype, example: Example) -> Example:
-    """Return the example with its floating-point and complex tensors in another dtype."""
+    """Return the example with floating-point and complex tensors in another dtype."""
 
     def change(tensor: Tensor) -> Tensor:
         if not is_float(tensor):

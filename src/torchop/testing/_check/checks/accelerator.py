@@ -46,7 +46,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
     Args:
         call: the call.
         device_type: the type of the accelerator.
-        others: calls between capture and replay, which must not invalidate the graph's memory.
+        others: calls between capture and replay. They must not invalidate the graph's memory.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     to_device = operator.methodcaller("to", device)
@@ -61,7 +61,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # An error during capture invalidates the graph, which then raises a second error.
+            # An error during capture invalidates the graph, and the graph raises a second error.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
                 f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
@@ -110,7 +110,7 @@ def _graph_type(device_type: str) -> Any:
 
 
 def _accelerator_of(subject: Subject) -> str:
-    """Return the type of the accelerator, or raise CannotCheck if there is no kernel for it."""
+    """Return the type of the accelerator, or raise CannotCheck without a kernel for it."""
     if not torch.accelerator.is_available():
         raise CannotCheck("no accelerator is available")
     device = devices.accelerator_type()
@@ -141,7 +141,7 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Larger calls, for which a kernel may reallocate a cached workspace.
+        # Larger calls, because a kernel may reallocate a cached workspace.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

@@ -21,12 +21,12 @@ from torchop.testing.process_state import process_state, restored, seed_all
 
 
 def only(op: OpOverload, name: str) -> priority:
-    """Return a context in which calls run the kernel of one provider, if it supports them."""
+    """Return a context where calls run the kernel of one provider, if it supports them."""
     return in_order({op.name(): [name]})
 
 
 def in_order(orders: Any) -> priority:
-    """Return a context with these priorities, which overrides those of outer contexts."""
+    """Return a context with these priorities. It overrides outer contexts."""
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
 
@@ -35,8 +35,8 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    The default tolerance of a dtype is that of `torch.testing.assert_close`. A result of less than
-    64 bits may also differ more, if its error is at most twice the error of the reference.
+    The default tolerances are those of `torch.testing.assert_close`. A result of less than 64 bits
+    may differ more, if the error is at most twice the error of the reference.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -74,7 +74,7 @@ def agrees_with_reference(
 def _as_near_as_reference(
     call: Call, actual: list[Any], expected: list[Any], declared: Mapping[Any, Any]
 ) -> list[bool]:
-    """Return for each result whether its error is at most twice the error of the reference."""
+    """Return for each result whether the error is at most twice the error of the reference."""
 
     def is_near(one: Any, other: Any, double: Any) -> bool:
         if not isinstance(one, Tensor) or one.dtype in declared or one.shape != other.shape:
@@ -122,7 +122,7 @@ def provider_of(call: Call, name: str) -> Provider:
 
 
 def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Check that gradients with the kernels of a provider agree with those of the reference."""
+    """Check that gradients with the kernels of a provider agree with the reference."""
     function, inputs = call.function()
     tolerance = {torch.double: (1e-7, 1e-7), **provider_of(call, provider).tolerance}
     with in_order({"*": [REFERENCE]}):
@@ -142,7 +142,7 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
         batched: the indices of the tensors whose rows are the batch.
 
     Raises:
-        CannotCheck: the reference does not compute its results row by row.
+        CannotCheck: the reference does not compute results row by row.
     """
     kernel, rows = provider_of(call, provider), len(call.tensors[batched[0]])
 
@@ -164,7 +164,7 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
         whole, by_rows = run(REFERENCE, torch.arange(rows)), alone(REFERENCE)
         probes.assert_same(by_rows, whole, "", rtol=1e-3, atol=1e-3)
     except Exception:
-        raise CannotCheck("the reference does not compute its results row by row") from None
+        raise CannotCheck("the reference does not compute results row by row") from None
     expected = alone(provider)
     for count in (2, 3, 4, 7, 16, 33, 64, 129):
         for shift in (0, 1):
@@ -175,7 +175,7 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
-    """Check that `supports` depends on its arguments only, and rejects calls that raise.
+    """Check that `supports` depends only on arguments, and rejects calls that raise.
 
     Args:
         call: the call.

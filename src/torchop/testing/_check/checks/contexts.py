@@ -119,7 +119,7 @@ def runs_in_autocast(call: Call) -> None:
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # Autocast applies to each PyTorch call inside the kernel, which may round between calls.
+    # Autocast applies to each PyTorch call inside the kernel, so values are rounded in between.
     ways += [(*each, probes.rounding(lower, actual)) for each in choices]
     for dtype, places, tolerances in ways:
         try:
@@ -171,11 +171,11 @@ def takes_subclasses(call: Call) -> None:
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
     """Does vmap agree with a loop?
 
-    Cases vary which tensors are mapped, and over which dimension.
+    Cases vary the mapped tensors and dimensions.
     """
     subject.needs_vmap()
     if subject.is_random:
-        raise CannotCheck("its results are random: see subsystems.vmap_random")
+        raise CannotCheck("results are random: see subsystems.vmap_random")
     for example in subject.accepted(most=2):
         tensors = example.tensors
         if not tensors:
@@ -208,7 +208,7 @@ def _mapped(example: Example, **options: Any) -> Case:
 def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
     """Does vmap respect `randomness`?"""
     if not subject.is_random:
-        raise CannotCheck("its results are not random: it has no tag nondeterministic_seeded")
+        raise CannotCheck("results are not random: the operator has no tag nondeterministic_seeded")
     subject.needs_vmap()
     for example in subject.accepted(most=1):
         if example.tensors:
@@ -222,7 +222,7 @@ def vmap_compiled(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fake()
     examples = subject.strided("compilers support strided tensors,")
     if subject.sizes_depend_on_data:
-        raise CannotCheck("the sizes of its results depend on data, so they may differ in a batch")
+        raise CannotCheck("result sizes depend on data, so they may differ in a batch")
     for example in examples[:2]:
         if example.tensors:
             yield Case("vmap over every tensor", example, probe=compiles_in_vmap)

@@ -146,8 +146,8 @@ def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
 def uses_its_default(call: Call, name: str) -> None:
     """Check that the kernel's default of an argument is the default in the schema.
 
-    The dispatcher drops an argument that equals the schema's default, so the kernel applies its own
-    default. A call that passes almost the schema's default must give the same results.
+    The dispatcher drops an argument that equals the schema's default, so the kernel's default
+    applies. A call that passes almost the schema's default must give the same results.
     """
     near = call.example.kwargs[name]
     without = Example(call.args, {k: v for k, v in call.kwargs.items() if k != name})

@@ -104,7 +104,7 @@ _CONTIGUOUS = (
 
 
 def fakes_on_the_device(call: Call, device: str) -> None:
-    """Check that the fake kernel returns floating-point tensors on the device of its arguments.
+    """Check that the fake kernel returns floating-point tensors on the device of the arguments.
 
     Fake tensors have no memory, so the device need not exist. A second call changes the default
     device. Tensors that stay on the CPU in both calls are on the CPU on purpose.
@@ -207,7 +207,7 @@ def registers_autograd(call: Call) -> None:
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
-    """Which dtypes does the operator accept, and does the fake kernel return the right ones?"""
+    """Does the fake kernel return the right dtypes for all dtypes that the operator accepts?"""
     table: dict[str, str] = details.setdefault("dtypes", {})
     for case in subject.cases(VARIANTS["dtypes"]):
         name = case.label.removeprefix("in ")
@@ -258,7 +258,7 @@ def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
     if subject.has_autograd_kernel:
         raise CannotCheck("a kernel is registered at an autograd key")
     if subject.schema.is_mutable:
-        raise CannotCheck("it writes into its arguments")
+        raise CannotCheck("the operator writes arguments")
     for example in subject.accepted():
         tracked = requiring_grad(example)
         if any(t.requires_grad for t in tracked.tensors):
@@ -269,7 +269,7 @@ def compiled(subject: Subject, details: Details) -> Iterator[Case]:
     """Does a compiled program agree with eager mode, gradients included?"""
     subject.needs_fake()
     if subject.is_random:
-        raise CannotCheck("its results are random, and compiled programs draw other numbers")
+        raise CannotCheck("results are random, and compiled programs draw other numbers")
     examples = subject.strided("compilers support strided tensors,")
     gradients = trainable_example(subject) is not None
     for example in examples[:2]:
@@ -282,7 +282,7 @@ def compiled(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does an exported program keep its sizes dynamic?"""
+    """Does an exported program keep sizes dynamic?"""
     subject.needs_fake()
     subject.needs_fixed_results()
     for example in subject.strided("torch.export supports strided tensors,")[:1]:

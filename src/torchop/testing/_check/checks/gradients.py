@@ -126,8 +126,8 @@ def slopes_are_right(call: Call) -> None:
 def saved_tensors_are_watched(call: Call) -> None:
     """Check that backward detects writes to arguments or results, or does not depend on them.
 
-    Also check that backward does not write into the incoming gradients, which autograd may pass to
-    other nodes too.
+    Also check that backward does not write into the incoming gradients, because autograd may pass
+    them to other nodes too.
     """
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
@@ -195,7 +195,7 @@ WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
 
 
 def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
-    """Check that gradients agree with those computed in other `ways`, which are keys of `WAYS`."""
+    """Check that gradients agree with those computed in other `ways`, keys of `WAYS`."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -217,7 +217,7 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
         function, inputs = Call(subject.op, *subject.trainable_examples[0]).function()
         results = [r for r in function(*inputs) if r.requires_grad]
         if not results:
-            raise CannotCheck("no autograd formula that runs: its results do not require grad")
+            raise CannotCheck("no autograd formula that runs: results do not require grad")
         for _ in range(order):
             total = probes.weighted_sum(results)
             grads = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
@@ -259,7 +259,7 @@ def _needs_digits(subject: Subject) -> None:
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
             raise CannotCheck(
-                f"its result has dtype {result.dtype} for arguments in double. Finite differences "
+                f"the result has dtype {result.dtype} for arguments in double. Finite differences "
                 "need double"
             )
 
@@ -383,5 +383,5 @@ def with_formula(
 def saved(subject: Subject, details: Details) -> Iterator[Case]:
     """Does backward detect writes to the tensors that it needs?"""
     if subject.schema.is_mutable:
-        raise CannotCheck("it writes its arguments")
+        raise CannotCheck("the operator writes arguments")
     yield from with_formula(subject, "the example", saved_tensors_are_watched, most=2)

@@ -26,7 +26,7 @@ def incoming_gradient(result: Tensor) -> Tensor:
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives do not depend on which other tensors require grad."""
+    """Check that second derivatives are the same if other tensors require no grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 

@@ -203,7 +203,7 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     growths: dict[str, list[int]] = {}
     for what, (_, limit) in counters.items():
         growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
-        # A leak grows by the same amount per window. Caches, such as those of the backward thread,
+        # A leak grows by the same amount per window. Caches, for example of the backward thread,
         # grow less with every window.
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth

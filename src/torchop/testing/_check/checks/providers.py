@@ -1,4 +1,4 @@
-"""Checks of providers: alternative kernels of an operator, which must agree with the reference."""
+"""Checks of providers, the alternative kernels of an operator."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def order_of(subject: Subject) -> str | None:
 
 
 def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which calls run the kernel under test."""
+    """Return a context where calls run the kernel under test."""
     name = order_of(subject)
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
@@ -75,7 +75,7 @@ _COMPARED = [
 
 
 def declared(subject: Subject) -> Provider:
-    """Return the provider under test, or raise CannotCheck if there is none."""
+    """Return the provider under test, or raise CannotCheck without one."""
     if subject.provider is None:
         raise CannotCheck("the operator has no provider")
     return subject.provider
@@ -112,7 +112,7 @@ def agrees(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def supports(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does `supports` depend on its arguments only, and reject calls that the kernel rejects?"""
+    """Does `supports` depend only on arguments, and reject calls that the kernel rejects?"""
     provider = declared(subject)
     if provider.accepts is None:
         details["supports"] = "not defined, so the kernel must support all calls of the reference"
@@ -137,7 +137,7 @@ def configs(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def gradients(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do gradients with the provider's kernels agree with those of the reference?"""
+    """Do gradients with the provider's kernels agree with the reference?"""
     options = {"provider": declared(subject).name}
     with ordered(subject.of_reference):
         needs_formula(subject.of_reference)

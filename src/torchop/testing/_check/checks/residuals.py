@@ -32,7 +32,7 @@ def same_in_training(call: Call) -> None:
 
 
 def residuals_stay(call: Call) -> None:
-    """Check that residuals are fresh tensors, so that a later call does not change them."""
+    """Check that residuals are fresh tensors that a later call does not change."""
     form, flat = _training(call)
     residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
@@ -87,7 +87,7 @@ def every_residual_is_read(call: Call) -> None:
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the training form of the operator, and its arguments for this call."""
+    """Return the training form of the operator, and the arguments for this call."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)

@@ -28,7 +28,7 @@ def same_as_contiguous(
 ) -> None:
     """Check that the call agrees with a call on contiguous copies, or with `expected`.
 
-    It must not write to the memory around its tensors.
+    It must not write to the memory around the tensors.
     """
     succeeds(call)
     if call.record.swapped is not None:
@@ -131,7 +131,7 @@ def _is_same_view(left: Tensor, right: Tensor) -> bool:
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:
-    """Check that every element is written, and agrees with the reference if there is one."""
+    """Check that every element is written, and agrees with a reference."""
     if options.get("values", True):
         writes_every_element(call, what)
     if expected is not None:
@@ -160,7 +160,7 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # Enlarged arguments may be inconsistent, so that the kernel reads out of bounds.
+        # Enlarged arguments may be inconsistent, and the kernel may read out of bounds.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
