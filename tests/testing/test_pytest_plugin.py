@@ -161,7 +161,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
             "FAILED test_ops.py::test_that_does_not_call*did not run its check, memory.gaps*",
         ]
     )
-    assert "plugged::flat: memory.gaps: the tensor gaps" in text
+    assert "plugged::flat: memory.gaps: the tensor with gaps" in text
     assert "test_without_a_mark uses torchop_check. Mark it with pytest.mark.torchop." in text
     assert "not reached" not in text.partition("short test summary")[2]
     assert "run_check(" not in text  # no frame of the plugin

@@ -35,7 +35,7 @@ def test_probes_pass_only_valid_values(namespace: str) -> None:
     )
     op.register_vmap(lambda info, dims, x, factor: (op(x.movedim(dims[0], 0), factor), 0))
     op.register_kernel("cpu", _watched(violations), provider="fast")
-    op.register_examples(lambda: [(X,)], valid=is_descending)
+    op.register_examples(lambda: [(X, 2.0)], valid=is_descending)
     outcomes: dict[str, str] = {}
     found: dict[str, Tensor] = {}
     for check in plan_checks(op):

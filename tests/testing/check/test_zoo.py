@@ -175,6 +175,6 @@ def test_every_family_has_specimens() -> None:
     families: dict[str, list[Any]] = {}
     for specimen in WRONG:
         families.setdefault(str(specimen.check).partition(".")[0], []).append(specimen)
-    assert {name: len(found) >= 5 for name, found in families.items()} == dict.fromkeys(
+    assert {name: len(found) >= 4 for name, found in families.items()} == dict.fromkeys(
         ("memory", "dtypes", "values", "sharing", "contracts", "subsystems", "providers"), True
     )

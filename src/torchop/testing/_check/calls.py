@@ -179,16 +179,19 @@ class Call:
         """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes must use these two methods to change values, because the methods call `valid`. Only
-    # finite differences bypass it: their steps are as small as rounding errors.
+    # Probes must use these methods to change values, because the methods call `valid`. Only finite
+    # differences bypass it: their steps are as small as rounding errors.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
-        """Return the example with `change` applied to each tensor.
+        """Return the example with `change` applied to each tensor, or raise CannotCheck."""
+        return self.valid(self.example.map(change))
+
+    def valid(self, example: Example) -> Example:
+        """Return an example.
 
         Raises:
-            CannotCheck: `valid` of `register_examples` rejects the changed example.
+            CannotCheck: `valid` of `register_examples` rejects it.
         """
-        example = self.example.map(change)
         if not is_valid(self.op, example):
             raise CannotCheck(REJECTED)
         return example

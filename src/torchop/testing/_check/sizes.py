@@ -57,17 +57,17 @@ def each_resized(
 
 def sizes_changed(changes: Mapping[int, int]) -> str:
     """Describe the changes of `resized`."""
-    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
+    return ", ".join(f"size {size} changed to {new}" for size, new in changes.items())
 
 
 # Larger by one than common block and grid sizes.
 BLOCKS = (1025, 65537)
-
-
 _MOST_ELEMENTS = 2**19  # in an example or in the results, to keep calls below a second
 
 
-def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[int, int]]:
+def larger_sizes(
+    example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
+) -> list[dict[int, int]]:
     """Return changes of one size each to a value above a common block size.
 
     Sizes of distinct indices do not change, because their range is limited. Sizes that would make
@@ -77,7 +77,7 @@ def larger_sizes(example: Example, results: Sequence[Tensor] = ()) -> list[dict[
     return [
         {size: new}
         for size in sizes(example)
-        for new in BLOCKS
+        for new in blocks
         if 0 < size < new
         and size not in fixed
         and all(

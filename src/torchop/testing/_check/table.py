@@ -278,7 +278,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of(
         "subsystems.fake",
         _FAKE,
-        f"plain {_LAYOUTS} {_SIZES} absent scalars",
+        f"plain {_LAYOUTS} {_SIZES} block absent scalars",
         "Does the fake kernel return the right metadata?",
         of_kernel=_always,
     ),

@@ -21,7 +21,13 @@ from torchop.testing._check.cases import Arrangement, Case, Variant
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
 from torchop.testing._check.relations import has_fixed_values, referred
 from torchop.testing._check.sharing import one_tensor, one_view, overlapping, shared
-from torchop.testing._check.sizes import each_resized, larger_sizes, sizes, sizes_changed
+from torchop.testing._check.sizes import (
+    BLOCKS,
+    each_resized,
+    larger_sizes,
+    sizes,
+    sizes_changed,
+)
 from torchop.testing._check.subject import Subject
 
 Cases = Iterator[Case]
@@ -54,6 +60,8 @@ def original(subject: Subject, example: Example) -> Cases:
 # --------------------------------------------------------------------------------------------------
 # Layouts
 
+_WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negative view"}
+
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
     """Lay out all tensors, then each tensor alone."""
@@ -65,7 +73,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         if not places:
             raise CannotCheck("every tensor is written, and cannot be expanded")
     for chosen in all_and_each(places):
-        label = f"{_which(subject, example, chosen, len(places))} {layout}"
+        label = f"{_which(subject, example, chosen, len(places))} {_WORDS.get(layout, layout)}"
         in_layout(layout, chosen)(example)  # raises if no tensor can have the layout
         yield Case(label, example, in_layout(layout, chosen))
         if subject.schema.is_mutable:
@@ -112,10 +120,10 @@ def longer(subject: Subject, example: Example) -> Cases:
         yield Case(sizes_changed(change), other)
 
 
-def blocks(subject: Subject, example: Example) -> Cases:
+def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
     """Make dimensions a little larger than common block sizes."""
     results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
-    changes = larger_sizes(example, results=results)
+    changes = larger_sizes(example, results, blocks)
     if not changes:
         raise CannotCheck("no tensor has a dimension that can grow")
     for change, other in each_resized(example, *changes):
@@ -341,7 +349,9 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
     **_group("size", longer=longer),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
-    "blocks": Variant("blocks", "size", blocks, most=1),
+    "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
+    # For fake kernels in Python, which may loop over the elements.
+    "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),
     "promotion": Variant("promotion", "dtype", promotion, most=1),
