@@ -193,7 +193,11 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 def registers_autograd(call: Call) -> None:
     """Check that results do not require grad if no kernel is registered at an autograd key."""
     args, kwargs = call.example.copy()
-    for index, result in enumerate(probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))):
+    try:
+        results = probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))
+    except Exception as error:
+        raise CannotCheck(f"tensors that require grad are refused: {reason(error)}") from None
+    for index, result in enumerate(results):
         if result.requires_grad:
             raise AssertionError(
                 f"result {index} requires grad, but no kernel is registered at an autograd key. "
