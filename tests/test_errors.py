@@ -1,4 +1,4 @@
-"""Warnings point at the user's line."""
+"""Warnings point at the user's line. Uses private names: _errors."""
 
 from __future__ import annotations
 

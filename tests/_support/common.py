@@ -194,3 +194,9 @@ def close_operators(namespace: dict[str, Any]) -> None:
             value._definition.deregister("the page that defined it is over")
         elif isinstance(value, torchop.Library):
             value.close()
+
+
+def is_defined(name: str) -> bool:
+    """Return whether the dispatcher has an operator of that name, with any overload."""
+    names = torch._C._dispatch_get_all_op_names()
+    return any(each.partition(".")[0] == name for each in names)

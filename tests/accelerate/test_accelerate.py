@@ -1,4 +1,4 @@
-"""accelerate: patterns, the table, and taking it back."""
+"""accelerate: patterns, the table, and taking it back. Uses private names: _accelerate.patterns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests._support.devices import BACKEND, TYPE
 from tests._support.forking import run_forked
 from tests.accelerate.support import T
 from torchop._accelerate import patterns
-from torchop._schema.naming import OpName
+from torchop.extend import OpName
 
 pytestmark = needs_native
 

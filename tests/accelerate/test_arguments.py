@@ -11,12 +11,11 @@ import torchop
 from tests._support.common import needs_native, outcome
 from tests._support.devices import BACKEND
 from tests.accelerate.support import T, assert_same, stock
-from torchop._compat import schemas
-from torchop._schema.schema import Schema
+from torchop.extend import Schema
 
 
 def schema(text: str) -> Schema:
-    return Schema(schemas.parse(f"f{text} -> Tensor"))
+    return Schema(torch._C.parse_schema(f"f{text} -> Tensor"))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Accelerated calls run the kernel that the dispatcher would run."""
+"""Accelerated calls run the kernel that the dispatcher would run.
+
+Uses private names: _compat.dispatch.
+"""
 
 from __future__ import annotations
 

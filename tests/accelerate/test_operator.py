@@ -1,4 +1,7 @@
-"""Operators of torch.library mean the same, accelerated or not; and their lifetime."""
+"""Operators of torch.library mean the same, accelerated or not; and their lifetime.
+
+Uses private names: _native.table.calls.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from tests.accelerate.support import (
     stock,
 )
 from torchop._native.table import calls as table
-from torchop._schema.naming import OpName
+from torchop.extend import OpName
 
 pytestmark = needs_native
 

@@ -1,4 +1,7 @@
-"""`python -m torchop explain` and `bench --providers`, with operators that have several kernels."""
+"""`python -m torchop explain` and `bench --providers`, with operators that have several kernels.
+
+Uses private names: testing._tune.
+"""
 
 from __future__ import annotations
 

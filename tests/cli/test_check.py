@@ -1,4 +1,7 @@
-"""`python -m torchop check`: tests of pytest, in workers that may crash."""
+"""`python -m torchop check`: tests of pytest, in workers that may crash.
+
+Uses private names: testing._extras.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The wheel torchop-native: installed where there is no compiler, found, and used."""
+"""The wheel torchop-native: installed where there is no compiler, found, and used.
+
+Uses private names: _native.extension.api, _native.extension.files, testing._extras.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Private names of PyTorch are in one package, which needs nothing of ours."""
+"""Private names of PyTorch are in one package, which needs nothing of ours.
+
+Uses private names: _compat.
+"""
 
 from __future__ import annotations
 

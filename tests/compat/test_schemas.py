@@ -1,4 +1,4 @@
-"""Schemas: names of PyTorch that change."""
+"""Schemas: names of PyTorch that change. Uses private names: _compat.schemas."""
 
 from __future__ import annotations
 

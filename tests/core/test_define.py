@@ -1,4 +1,9 @@
-"""A definition happens as a whole or not at all, wherever it raises."""
+"""A definition happens as a whole or not at all, wherever it raises.
+
+Uses private names: _compat.libraries, _compat.registries, _compat.torch_ops, _core.define,
+_core.registry, _native.switch, _rules.fake.rule, _rules.functionalization.trace, _rules.inlining,
+_rules.kernels.rule.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import is_defined
 from tests.core.operators import (
     all_names,
     family,
@@ -22,7 +28,7 @@ from tests.core.operators import (
     plain,
     with_helpers,
 )
-from torchop._compat import libraries, operators, registries, torch_ops
+from torchop._compat import libraries, registries, torch_ops
 from torchop._core import define, registry
 from torchop._native import switch
 from torchop._rules import inlining
@@ -178,7 +184,7 @@ def test_a_warning_of_the_definition_that_is_an_error_leaves_a_free_name(namespa
         with pytest.raises(torchop.SchemaWarning):
             torchop.custom_op(f"{namespace}::op", print, mutates_args=(), schema="(Tensor x) -> ()")
     is_free(namespace)
-    assert not operators.is_registered(f"{namespace}::op", "")
+    assert not is_defined(f"{namespace}::op")
 
 
 def stock(x: Tensor) -> Tensor:

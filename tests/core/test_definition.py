@@ -1,4 +1,7 @@
-"""Definitions: lifetime, closing, and registrations from several threads."""
+"""Definitions: lifetime, closing, and registrations from several threads.
+
+Uses private names: _rules.fake.rule, _rules.kernels.rule.
+"""
 
 import threading
 

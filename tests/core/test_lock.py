@@ -1,4 +1,7 @@
-"""A forked child can register operators, whatever other threads of the parent were doing."""
+"""A forked child can register operators, whatever other threads of the parent were doing.
+
+Uses private names: _core.lock.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functions that are asked about a call: which arguments they get, and what is refused."""
+"""Functions that are asked about a call: which arguments they get, and what is refused.
+
+Uses private names: _core.observers.
+"""
 
 from __future__ import annotations
 

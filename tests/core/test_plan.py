@@ -1,4 +1,7 @@
-"""Plans: immutable pictures of the rules, swapped in one assignment."""
+"""Plans: immutable pictures of the rules, swapped in one assignment.
+
+Uses private names: _rules, _rules.kernels.rule.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Any way of naming an operator leads to the same definition."""
+"""Any way of naming an operator leads to the same definition.
+
+Uses private names: _core.registry.
+"""
 
 import warnings
 from functools import partial
@@ -12,8 +15,7 @@ import torchop
 from tests._support.devices import BACKEND, TYPE
 from tests._support.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, resolve
-from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
+from torchop.extend import Form, OpName
 
 T = torch.zeros(2)
 

@@ -14,9 +14,8 @@ import torch.library
 from torch import Tensor
 
 import torchop
-from tests._support.common import needs_native
+from tests._support.common import is_defined, needs_native
 from torchop import CustomOp
-from torchop._compat import operators
 
 _numbers = itertools.count()
 
@@ -426,7 +425,7 @@ def test_a_library_closes_although_a_rule_raises_for_each_of_its_operators(
     for op in ops:
         with pytest.raises(torchop.OperatorGoneError):
             op(torch.ones(1))
-        assert not operators.is_registered(op.name, "")
+        assert not is_defined(op.name)
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")

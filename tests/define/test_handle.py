@@ -1,4 +1,7 @@
-"""The handle: it has the identity of its function, and that of its operator."""
+"""The handle: it has the identity of its function, and that of its operator.
+
+Uses private names: _compat.torch_ops.
+"""
 
 import copy
 import doctest

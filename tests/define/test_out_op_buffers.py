@@ -1,4 +1,7 @@
-"""What a caller of an operator that out_op defines may write into."""
+"""What a caller of an operator that out_op defines may write into.
+
+Uses private names: _define.forms.kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Definitions by out_op that are refused, as a whole, and their end."""
+"""Definitions by out_op that are refused, as a whole, and their end.
+
+Uses private names: _define.out_op.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Packages with kernels in C++, which run where there is no Python."""
+"""Packages with kernels in C++, which run where there is no Python.
+
+Uses private names: _compat.on_demand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What changes the keys of compile caches, by themselves and by `cache_key_tag`."""
+"""What changes the keys of compile caches, by themselves and by `cache_key_tag`.
+
+Uses private names: _compat.compile_caches, _inspect.cache_key.
+"""
 
 from __future__ import annotations
 

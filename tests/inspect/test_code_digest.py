@@ -1,4 +1,7 @@
-"""Which code and constants a key for compile caches depends on."""
+"""Which code and constants a key for compile caches depends on.
+
+Uses private names: _inspect.cache_key, _inspect.code_digest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""record: what a program calls, and with what."""
+"""record: what a program calls, and with what. Uses private names: _inspect.record."""
 
 from __future__ import annotations
 

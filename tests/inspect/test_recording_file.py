@@ -1,4 +1,7 @@
-"""The file of a recording: what comes back, and what is refused."""
+"""The file of a recording: what comes back, and what is refused.
+
+Uses private names: _inspect.record.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operators a package registers."""
+"""Which operators a package registers. Uses private names: _native.switch."""
 
 from __future__ import annotations
 

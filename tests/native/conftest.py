@@ -1,4 +1,7 @@
-"""An operator; and for building: sources, compilers and caches that are nobody else's."""
+"""An operator; and for building: sources, compilers and caches that are nobody else's.
+
+Uses private names: _native.extension.api, _native.extension.files, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls that the dispatcher makes pass by our kernels that have nothing to do, and no others."""
+"""Calls that the dispatcher makes pass by our kernels that have nothing to do, and no others.
+
+Uses private names: _rules.autograd.rule, _rules.mutation.kernels.
+"""
 
 from __future__ import annotations
 

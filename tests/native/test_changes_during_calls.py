@@ -1,4 +1,7 @@
-"""What a call runs, and what it was given, changes or goes while it runs."""
+"""What a call runs, and what it was given, changes or goes while it runs.
+
+Uses private names: _native.switch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Of which devices native calls take tensors."""
+"""Of which devices native calls take tensors.
+
+Uses private names: _compat.dispatch, _native.switch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls in the dispatcher, while another thread changes or ends their operator."""
+"""Calls in the dispatcher, while another thread changes or ends their operator.
+
+Uses private names: _core.lock, _native.plan, _native.switch.
+"""
 
 from __future__ import annotations
 

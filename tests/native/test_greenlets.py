@@ -1,4 +1,7 @@
-"""Greenlets that switch inside kernels: calls end in any order, and some never do."""
+"""Greenlets that switch inside kernels: calls end in any order, and some never do.
+
+Uses private names: _hooks.
+"""
 
 from __future__ import annotations
 

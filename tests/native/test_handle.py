@@ -1,4 +1,7 @@
-"""A handle is native in every way of calling it, and otherwise what it was before."""
+"""A handle is native in every way of calling it, and otherwise what it was before.
+
+Uses private names: _native.switch.
+"""
 
 from __future__ import annotations
 

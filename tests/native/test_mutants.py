@@ -1,4 +1,7 @@
-"""Each mutant of `nox -s mutants` takes out a condition that is there, exactly once."""
+"""Each mutant of `nox -s mutants` takes out a condition that is there, exactly once.
+
+Uses private names: _native.extension.recipe.
+"""
 
 from __future__ import annotations
 

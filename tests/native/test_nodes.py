@@ -1,4 +1,7 @@
-"""Gradients on a PyTorch whose autograd nodes have fields that torchop does not know."""
+"""Gradients on a PyTorch whose autograd nodes have fields that torchop does not know.
+
+Uses private names: _native.extension.recipe.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a program shows while native calls are compiled: in logs, notebooks and children."""
+"""What a program shows while native calls are compiled: in logs, notebooks and children.
+
+Uses private names: _native.extension.api.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Objects of torch.ops call our operators without a Python frame, and everything else as ever."""
+"""Objects of torch.ops call our operators without a Python frame, and everything else as ever.
+
+Uses private names: _native.switch.
+"""
 
 from __future__ import annotations
 

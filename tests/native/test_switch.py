@@ -1,4 +1,7 @@
-"""Operators become native when the extension is there, and are what they were."""
+"""Operators become native when the extension is there, and are what they were.
+
+Uses private names: _native.extension.recipe, _native.switch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One package, loaded twice under two namespaces as the kernel hub does: `examples/kernel_hub`."""
+"""One package, loaded twice under two namespaces as the kernel hub does: `examples/kernel_hub`.
+
+Uses private names: _inspect.cache_key, _inspect.registrant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What users install, what a package index shows of it, and how pages say to install it."""
+"""What users install, what a package index shows of it, and how pages say to install it.
+
+Uses private names: testing._extras.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The public names: there, documented, in the reference, and called like torch.library's."""
+"""The public names: there, documented, in the reference, and called like torch.library's.
+
+Uses private names: _define.registrations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a compiler computes again in the backward under an activation memory budget."""
+"""What a compiler computes again in the backward under an activation memory budget.
+
+Uses private names: _rules.user.checkpoint_policy.
+"""
 
 from __future__ import annotations
 

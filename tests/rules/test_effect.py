@@ -1,4 +1,4 @@
-"""Effects: what compilers must neither drop nor reorder."""
+"""Effects: what compilers must neither drop nor reorder. Uses private names: _compat.registries."""
 
 import pytest
 import torch

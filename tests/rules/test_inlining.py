@@ -1,4 +1,7 @@
-"""Inlining: who sees the operator, and who sees what its function does."""
+"""Inlining: who sees the operator, and who sees what its function does.
+
+Uses private names: _compat.classes, _compat.registries, _rules.kernels.rule.
+"""
 
 import contextlib
 import copy

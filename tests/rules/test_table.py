@@ -1,4 +1,7 @@
-"""What every compiled rule must have: whoever adds one is told here what is missing."""
+"""What every compiled rule must have: whoever adds one is told here what is missing.
+
+Uses private names: _core.definition, _define.members, _rules.
+"""
 
 from __future__ import annotations
 

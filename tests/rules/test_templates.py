@@ -1,4 +1,7 @@
-"""The two example rules of docs/dev/add-a-rule.md are short and work."""
+"""The two example rules of docs/dev/add-a-rule.md are short and work.
+
+Uses private names: _core.definition, _define.registrations, _rules.
+"""
 
 from __future__ import annotations
 

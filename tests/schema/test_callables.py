@@ -1,4 +1,7 @@
-"""Whether a function can be called as PyTorch will call it."""
+"""Whether a function can be called as PyTorch will call it.
+
+Uses private names: _schema.callables.
+"""
 
 import functools
 import inspect

@@ -1,4 +1,7 @@
-"""A hand-written schema against its function: what is refused, what is only said, what is fine."""
+"""A hand-written schema against its function: what is refused, what is only said, what is fine.
+
+Uses private names: _schema.compare.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests._support.common import is_defined
 from torchop import SchemaError, SchemaWarning
-from torchop._compat import operators, schemas
 from torchop._schema import compare
-from torchop._schema.schema import Schema
+from torchop.extend import Schema
 
 
 def check(schema: str, function: Callable[..., Any]) -> None:
-    compare.check_function("ns::f", Schema(schemas.parse(f"f{schema}")), function)
+    compare.check_function("ns::f", Schema(torch._C.parse_schema(f"f{schema}")), function)
 
 
 def scale(x: Tensor, factor: float, n: int = 1) -> Tensor: ...
@@ -124,7 +127,7 @@ def test_these_contradict_each_other_and_the_error_shows_both(
         check(schema, function)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
-    assert f"schema {Schema(schemas.parse(f'f{schema}'))}, function {__name__}." in message
+    assert f"schema {Schema(torch._C.parse_schema(f'f{schema}'))}, function {__name__}." in message
 
 
 @pytest.mark.parametrize(
@@ -211,7 +214,7 @@ def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> N
     ],
 )
 def test_mutates_args_that_agrees_with_the_schema(schema: str, mutates_args: Any) -> None:
-    compare.check_mutation("ns::f", Schema(schemas.parse(f"f{schema}")), mutates_args)
+    compare.check_mutation("ns::f", Schema(torch._C.parse_schema(f"f{schema}")), mutates_args)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_mutates_args_that_contradicts_the_schema(
         torchop.custom_op(name, lambda *args: None, mutates_args=mutates_args, schema=schema)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
-    assert operators.overload_names(name) == []
+    assert not is_defined(name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,6 +260,6 @@ def test_a_refused_schema_leaves_its_name_free(namespace: str, schema: str) -> N
     name = f"{namespace}::scale"
     with pytest.raises(SchemaError):
         torchop.custom_op(name, scale, mutates_args=(), schema=schema)
-    assert operators.overload_names(name) == []
+    assert not is_defined(name)
     op = torchop.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
     assert op(torch.ones(())) == 2

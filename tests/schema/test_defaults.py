@@ -1,4 +1,7 @@
-"""Defaults: how a schema writes them, and how a kernel comes to see the schema's."""
+"""Defaults: how a schema writes them, and how a kernel comes to see the schema's.
+
+Uses private names: _schema.defaults.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,8 @@ from torch import Tensor
 
 import torchop
 from torchop import SchemaError
-from torchop._compat import schemas
 from torchop._schema import defaults
-from torchop._schema.schema import Schema
+from torchop.extend import Schema
 
 
 class Level(enum.IntEnum):
@@ -28,7 +30,7 @@ class Name(str):
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse(f"f{text}"))
+    return Schema(torch._C.parse_schema(f"f{text}"))
 
 
 def read(text: str, schema_type: str) -> Any:

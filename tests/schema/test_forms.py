@@ -1,4 +1,4 @@
-"""In-place operators and operators with out=, by their tags."""
+"""In-place operators and operators with out=, by their tags. Uses private names: _schema.forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests._support.devices import TYPE
 from tests._support.releases import INPLACE, OUT, needs_tags, of_form
 from tests.define.families import sine
 from torchop._schema import forms
-from torchop._schema.forms import Form, form_of
+from torchop._schema.forms import form_of
+from torchop.extend import Form
 
 
 def add_(x: Tensor, y: Tensor) -> Tensor:

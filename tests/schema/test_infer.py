@@ -1,4 +1,7 @@
-"""infer_schema: from annotations to a schema, and what it says of a function that has none."""
+"""infer_schema: from annotations to a schema, and what it says of a function that has none.
+
+Uses private names: _schema.tree.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, SUPPORTED_RETURN_
 
 import torchop
 from tests._support import strategies
+from tests._support.common import is_defined
 from tests._support.releases import GENERATOR, needs_enums
 from torchop import SchemaError
-from torchop._compat import operators, schemas
-from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
+from torchop.extend import Schema
 
 
 class Mode(enum.Enum):
@@ -29,7 +32,7 @@ NEGATE = "(Tensor x) -> Tensor"
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse(f"f{text}"))
+    return Schema(torch._C.parse_schema(f"f{text}"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -189,7 +192,7 @@ def test_a_refused_signature_leaves_its_name_free(
     with torchop.Library(namespace, "FRAGMENT") as library:
         with pytest.raises(SchemaError):
             torchop.custom_op(name, signature.function(), mutates_args=(), lib=library)
-        assert operators.overload_names(name) == []
+        assert not is_defined(name)
         op = torchop.custom_op(name, torch.neg, schema=NEGATE, mutates_args=(), lib=library)
         assert op(torch.ones(())) == -1
 
@@ -279,7 +282,7 @@ def test_mutates_args_that_names_no_tensor_is_refused(
     assert [word for word in words if word not in message] == []
     assert message.startswith((f"{namespace}::f: ", f"{writes.__module__}.writes: "))
     assert len(message) < 400
-    assert operators.overload_names(f"{namespace}::f") == []
+    assert not is_defined(f"{namespace}::f")
 
 
 def test_mutates_args_without_a_tensor_to_name_says_so() -> None:
@@ -297,7 +300,7 @@ def test_a_keyword_only_tensor_can_be_inferred_but_not_defined(
     assert ", *, Tensor" in torchop.infer_schema(function, mutates_args=())
     with pytest.raises(NotImplementedError, match=r"kwarg-only Tensor args \(weight\)"):
         torchop.custom_op(f"{namespace}::f", function, mutates_args=())
-    assert operators.overload_names(f"{namespace}::f") == []
+    assert not is_defined(f"{namespace}::f")
 
 
 def test_an_iterator_and_a_string_reach_the_definition_of_an_operator(namespace: str) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import torchop
 from tests._support import strategies
+from tests._support.common import is_defined
 from torchop import OperatorNameError
-from torchop._compat import operators, schemas
-from torchop._schema.naming import OpName
+from torchop.extend import OpName
 
 
 def crop(x: Tensor, n: int = 1) -> Tensor:
@@ -135,7 +135,7 @@ def test_nothing_is_defined_under_a_bad_name(qualname: Any) -> None:
 def test_a_bad_overload_leaves_the_rest_of_the_name_free(namespace: str) -> None:
     with pytest.raises(OperatorNameError):
         torchop.custom_op(f"{namespace}::crop.1", crop, mutates_args=())
-    assert operators.overload_names(f"{namespace}::crop") == []
+    assert not is_defined(f"{namespace}::crop")
     op = torchop.custom_op(f"{namespace}::crop", crop, mutates_args=())
     assert op(torch.zeros(())) == 1
 
@@ -169,5 +169,5 @@ def test_any_text_is_refused_or_can_be_the_name_of_a_schema(text: str) -> None:
     except OperatorNameError:
         return
     assert str(name) == text
-    schema = schemas.parse(f"{text}(Tensor x) -> Tensor")
+    schema = torch._C.parse_schema(f"{text}(Tensor x) -> Tensor")
     assert (schema.name, schema.overload_name) == (f"{name.namespace}::{name.name}", name.overload)

@@ -1,4 +1,4 @@
-"""What torchop reads in a parsed schema."""
+"""What torchop reads in a parsed schema. Uses private names: _schema.defaults."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from hypothesis import given
 from torch.overrides import TorchFunctionMode
 
 from tests._support import strategies
-from torchop._compat import schemas
 from torchop._schema import defaults
-from torchop._schema.schema import Schema
+from torchop.extend import Schema
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse(text), text)
+    return Schema(torch._C.parse_schema(text), text)
 
 
 @pytest.mark.parametrize(

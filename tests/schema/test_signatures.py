@@ -1,4 +1,7 @@
-"""The annotations of a function, however they are written and whatever the function is."""
+"""The annotations of a function, however they are written and whatever the function is.
+
+Uses private names: _schema.signatures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""checking: an operator that mutates what it does not declare is found by calling it."""
+"""checking: an operator that mutates what it does not declare is found by calling it.
+
+Uses private names: _core.checking, _rules.kernels.rule.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Snapshots of inputs: every change is found, and nothing else is taken for one."""
+"""Snapshots of inputs: every change is found, and nothing else is taken for one.
+
+Uses private names: testing._snapshot.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop._schema.schema import Schema
+from torchop.extend import Schema
 from torchop.testing import _snapshot as snapshot_module
 from torchop.testing._snapshot import Snapshot
 

@@ -1,4 +1,4 @@
-"""That a call goes the way that explain says."""
+"""That a call goes the way that explain says. Uses private names: _native.reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls that record a gradient, as explain tells them apart."""
+"""Calls that record a gradient, as explain tells them apart.
+
+Uses private names: _native.extension.recipe, _native.reasons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The kernel that a call runs, or why the dispatcher has to run it, as explain says."""
+"""The kernel that a call runs, or why the dispatcher has to run it, as explain says.
+
+Uses private names: _native.reasons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls that mutate, as explain tells them apart."""
+"""Calls that mutate, as explain tells them apart.
+
+Uses private names: _compat.aliasing, _native.reasons.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One test for each reason that explain has; the call then takes that way."""
+"""One test for each reason that explain has; the call then takes that way.
+
+Uses private names: _native.extension.recipe, _native.reasons, _rules.autograd.derived.replay.
+"""
 
 from __future__ import annotations
 

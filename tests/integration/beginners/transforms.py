@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.integration.beginners.mistake import mistake, scale_of
-from torchop._compat import simulated_ranks
+from tests.rules.user.sharding import ranks
 
 
 @mistake(TypeError, cause="to have two returns, an output and out_dims", fix="out_dims (the dim")
@@ -29,7 +29,7 @@ def autocast_to_a_string(n: str) -> None:
 def dtensors_without_a_rule(n: str) -> None:
     scale = scale_of(n)
     scale.register_fake(lambda x, factor: torch.empty_like(x))
-    with simulated_ranks.simulated_mesh((2,)) as mesh:
+    with ranks.simulated_mesh((2,)) as mesh:
         from torch.distributed.tensor import Shard, distribute_tensor
 
         scale(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))

@@ -1,4 +1,7 @@
-"""What `check` finds on a device: nothing in right operators, and what calls leave behind."""
+"""What `check` finds on a device: nothing in right operators, and what calls leave behind.
+
+Uses private names: _core.snapshot, testing._check.checks.accelerator, testing._contents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Derived formulas whose bodies draw random numbers on a device, and while a graph is captured."""
+"""Derived formulas whose bodies draw random numbers on a device, and while a graph is captured.
+
+Uses private names: _compat.devices, _hooks, _rules.autograd.derived.replay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is asked of a type of device is answered for any, and what may not be read is left alone."""
+"""What is asked of a type of device is answered for any, and what may not be read is left alone.
+
+Uses private names: _compat.devices, _core.snapshot, testing._check.report.
+"""
 
 from __future__ import annotations
 

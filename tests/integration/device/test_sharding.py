@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 import torchop
 from tests.integration.device import target
 from tests.integration.device.target import TYPE
-from torchop._compat import simulated_ranks
+from tests.rules.user.sharding import ranks
 from torchop.testing import check_sharding
 
 pytestmark = target.needs_accelerator
@@ -56,12 +56,12 @@ def test_gradients_of_shards(namespace: str, native: bool) -> None:
     op(*expected).square().sum().backward()
     whole = [value.detach() for value in arguments()]
     way = torch.enable_grad() if native else torchop.native.disabled()
-    with simulated_ranks.simulated_mesh((2,), TYPE) as mesh, way:
-        x, y = (simulated_ranks.placed(value, mesh, [Replicate()]) for value in whole)
+    with ranks.simulated_mesh((2,), TYPE) as mesh, way:
+        x, y = (ranks.placed(value, mesh, [Replicate()]) for value in whole)
         x = x.redistribute(mesh, [Shard(1)]).requires_grad_()
         y.requires_grad_()
         op(x, y).square().sum().backward()
         for shards, value in zip((x, y), expected, strict=True):
-            found = simulated_ranks.whole(shards.grad.full_tensor())
+            found = ranks.whole(shards.grad.full_tensor())
             assert found.device == value.device
             torch.testing.assert_close(found, value.grad)

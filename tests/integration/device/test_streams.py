@@ -1,4 +1,7 @@
-"""Streams, waits and memory, on any accelerator: a call adds nothing to what its kernel does."""
+"""Streams, waits and memory, on any accelerator: a call adds nothing to what its kernel does.
+
+Uses private names: testing._timing.
+"""
 
 from __future__ import annotations
 

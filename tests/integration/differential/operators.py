@@ -2,6 +2,8 @@
 
 What a kernel or a formula does is not part of an operator but of a call: the functions ask the
 script that is running. So operators with the same schema are made once.
+
+Uses private names: _native.reasons, _native.table.calls, _rules.autograd.rule.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from tests.integration.differential.spec import RETURNS, OperatorSpec, Override,
 from torchop._native.reasons import Reason
 from torchop._native.table.calls import entry_of
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._schema.naming import OpName
+from torchop.extend import OpName
 
 
 class Operator:

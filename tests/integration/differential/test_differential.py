@@ -1,6 +1,8 @@
 """Native calls and the dispatcher, compared on generated operators and calls.
 
 `nox -s fuzz` compares more, from another place; `SEED` repeats a run.
+
+Uses private names: _native.reasons.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The comparison can fail: whatever one path does otherwise, it is seen."""
+"""The comparison can fail: whatever one path does otherwise, it is seen.
+
+Uses private names: _native.reasons, _rules.kernels.rule.
+"""
 
 from __future__ import annotations
 

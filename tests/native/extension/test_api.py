@@ -1,4 +1,7 @@
-"""Building in the foreground, and the functions of this process."""
+"""Building in the foreground, and the functions of this process.
+
+Uses private names: _native.extension.api, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api
 from torchop._native.extension.recipe import make_recipe
+from torchop.native import NativeUnavailableError
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 

@@ -1,4 +1,7 @@
-"""Compiling: under a lock, in one step, and without a trace of what failed."""
+"""Compiling: under a lock, in one step, and without a trace of what failed.
+
+Uses private names: _native.extension.build, _native.extension.files, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from tests._support.common import in_threads
-from torchop._errors import NativeUnavailableError
 from torchop._native.extension import files
 from torchop._native.extension.build import Build
 from torchop._native.extension.recipe import make_recipe
+from torchop.native import NativeUnavailableError
 
 Compiler = Callable[[str], Path]
 

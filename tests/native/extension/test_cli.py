@@ -1,4 +1,8 @@
-"""The command line."""
+"""The command line.
+
+Uses private names: _compat.compile_caches, _native.extension.files, _native.extension.recipe,
+testing._extras.
+"""
 
 from __future__ import annotations
 

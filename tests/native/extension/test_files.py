@@ -1,4 +1,7 @@
-"""Files of compiled extensions: a cache that is private, where they are found, and loading."""
+"""Files of compiled extensions: a cache that is private, where they are found, and loading.
+
+Uses private names: _native.extension.api, _native.extension.files, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api, files
 from torchop._native.extension.recipe import make_recipe
+from torchop.native import NativeUnavailableError
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="nothing is compiled on Windows")
 REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"

@@ -1,4 +1,7 @@
-"""How a process gets the extension, and what happens when it does not."""
+"""How a process gets the extension, and what happens when it does not.
+
+Uses private names: _native.extension.api, _native.extension.build.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from types import ModuleType
 
 import pytest
 
-from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension import api
 from torchop._native.extension.api import (
     NOTICE_IN_BACKGROUND,
@@ -25,6 +27,7 @@ from torchop._native.extension.api import (
     why_missing,
 )
 from torchop._native.extension.build import Build
+from torchop.native import NativeBuildWarning, NativeUnavailableError
 
 Compiler = Callable[[str], Path]
 

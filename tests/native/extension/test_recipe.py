@@ -1,4 +1,7 @@
-"""What is compiled and how: the key, the flags and the compiler."""
+"""What is compiled and how: the key, the flags and the compiler.
+
+Uses private names: _native.extension.api, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import pytest
 import torch
 
 from tests.native.conftest import TINY
-from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api
 from torchop._native.extension import recipe as module
 from torchop._native.extension.recipe import (
@@ -22,6 +24,7 @@ from torchop._native.extension.recipe import (
     node_fields,
     unknown_nodes,
 )
+from torchop.native import NativeUnavailableError
 
 
 @pytest.fixture

@@ -1,4 +1,7 @@
-"""Waiting for the extension: what is returned and raised, in threads and in forked processes."""
+"""Waiting for the extension: what is returned and raised, in threads and in forked processes.
+
+Uses private names: _native.extension.api.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from types import ModuleType
 import pytest
 
 from tests._support.common import in_threads
-from torchop._errors import NativeUnavailableError
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND, Extension
+from torchop.native import NativeUnavailableError
 
 Compiler = Callable[[str], Path]
 

@@ -1,4 +1,7 @@
-"""Operators whose next call records its gradient natively, and both ways to make a call."""
+"""Operators whose next call records its gradient natively, and both ways to make a call.
+
+Uses private names: _rules.autograd.rule.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,13 @@ def differentiable(
     """An operator whose next call is native: the first one that records a gradient is not."""
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
     op.register_autograd(backward, setup_context=setup_context)
-    assert op._definition.rule(AutogradRule).function  # makes it
+    make_formula(op)
     return op
+
+
+def make_formula(op: Any) -> None:
+    """Compile the formula, which the first call that records a gradient does otherwise."""
+    assert op._definition.rule(AutogradRule).function
 
 
 def save_inputs(ctx, inputs, output):

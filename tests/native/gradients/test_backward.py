@@ -1,4 +1,7 @@
-"""What the engine calls of a node that a native call made."""
+"""What the engine calls of a node that a native call made.
+
+Uses private names: _compat.autograd, _native.switch, _rules.autograd.rule.
+"""
 
 from __future__ import annotations
 

@@ -9,8 +9,13 @@ from torch.testing import assert_close
 
 import torchop
 from tests._support.common import needs_native
-from tests.native.gradients.recording import all_native, differentiable, leaf, on_both_ways
-from torchop._rules.autograd.rule import AutogradRule
+from tests.native.gradients.recording import (
+    all_native,
+    differentiable,
+    leaf,
+    make_formula,
+    on_both_ways,
+)
 
 pytestmark = needs_native
 
@@ -87,7 +92,7 @@ def test_input_that_refuses_a_gradient_leaves_versions_alone(namespace):
         schema="(Tensor(a!) x, Tensor y) -> Tensor",
     )
     op.register_autograd(lambda ctx, grad: (None, grad))
-    assert op._definition.rule(AutogradRule).function  # makes it
+    make_formula(op)
 
     def scenario():
         x, base = torch.zeros(2), leaf(1.0, 2.0) * 1

@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests.rules.support import save_inputs
+from tests.rules.user.sharding import ranks
 from torchop import TracingError
-from torchop._compat import simulated_ranks
 
 X, W = torch.arange(6.0).reshape(2, 3).sin(), torch.arange(3.0).cos()
 
@@ -108,9 +108,9 @@ def batched(op) -> None:
 def sharded() -> Iterator[tuple[Tensor, Tensor]]:
     from torch.distributed.tensor import Replicate, Shard
 
-    with simulated_ranks.simulated_mesh((2,)) as mesh:
-        x = simulated_ranks.placed(X, mesh, [Shard(0)])
-        w = simulated_ranks.placed(W, mesh, [Replicate()])
+    with ranks.simulated_mesh((2,)) as mesh:
+        x = ranks.placed(X, mesh, [Shard(0)])
+        w = ranks.placed(W, mesh, [Replicate()])
         yield x.requires_grad_(), w.requires_grad_()
 
 

@@ -1,4 +1,7 @@
-"""The gradients that go into backward, and the checks on those that come out."""
+"""The gradients that go into backward, and the checks on those that come out.
+
+Uses private names: _hooks, _rules.autograd.gradients.
+"""
 
 import contextlib
 import re

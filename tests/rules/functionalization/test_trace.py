@@ -1,4 +1,7 @@
-"""What stands for an operator that mutates in a functional trace, and how long."""
+"""What stands for an operator that mutates in a functional trace, and how long.
+
+Uses private names: _schema.text.
+"""
 
 from __future__ import annotations
 

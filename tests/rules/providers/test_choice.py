@@ -1,4 +1,7 @@
-"""The choice for a call: the tables, in Python and in C++, say what asking would."""
+"""The choice for a call: the tables, in Python and in C++, say what asking would.
+
+Uses private names: _hooks, _rules.kernels.rule, _rules.providers.choice.
+"""
 
 import contextlib
 import gc

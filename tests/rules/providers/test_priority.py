@@ -1,4 +1,7 @@
-"""Priority: which of several kernels of one operator runs, for whom, and what is said of it."""
+"""Priority: which of several kernels of one operator runs, for whom, and what is said of it.
+
+Uses private names: _rules.providers.priority.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,7 @@
-"""`"tuned"` in an order: calls follow tables of measurements, and ignore those that do not fit."""
+"""`"tuned"` in an order: calls follow tables of measurements, and ignore those that do not fit.
+
+Uses private names: _core.lock, _rules.providers.measurements, _rules.providers.tuned.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training form of operators with residuals."""
+"""The training form of operators with residuals. Uses private names: _rules.residuals.handover."""
 
 import contextlib
 import functools

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from torchop._compat import simulated_ranks
+from tests.rules.user.sharding import ranks
 
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
     """A mesh of two simulated ranks."""
-    with simulated_ranks.simulated_mesh((2,)) as mesh:
+    with ranks.simulated_mesh((2,)) as mesh:
         yield mesh
 
 
 @pytest.fixture
 def square() -> Iterator[Any]:
     """A mesh of two by two simulated ranks."""
-    with simulated_ranks.simulated_mesh((2, 2)) as mesh:
+    with ranks.simulated_mesh((2, 2)) as mesh:
         yield mesh

@@ -1,4 +1,7 @@
-"""Checkpoint policies, as selective activation checkpointing follows them."""
+"""Checkpoint policies, as selective activation checkpointing follows them.
+
+Uses private names: _compat.checkpointing, _compat.registries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names that users chose are values in the source of a call, whatever they look like."""
+"""Names that users chose are values in the source of a call, whatever they look like.
+
+Uses private names: _schema.structure.source.
+"""
 
 from __future__ import annotations
 

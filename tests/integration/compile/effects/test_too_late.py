@@ -1,4 +1,7 @@
-"""An effect is declared before a compiler asks for it, or refused."""
+"""An effect is declared before a compiler asks for it, or refused.
+
+Uses private names: _compat.registries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compiles the device, once for each PyTorch, Python and state of the sources, and loads it."""
+"""Compiles the device, once for each PyTorch, Python and state of the sources, and loads it.
+
+Uses private names: _native.extension.files, _native.extension.recipe.
+"""
 
 from __future__ import annotations
 

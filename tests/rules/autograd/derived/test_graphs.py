@@ -1,4 +1,7 @@
-"""What a derived formula saves, and how its graph can be used."""
+"""What a derived formula saves, and how its graph can be used.
+
+Uses private names: _rules.autograd.derived.replay.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Derived formulas in native calls, compared with calls through the dispatcher."""
+"""Derived formulas in native calls, compared with calls through the dispatcher.
+
+Uses private names: _rules.autograd.derived.replay.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a body finds around it: written into bytes, and put back."""
+"""What a body finds around it: written into bytes, and put back.
+
+Uses private names: _compat.devices, _hooks, _rules.autograd.derived.replay.
+"""
 
 import contextlib
 import functools

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torchop
-from torchop._compat import simulated_ranks
+from tests.rules.user.sharding import ranks
 
 CASES: dict[str, tuple[int, Callable[[Any], None]]] = {}
 EXAMPLES = Path(__file__).parents[4] / "examples"
@@ -57,7 +57,7 @@ def collectives_of(function: Callable[..., Any], *args: Any) -> int:
 def on(mesh: Any, tensor: Tensor, words: str = "R") -> Any:
     placements = [PLACED[word] for word in words.split()]
     placements = placements * mesh.ndim if len(placements) == 1 else placements
-    return simulated_ranks.placed(tensor, mesh, placements)
+    return ranks.placed(tensor, mesh, placements)
 
 
 def same(value: Any, expected: Tensor, where: str | None = None) -> None:

@@ -1,4 +1,7 @@
-"""Simulated ranks for tests, and tensors that are placed on them by a word."""
+"""Simulated ranks for tests, and tensors that are placed on them by a word.
+
+Uses private names: _compat.simulated_ranks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from torch.distributed.tensor import (
     Shard,
 )
 
-from torchop._compat import simulated_ranks
+from torchop._compat.simulated_ranks import placed as placed
+from torchop._compat.simulated_ranks import simulated_mesh as simulated_mesh
+from torchop._compat.simulated_ranks import whole as whole
 
 PLACEMENTS: dict[str, Placement] = {
     "R": Replicate(),
@@ -26,9 +31,9 @@ PLACEMENTS: dict[str, Placement] = {
 
 def on_mesh(mesh: Any, tensor: Tensor, words: str = "R") -> DTensor:
     """A tensor placed on a mesh: `words` has one for each dimension, or one for all."""
-    placed = [PLACEMENTS[word] for word in words.split()]
-    placed = placed * mesh.ndim if len(placed) == 1 else placed
-    value: DTensor = simulated_ranks.placed(tensor, mesh, placed)
+    placements = [PLACEMENTS[word] for word in words.split()]
+    placements = placements * mesh.ndim if len(placements) == 1 else placements
+    value: DTensor = placed(tensor, mesh, placements)
     return value
 
 
@@ -40,7 +45,7 @@ def words(value: Any) -> str:
 
 def gathered(value: Any) -> Tensor:
     """The whole of a DTensor, about which all ranks agree."""
-    return simulated_ranks.whole(value.full_tensor())
+    return whole(value.full_tensor())
 
 
 def assert_right(value: Any, expected: Tensor, placed: str | None = None) -> None:

@@ -1,4 +1,8 @@
-"""DTensor decides for the placements that it would choose among all that a rule accepts."""
+"""DTensor decides for the placements that it would choose among all that a rule accepts.
+
+Uses private names: _compat.dtensor, _compat.dtensor_moves, _compat.dtensor_strategies,
+_rules.user.sharding.rule.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ import torchop
 from tests._support.common import assert_clean
 from tests._support.forking import run_forked
 from tests._support.strategies import stable
-from torchop._compat import dtensor_moves, simulated_ranks
+from tests.rules.user.sharding import ranks
+from torchop._compat import dtensor_moves
 from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs
 from torchop._rules.user.sharding.rule import SHARDING
@@ -148,7 +153,7 @@ def test_the_decision_is_that_among_all_placements(
         op_schema = schema_of(op, question, mesh)
         assert decided(op, op_schema, False) == decided(op, op_schema, True)
 
-    with simulated_ranks.simulated_mesh(shape) as mesh:
+    with ranks.simulated_mesh(shape) as mesh:
         check()
 
 
@@ -167,7 +172,7 @@ def test_a_call_that_moves_nothing_computes_no_cost(
     placed = (Shard(0), Shard(1), Replicate())
     question = Question("pointwise", ((8, 4),) * 3, (2, 2, 2), [placed] * 3)
     op = ops["pointwise"]
-    with simulated_ranks.simulated_mesh((2, 2, 2)) as mesh:
+    with ranks.simulated_mesh((2, 2, 2)) as mesh:
         wrapped = propagator()._wrap_with_op_strategy(schema_of(op, question, mesh))
         specs = decisive_specs(op, lambda call: SHARDING.lookup(op).rows(op, call), wrapped)
     assert [[i.placements for i in spec.input_specs] for spec in specs] == [[placed] * 3]

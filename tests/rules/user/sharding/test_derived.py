@@ -1,4 +1,7 @@
-"""Gradients of calls on DTensors: of formulas, and by transposition of the sharding rule."""
+"""Gradients of calls on DTensors: of formulas, and by transposition of the sharding rule.
+
+Uses private names: _rules.residuals.
+"""
 
 from __future__ import annotations
 

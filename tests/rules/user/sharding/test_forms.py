@@ -1,4 +1,7 @@
-"""Forms on DTensors, by the rule of their functional operator; on simulated ranks."""
+"""Forms on DTensors, by the rule of their functional operator; on simulated ranks.
+
+Uses private names: _rules.user.sharding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rules that are ATen operators: the operator is sharded like these by DTensor."""
+"""Rules that are ATen operators: the operator is sharded like these by DTensor.
+
+Uses private names: _compat.dtensor, _rules.user.sharding.
+"""
 
 from __future__ import annotations
 
@@ -246,7 +249,7 @@ def test_a_rule_before_dtensor_is_imported() -> None:
             return op
         right, wrong = define("t::a", aten.sin.default), define("t::b", aten.argmax.default)
         assert "torch.distributed.tensor" not in sys.modules
-        from torchop._compat.simulated_ranks import placed, simulated_mesh
+        from tests.rules.user.sharding.ranks import placed, simulated_mesh
         from torch.distributed.tensor import Shard
         with simulated_mesh((2,)) as mesh:
             x = placed(torch.ones(4), mesh, [Shard(0)])

@@ -1,4 +1,7 @@
-"""The notation of sharding rules: what is read, and what is refused."""
+"""The notation of sharding rules: what is read, and what is refused.
+
+Uses private names: _rules.user.sharding.notation.
+"""
 
 from __future__ import annotations
 

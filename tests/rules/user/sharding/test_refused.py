@@ -1,4 +1,7 @@
-"""Rules, tensors and operators that are refused, and in which words."""
+"""Rules, tensors and operators that are refused, and in which words.
+
+Uses private names: _rules.user.sharding.
+"""
 
 from __future__ import annotations
 

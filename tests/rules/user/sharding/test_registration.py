@@ -1,4 +1,4 @@
-"""Where and how often a sharding rule is registered."""
+"""Where and how often a sharding rule is registered. Uses private names: _rules.user.sharding."""
 
 from __future__ import annotations
 
