@@ -225,9 +225,7 @@ def what_is_said(mistake: Callable[[str], Any], namespace: str) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_message_is_short_whatever_is_passed(
-    namespace: str, mistake: Callable[[str], Any]
-) -> None:
+def test_a_message_is_short_for_any_argument(namespace: str, mistake: Callable[[str], Any]) -> None:
     message = what_is_said(mistake, namespace)
     assert "long long" * 20 not in message.replace(" ", "").replace("longlong", "long long")
     assert "\x1b" not in message
@@ -272,6 +270,6 @@ def test_a_form_that_is_derived_checks_its_library(namespace: str, method: str) 
         getattr(define(namespace), method)(lib="x")
 
 
-def test_a_rule_of_ones_own_checks_its_library(namespace: str) -> None:
+def test_a_user_rule_checks_its_library(namespace: str) -> None:
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         torchop.get_rule("inverse").register(define(namespace), torch.clone, lib="x")

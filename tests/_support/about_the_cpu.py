@@ -74,7 +74,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules/autograd/derived/test_refused_bodies.py": {
         CPU: (
             "test_a_body_that_leaves_autograd_is_refused[through_detached_numpy]",
-            "test_a_compiled_graph_may_return_an_output_that_nobody_differentiates",
+            "test_a_compiled_graph_may_return_an_output_without_gradients",
             "test_one_output_that_left_autograd_is_refused_in_vmap",
         ),
     },
@@ -93,7 +93,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         STOCK: ("test_gradients_are_those_of_native_in_place_operators[a view]",),
     },
     "rules/fake/test_rule.py": {
-        CPU: ("test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory",),
+        CPU: ("test_a_real_input_with_a_meta_tensor_does_not_return_uninitialized_memory",),
     },
     "rules/kernels/test_backend_select.py": {
         CPU: ("test_factory_without_a_device_means_what_pytorch_means_under_torch_ops",),
@@ -126,7 +126,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "integration/compile/test_fake_kernels.py": {
-        INDUCTOR: ("test_outputs_that_a_fake_kernel_describes_by_one_tensor_stay_apart[inductor]",),
+        INDUCTOR: ("test_outputs_described_by_one_fake_tensor_stay_separate[inductor]",),
     },
     "integration/compile/test_mutation.py": {
         INDUCTOR: ("test_an_operator_with_out_sees_what_the_output_holds[inductor]",),
@@ -160,8 +160,8 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
             "test_every_way_of_writing_is_found[through DLPack]",
             "test_one_bit_is_found_in_every_kind[quantized]",
             "test_one_bit_is_found_in_every_kind[quantized by channel]",
-            "test_what_nobody_wrote_is_unchanged[quantized]",
-            "test_what_nobody_wrote_is_unchanged[quantized by channel]",
+            "test_unwritten_memory_is_unchanged[quantized]",
+            "test_unwritten_memory_is_unchanged[quantized by channel]",
         ),
     },
     "testing/test_contents.py": {

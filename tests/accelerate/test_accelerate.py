@@ -89,7 +89,7 @@ def test_doing_it_again_changes_nothing(op, namespace):
         assert is_native(op)
 
 
-def test_what_somebody_else_put_there_stays(op, namespace):
+def test_an_implementation_registered_by_others_stays(op, namespace):
     original = op._opoverload._op
     acceleration = torchop.accelerate(f"{namespace}::*")
     ours = op._opoverload._op
@@ -105,7 +105,7 @@ def test_what_somebody_else_put_there_stays(op, namespace):
     op._opoverload._op = original
 
 
-def test_what_somebody_put_there_before_stays(op, namespace):
+def test_an_earlier_implementation_of_others_stays(op, namespace):
     overload = op._opoverload
     original, calls = overload._op, []
 
@@ -256,7 +256,7 @@ def test_a_refusal_names_the_argument_and_its_type(namespace, library):
         )
 
 
-def test_explain_tells_how_to_accelerate_and_that_it_was_undone(op):
+def test_explain_shows_how_to_accelerate_and_that_it_was_undone(op):
     name = op._qualname
     how = f"it is not accelerated; torchop.accelerate('{name}') does that"
     assert torchop.explain(name, T).reason == how

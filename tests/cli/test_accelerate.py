@@ -150,7 +150,7 @@ def test_a_file_that_is_no_recording_is_refused(run, package, tmp_path):
     assert "No such file" in missing.err
 
 
-def test_a_module_that_registers_nothing_is_told(run):
+def test_a_module_without_operators_is_reported(run):
     outcome = run("accelerate", "--report", "json", "nobody::*")
     assert outcome.out == "json registers no operator that matches nobody::*\n"
 

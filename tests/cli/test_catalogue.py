@@ -66,7 +66,7 @@ def test_a_package_is_listed(run, listed, namespace, tmp_path):
     assert f"{listed}.py:18" in cells[f"{namespace}::low"]
 
 
-def test_the_catalogue_tells_what_a_report_says(run, listed, namespace, tmp_path):
+def test_the_catalogue_and_reports_agree(run, listed, namespace, tmp_path):
     report = tmp_path / "report.json"
     results = [{"outcome": "passed"}, {"outcome": "passed"}, {"outcome": "failed"}]
     report.write_text(json.dumps([{"op": f"{namespace}::scale", "results": results}]))

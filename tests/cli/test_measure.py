@@ -74,7 +74,7 @@ def test_why_a_call_is_not_measured(reason, tensor, text):
     assert reason("called", CallRecord((tensor, 2), {})).startswith(text)
 
 
-def test_a_call_that_fails_is_told(reason):
+def test_a_failing_call_is_reported(reason):
     index = TensorRecord(torch.int64, (1,), "cpu", False)
     assert reason("pick", CallRecord((X._replace(shape=(1,)), index), {})) == (
         "a call with tensors of ones raises IndexError: index 1 is out of bounds for dimension 0 "
@@ -167,7 +167,7 @@ def trusting(write):
     return importlib.import_module(write("trusting", TRUSTING))
 
 
-def test_a_crash_is_told_and_the_others_are_measured(trusting, namespace):
+def test_a_crash_is_reported_and_other_operators_are_measured(trusting, namespace):
     measurements = measure.measure(
         {
             f"{namespace}::write": [(CallRecord((X, INDEX), {}), 4)],
@@ -182,7 +182,7 @@ def test_a_crash_is_told_and_the_others_are_measured(trusting, namespace):
     assert good.cost.before > good.cost.after > 0
 
 
-def test_a_call_that_does_not_end_is_ended(trusting, namespace, monkeypatch):
+def test_a_call_that_hangs_is_killed(trusting, namespace, monkeypatch):
     monkeypatch.setattr(measure, "_LIMIT", 1.0)
     start = time.monotonic()
     name = f"{namespace}::wait"
@@ -220,7 +220,7 @@ def test_a_program_that_uses_an_accelerator_is_not_forked(namespace):
     assert measurement.problem == "no module registers it in a separate process"
 
 
-def test_a_module_that_cannot_be_imported_again_is_told(trusting, namespace):
+def test_a_module_that_cannot_be_imported_again_is_reported(trusting, namespace):
     name = f"{namespace}::good"
     path = trusting.__file__
     with open(path, "a", encoding="utf-8") as file:

@@ -174,7 +174,7 @@ def test_a_module_is_run(run, program, namespace, tmp_path):
         ([], "Missing argument 'PROGRAM'"),
     ],
 )
-def test_what_cannot_be_done_is_told_before_the_program_runs(run, program, arguments, message):
+def test_errors_are_reported_before_the_program_runs(run, program, arguments, message):
     path = program()
     outcome = run(
         "record", *[path if argument == "PROGRAM" else argument for argument in arguments]

@@ -88,7 +88,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize(("old", "new", "differences", "breaks"), CHANGED.values(), ids=CHANGED)
-def test_what_changed_is_told_with_the_verdict_of_pytorch(old, new, differences, breaks):
+def test_a_change_is_reported_with_the_verdict_of_pytorch(old, new, differences, breaks):
     before, after = ({"ns::f": Schema.parse(f"ns::f{text}")} for text in (old, new))
     (change,) = changes_between(before, after)
     assert (change.kind, change.differences, change.breaks) == ("changed", differences, breaks)

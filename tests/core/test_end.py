@@ -123,7 +123,7 @@ def test_signature_after_a_redefinition(namespace):
     assert both.stock is None
 
 
-def test_signature_of_an_operator_that_another_library_ended(namespace):
+def test_signature_of_an_operator_deregistered_by_another_library(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x, float a) -> Tensor")
     assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
@@ -264,7 +264,7 @@ frees_code = pytest.mark.needs_gil("code is freed, and what Dynamo compiled with
     "calls", [lambda op: None, use, pytest.param(use_in_compilers, marks=frees_code)]
 )
 @EVERY_END
-def test_nothing_keeps_an_operator_that_is_gone(namespace, make, calls, end):
+def test_a_deregistered_operator_is_freed(namespace, make, calls, end):
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     make(namespace, held)
     calls(overload(namespace))

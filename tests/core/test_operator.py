@@ -21,7 +21,7 @@ class Pair(NamedTuple):
     right: Tensor
 
 
-def test_an_operator_of_ours_tells_what_is_registered(namespace: str) -> None:
+def test_an_operator_lists_its_registrations(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::double", mutates_args=(), device_types="cpu")
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -54,7 +54,7 @@ def test_arguments_of_a_handle_become_those_of_the_schema(namespace: str) -> Non
     assert by_name.flat_arguments(args, kwargs) == (args, kwargs)
 
 
-def test_an_operator_that_nobody_defined_is_told_when_it_is_needed(namespace: str) -> None:
+def test_an_undefined_operator_is_reported_when_it_is_used(namespace: str) -> None:
     operator = Operator(f"{namespace}::nothing", "tool")
     assert not operator.exists
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::nothing does not exist"):

@@ -113,7 +113,7 @@ def test_replaced_overload_says_so_and_the_packet_finds_the_new_one(namespace):
     assert new(T).tolist() == [2, 2]
 
 
-def test_rules_of_a_replaced_operator_are_gone(namespace):
+def test_a_redefined_operator_has_none_of_the_old_rules(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     old.register_fake(lambda x: x.new_empty(7))
     old.register_kernel(TYPE)(lambda x: x + 5)

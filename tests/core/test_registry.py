@@ -119,7 +119,7 @@ REGISTRATIONS = {
 
 @pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)
 @pytest.mark.parametrize("name", ["op", "op.two"])
-def test_operator_that_nobody_defined_is_not_found(namespace, register, name):
+def test_an_undefined_operator_is_not_found(namespace, register, name):
     define(namespace, "other")
     with pytest.raises(RuntimeError, match=f"{namespace}::{name}.* does not exist"):
         register(f"{namespace}::{name}")
@@ -149,7 +149,7 @@ def test_a_namespace_without_operators_is_named(namespace, register):
 
 
 @pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)
-def test_operator_that_was_replaced_is_gone(namespace, register):
+def test_a_redefined_operator_raises_operator_gone(namespace, register):
     old = define(namespace)
     define(namespace)
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):

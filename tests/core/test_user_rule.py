@@ -429,7 +429,7 @@ def test_a_library_closes_although_a_rule_raises_for_each_of_its_operators(
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
-def test_an_operator_ends_although_a_rule_raises_when_it_is_told(name: str, namespace: str) -> None:
+def test_an_operator_is_deregistered_although_a_rule_raises(name: str, namespace: str) -> None:
     class Refusing(Share):
         def detach(self, op: Any) -> None:
             super().detach(op)

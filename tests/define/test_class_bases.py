@@ -70,7 +70,7 @@ def test_none_takes_back_what_a_base_class_has(namespace: str) -> None:
     assert torchop.get_rule("examples").has(relu)
 
 
-def test_operators_that_share_forward_are_told_apart(namespace: str) -> None:
+def test_operators_that_share_forward_are_distinguished(namespace: str) -> None:
     class Base:
         @staticmethod
         def forward(x: Tensor) -> Tensor:

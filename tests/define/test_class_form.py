@@ -193,7 +193,7 @@ def test_kernels_of_devices_with_a_schema(namespace: str) -> None:
     assert repr(negate).endswith(f"; kernels for {TYPE}>"), "and for nothing else"
 
 
-def test_a_kernel_of_a_device_beside_the_default_one(namespace: str) -> None:
+def test_a_kernel_of_a_device_and_the_default_kernel(namespace: str) -> None:
     @torchop.operator(f"{namespace}::which")
     class which:
         @staticmethod

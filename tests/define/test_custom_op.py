@@ -202,7 +202,7 @@ class Holder:
 
 
 @pytest.mark.parametrize("schema", [None, "(Tensor x) -> Tensor"])
-def test_a_method_is_told_that_there_is_no_instance(namespace, schema):
+def test_a_method_is_rejected_because_there_is_no_instance(namespace, schema):
     with pytest.raises(torchop.SchemaError, match=r"a method.*@staticmethod.*leave out 'self'"):
         torchop.custom_op(f"{namespace}::f", Holder.method, mutates_args=(), schema=schema)
     op = torchop.custom_op(f"{namespace}::f", Holder().method, mutates_args=(), schema=schema)
@@ -258,7 +258,7 @@ def test_an_argument_of_the_wrong_type_is_an_argument_error(namespace, name, arg
 
 @pytest.mark.parametrize("parameter", ["SymInt n", "SymInt? n"])
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
-def test_an_integer_that_is_too_large_is_told_so(namespace, parameter, number):
+def test_an_integer_that_is_too_large_is_rejected(namespace, parameter, number):
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, n: x + 1,

@@ -127,7 +127,7 @@ def test_annotations_of_structures_and_of_all_forms(namespace):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_torchscript_is_told_what_to_compile_instead(namespace):
+def test_the_torchscript_error_names_the_overload_to_compile(namespace):
     op = define(namespace)
     with pytest.raises(
         TypeError, match=rf"{namespace}::op: TorchScript .*torch\.ops\.{namespace}\.op"

@@ -61,7 +61,7 @@ EVERY_DEFINITION = pytest.mark.parametrize("define", [define_in, custom_op_in])
 @LIBRARIES
 @EVERY_DEFINITION
 @EVERY_END
-def test_whoever_holds_an_operator_of_a_closed_library_is_told(namespace, make, define, end):
+def test_operators_of_a_closed_library_raise(namespace, make, define, end):
     for held in gone(namespace, make, define, end):
         with pytest.raises(
             torchop.OperatorGoneError, match=f"{namespace}::op was deregistered.* closed"
@@ -180,7 +180,7 @@ def test_one_overload_goes_and_the_other_stays(namespace):
             overload(T, T)
 
 
-def test_kernel_found_before_is_told_too(namespace):
+def test_a_kernel_found_before_raises_too(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     define_in(library, namespace)
     kernel = torchop.get_kernel(f"{namespace}::op", BACKEND)
@@ -192,7 +192,7 @@ def test_kernel_found_before_is_told_too(namespace):
         _ = kernel.op_handle
 
 
-def test_compiled_function_that_holds_an_operator_is_told(namespace):
+def test_a_compiled_function_with_a_deregistered_operator_raises(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     op = custom_op_in(library, namespace)
     op.register_fake(lambda x: torch.empty_like(x))
@@ -203,7 +203,7 @@ def test_compiled_function_that_holds_an_operator_is_told(namespace):
         compiled(T)
 
 
-def test_backward_of_an_operator_that_is_gone_still_runs(namespace):
+def test_backward_of_a_deregistered_operator_still_runs(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     op = custom_op_in(library, namespace)
     op.register_autograd(lambda ctx, grad: grad * 3)

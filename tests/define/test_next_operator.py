@@ -144,7 +144,7 @@ def test_held_overload_is_that_of_the_next_operator_if_the_dispatcher_has_it(nam
 
 
 @DEFINITIONS
-def test_held_overload_stays_gone_without_an_entry(namespace, define):
+def test_a_held_overload_stays_deregistered_without_an_entry(namespace, define):
     def plus_two(x: Tensor) -> Tensor:
         return x + 2
 

@@ -178,7 +178,7 @@ def test_inductor_plans_the_outputs_of_every_signature(namespace: str, dynamic: 
 
 
 @needs_lowerings
-def test_planned_outputs_use_the_memory_of_dead_ones(namespace: str) -> None:
+def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> None:
     family = torchop.out_op(f"{namespace}::op", _default, like="x")
     alone = torchop.out_op(f"{namespace}::alone", _default, like="x")
     alone.functional.register_kernel("cpu", lambda x, n=3: x * n + 1)
@@ -235,7 +235,7 @@ def _write_over(x: Tensor, others: list[Tensor], *, n: int = 3, out: Tensor) -> 
 @needs_lowerings
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_result_is_written_over_what_nobody_reads_later(
+def test_a_result_overwrites_an_input_that_is_not_read_later(
     namespace: str, request: pytest.FixtureRequest, dynamic: bool
 ) -> None:
     chosen = combinations.share([*OVERWRITING], int(dynamic), 2, request.config)

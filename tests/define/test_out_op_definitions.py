@@ -75,9 +75,7 @@ def test_what_is_no_function_is_refused(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("taken", ["op", "op.out", "op_"])
-def test_name_that_somebody_else_has_is_refused_before_anything_is_defined(
-    namespace: str, taken: str
-) -> None:
+def test_a_taken_name_is_rejected_before_anything_is_defined(namespace: str, taken: str) -> None:
     old = sine(namespace, inplace=False)
     torchop.define(f"{namespace}::{taken}", "(Tensor x) -> Tensor")
     with pytest.raises(RuntimeError, match="exists already"):
@@ -86,7 +84,7 @@ def test_name_that_somebody_else_has_is_refused_before_anything_is_defined(
     assert torch.allclose(old(torch.ones(1)), torch.ones(1).sin())
 
 
-def test_failure_of_a_later_form_ends_the_earlier_ones(
+def test_failure_of_a_later_form_deregisters_the_earlier_forms(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchop._define import out_op

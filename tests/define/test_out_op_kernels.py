@@ -31,7 +31,7 @@ def test_kernel_for_a_device_serves_all_forms(namespace: str) -> None:
     assert all(torch.allclose(result, x.sin()) for result in results)
 
 
-def test_kernel_without_the_defaults_is_told_them(namespace: str) -> None:
+def test_a_kernel_without_the_defaults_gets_those_of_the_schema(namespace: str) -> None:
     family = bounds(namespace)
 
     @family.register_kernel(TYPE)

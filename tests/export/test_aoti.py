@@ -20,7 +20,7 @@ SERVE = Path(__file__).parents[2] / "examples" / "serving" / "serve.cpp"
 SITE_PACKAGES = Path(torch.__file__).parents[1]
 
 
-def test_a_process_that_lacks_the_operator_is_told_the_module(shipped: Path) -> None:
+def test_the_error_for_a_missing_operator_names_the_module(shipped: Path) -> None:
     # This process has not imported the module.
     with pytest.raises(torchop.OperatorNotFoundError) as caught:
         torchop.export.load_package(shipped / "model.pt2")
@@ -28,7 +28,7 @@ def test_a_process_that_lacks_the_operator_is_told_the_module(shipped: Path) -> 
     assert "Import the module 'served_module', which defines it" in str(caught.value)
 
 
-def test_a_damaged_list_of_modules_is_told(shipped: Path, tmp_path: Path) -> None:
+def test_a_damaged_list_of_modules_is_reported(shipped: Path, tmp_path: Path) -> None:
     path = tmp_path / "damaged.pt2"
     with zipfile.ZipFile(shipped / "model.pt2") as source, zipfile.ZipFile(path, "w") as target:
         for name in source.namelist():

@@ -212,7 +212,7 @@ def test_libraries_are_refused_elsewhere(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_package_that_nobody_can_run_is_not_left_behind(namespace, tmp_path, monkeypatch, device):
+def test_a_package_that_cannot_run_is_removed(namespace, tmp_path, monkeypatch, device):
     torchop.custom_op(f"{namespace}::f", lambda x: x, schema=SCHEMA, mutates_args=())
     _register_in_cpp(namespace, "f", {"cpu": "CUDA", "cuda": "CPU"}[device])
     path = _package(tmp_path, device, f"{namespace}::f")

@@ -36,7 +36,7 @@ def saved(program) -> io.BytesIO:
     return file
 
 
-def test_a_provider_that_is_not_here_is_told_with_its_module(namespace):
+def test_a_missing_provider_is_reported_with_its_module(namespace):
     op = define(namespace)
     program = torch.export.export(Model(op), (torch.ones(2),))
     with torchop.Library(namespace, "FRAGMENT") as library:
@@ -68,7 +68,7 @@ def test_a_provider_that_is_not_here_is_told_with_its_module(namespace):
     assert loaded.module()(torch.zeros(2)).tolist() == [1, 1]
 
 
-def test_without_an_order_nothing_is_told(namespace):
+def test_without_an_order_nothing_is_reported(namespace):
     op = define(namespace)
     program = torch.export.export(Model(op), (torch.ones(2),))
     with torchop.Library(namespace, "FRAGMENT") as library:

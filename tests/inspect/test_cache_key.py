@@ -172,7 +172,7 @@ def test_nothing_is_known_of_operators_without_rules() -> None:
     assert cache_key.identify(["aten::sin", "aten::cos.out"]) == ("", [])
 
 
-def test_a_companion_has_the_rules_of_its_origin(op: Any) -> None:
+def test_a_helper_operator_has_the_rules_of_its_operator(op: Any) -> None:
     op.register_autograd(_backward_by_two)
     forms = op.derive_inplace(), op.derive_out()
     before = [_identity_of_double(form) for form in forms]

@@ -379,7 +379,7 @@ def test_what_was_recorded_can_be_accelerated(op, namespace):
 # Where nothing matches
 
 
-def test_a_pattern_that_matches_nothing_is_told_at_the_end(op, namespace):
+def test_a_pattern_without_a_match_is_reported_at_the_end(op, namespace):
     recorded = torchop.record(f"{namespace}x::*")
     with (
         pytest.warns(

@@ -104,7 +104,7 @@ def test_an_operator_is_its_modules(make_module, namespace, way, monkeypatch):
 
 @needs_native
 @pytest.mark.parametrize("way", NATIVE_WAYS)
-def test_a_kernel_tells_its_module(make_module, namespace, way):
+def test_a_kernel_reports_its_module(make_module, namespace, way):
     module = make_module(f"module_{namespace}", NATIVE_WAYS[way])
     assert recorded_names(namespace, module) == [f"{namespace}::op"]
 
@@ -135,7 +135,7 @@ def test_what_is_registered_later_is_recorded(make_module, namespace):
     assert [*recorded] == [f"{namespace}::op"]
 
 
-def test_a_module_without_operators_is_told(make_module, namespace):
+def test_a_module_without_operators_is_reported(make_module, namespace):
     recorded = torchop.record(make_module(f"module_{namespace}", ""))
     message = (
         rf"record\(module_{namespace}\): no registered operator has a function in "

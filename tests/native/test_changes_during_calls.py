@@ -234,7 +234,7 @@ def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
 
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
-def test_overload_that_ends_while_a_packet_chooses_is_gone(namespace, fits, gone):
+def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits, gone):
     """What else such a call raises stays as it is."""
     entered, closed = threading.Event(), threading.Event()
 

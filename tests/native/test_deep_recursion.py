@@ -70,7 +70,7 @@ COUNTS_CALLS_OF_C = (3, 12) <= sys.version_info < (3, 14)
 
 
 @pytest.mark.parametrize("way", ["handle", "overload", "theirs", "dispatched"])
-def test_a_kernel_that_calls_itself_without_end_is_told(way):
+def test_endless_recursion_of_a_kernel_raises(way):
     lines = [line.split(maxsplit=1) for line in assert_clean(run_forked(PROGRAM, way)).splitlines()]
     small, again, large, *rest = [int(depth) for depth, _ in lines]
     assert small > 50

@@ -97,7 +97,7 @@ def test_the_calls_are_those_of_operators_that_live_as_long_as_the_process(names
         assert row.reason == "it was defined with torchop, so its calls are native already"
 
 
-def test_a_kernel_gets_the_default_of_the_schema_beside_one_of_impl(namespace, library):
+def test_a_kernel_gets_the_default_of_the_schema_as_with_impl(namespace, library):
     """The dispatcher leaves out what equals the default; only `register_kernel` fills it in."""
     name = f"{namespace}::op"
     library.define("op(Tensor x, float scale=2.0, *, int n=1) -> Tensor")
@@ -320,7 +320,7 @@ def test_a_formula_of_another_library_ends_with_it(namespace, library):
     assert gradients(op, T) == [[6, 6, 6]]
 
 
-def test_the_kernel_at_autograd_of_somebody_else_runs(namespace, library):
+def test_an_autograd_kernel_of_another_library_runs(namespace, library):
     name = f"{namespace}::op"
     library.define("op(Tensor x) -> Tensor")
     torchop.register_kernel(name, TYPE, lambda x: x * 2, lib=library)

@@ -65,7 +65,7 @@ def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
     assert not any("OpOverload" in name for name in frames)
 
 
-def test_another_call_that_somebody_gives_the_class_is_honoured():
+def test_a_replaced_call_method_of_the_class_is_used():
     # In a process of its own: what the slot was is not put back.
     script = """
         from unittest import mock
@@ -184,7 +184,7 @@ def test_a_first_call_may_be_in_a_trace(namespace, defined_by, way):
     library.close()
 
 
-def test_a_packet_of_which_an_overload_ended_without_a_word_refuses(namespace):
+def test_a_packet_raises_if_an_overload_was_deregistered_silently(namespace):
     overload(namespace, "", 1, 1)
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op.two(Tensor x, Tensor y) -> Tensor")

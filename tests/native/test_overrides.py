@@ -79,7 +79,7 @@ def test_override_of_another_device_is_none(op):
     guest._destroy()
 
 
-def test_same_function_registered_by_somebody_else_is_not_taken_for_ours(op):
+def test_the_same_function_registered_by_others_is_an_override(op):
     """It would be right to call it natively, but the dispatcher has its own wrapper around it."""
     op(T)
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")

@@ -113,7 +113,7 @@ def test_a_reset_library_of_kernels_takes_only_these(namespace):
     library.close()
 
 
-def test_an_operator_is_gone_in_the_middle_of_a_call(namespace):
+def test_an_operator_is_deregistered_during_a_call(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
     is_last = False

@@ -35,7 +35,7 @@ def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
         ("import time; print('on', flush=True); time.sleep(60)", "stopped after 3 s", "on"),
     ],
 )
-def test_a_part_that_fails_or_hangs_is_told(
+def test_a_part_that_fails_or_hangs_is_reported(
     program: str, status: str, last: str, tmp_path: Path
 ) -> None:
     part = gpu.Part("part", 3, (sys.executable, "-c", program))

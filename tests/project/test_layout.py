@@ -288,7 +288,7 @@ def is_public(each: Import) -> bool:
     return getattr(module, each.name) is getattr(torchop, each.name)
 
 
-def test_the_core_imports_nothing_of_the_ring() -> None:
+def test_the_core_imports_no_tools() -> None:
     found = of_torchop()
     rooms = ring(found)
     wrong = [
@@ -299,7 +299,7 @@ def test_the_core_imports_nothing_of_the_ring() -> None:
     assert wrong == []
 
 
-def test_the_ring_uses_public_names() -> None:
+def test_tools_use_public_names() -> None:
     found = of_torchop()
     used: dict[str, set[str]] = {room: set() for room in EXCEPTIONS}
     unexpected = []

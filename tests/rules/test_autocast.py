@@ -60,7 +60,7 @@ def test_tensors_of_another_device_are_left_alone(namespace):
     assert in_autocast(lambda: op(FLOAT.to("meta"))).dtype is torch.float32
 
 
-def test_tensors_in_lists_and_optional_ones_are_cast(namespace):
+def test_tensors_in_lists_and_optional_tensors_are_cast(namespace):
     seen = []
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

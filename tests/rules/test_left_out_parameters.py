@@ -101,7 +101,7 @@ def test_a_call_with_the_defaults_does_not_need_them(namespace, register, run, w
     ("given", "keywords", "name", "default"),
     [((3,), {}, "n", "2"), ((2, X), {}, "y", "None"), ((), {"scale": 1.5}, "scale", "0.5")],
 )
-def test_a_call_with_another_value_is_told_the_parameter(
+def test_the_error_for_another_value_names_the_parameter(
     namespace, register, run, what, given, keywords, name, default
 ):
     def scenario(library, namespace):

@@ -295,7 +295,7 @@ def test_calls_in_a_block_go_the_way_they_go_outside(namespace: str) -> None:
     assert calls == {"native": 1}
 
 
-def test_opcheck_finds_it_whatever_else_is_checked(namespace: str) -> None:
+def test_opcheck_finds_it_with_any_other_checks(namespace: str) -> None:
     op = define(namespace)
     op.register_fake(lambda x: torch.empty_like(x))
     for check in ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"):
@@ -303,7 +303,7 @@ def test_opcheck_finds_it_whatever_else_is_checked(namespace: str) -> None:
             torchop.opcheck(op, (torch.zeros(2),), test_utils=check)
 
 
-def test_opcheck_finds_a_write_beside_a_view(namespace: str) -> None:
+def test_opcheck_finds_a_write_outside_a_view(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         torch.empty(0).set_(x.untyped_storage()).zero_()
         return x.clone()

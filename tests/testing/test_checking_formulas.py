@@ -176,7 +176,7 @@ def test_right_formulas_pass(namespace):
         assert torch.func.grad(lambda x: op(x)[0].sum())(torch.arange(3.0)).tolist() == [0, 1, 2]
 
 
-def test_writing_beside_a_narrowed_gradient_is_found(namespace):
+def test_writing_outside_a_narrowed_gradient_is_found(namespace):
     def backward(ctx, grad):
         grad.as_strided((1,), (1,), 0).fill_(7)
         return grad / 2

@@ -117,7 +117,7 @@ EVERY = KINDS | SPARSE | EMPTY | LEFT_OUT
 
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-def test_what_nobody_wrote_is_unchanged(make: Callable[[], Tensor]) -> None:
+def test_unwritten_memory_is_unchanged(make: Callable[[], Tensor]) -> None:
     assert change(lambda x: None, make()) is None
 
 
@@ -254,7 +254,7 @@ def test_memory_around_a_view_counts() -> None:
     assert "first at" not in said
 
 
-def test_memory_beside_a_mutable_view_counts_too() -> None:
+def test_memory_outside_a_mutable_view_is_compared() -> None:
     said = change(lambda x: x._base.zero_(), torch.ones(4)[:2], of=ONE_MUTABLE)
     assert said is not None
     assert "memory outside the elements of input 'x' was mutated" in said
@@ -295,7 +295,9 @@ def test_an_input_may_change_where_it_is_the_mutable_one_too(x: slice, out: slic
 # Arguments
 
 
-def test_no_room_for_a_copy_leaves_the_contents_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_not_compared_without_memory_for_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(storage: Any) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 

@@ -81,7 +81,7 @@ def test_operator_of_a_library(namespace):
     assert __file__ in after.kernels[-1]
 
 
-def test_operator_that_nobody_defined(namespace):
+def test_an_undefined_operator(namespace):
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent"):
         torchop.explain(f"{namespace}::absent", T)
 
@@ -91,7 +91,7 @@ def test_what_is_no_operator():
         torchop.explain(3, T)
 
 
-def test_operator_that_is_gone(namespace):
+def test_a_deregistered_operator(namespace):
     old = adding(namespace)
     new = adding(namespace)
     with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op"):

@@ -142,7 +142,7 @@ def test_kernel_of_the_low_level(namespace, kernels):
 
 
 @pytest.mark.parametrize("device", [BACKEND, OTHER_BACKEND])
-def test_kernel_of_somebody_else(namespace, device):
+def test_a_kernel_of_another_library(namespace, device):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", kernel_of(device == BACKEND), device, with_keyset=device == BACKEND)

@@ -42,7 +42,7 @@ def test_mutation_in_inference_mode(write):
     assert explanation.reason.endswith("'x', an inference tensor, outside of inference mode")
 
 
-def test_mutation_in_inference_mode_beside_a_tensor_from_outside(namespace):
+def test_mutation_in_inference_mode_with_a_tensor_from_outside(namespace):
     def add(x: Tensor, y: Tensor) -> None:
         x += y
 
@@ -84,7 +84,7 @@ def test_mutation_is_refused_by_all_that_look_at_the_memory(write, memory):
             write(make())
 
 
-def test_mutation_beside_an_input_in_the_same_memory(namespace):
+def test_mutation_with_an_input_in_the_same_memory(namespace):
     x, y = torch.zeros(6), torch.zeros(6)
     plain = torchop.custom_op(
         f"{namespace}::plain",

@@ -329,7 +329,7 @@ def test_autocast_in_a_compiled_graph(namespace):
     assert_close(x.grad, torch.autograd.grad(function(x, y).sum(), x)[0])
 
 
-def test_a_compiled_graph_of_an_operator_that_is_gone_says_so(namespace):
+def test_a_compiled_graph_of_a_deregistered_operator_raises(namespace):
     name = f"{namespace}::wave"
     op = wave(name)
     x = torch.rand(3, requires_grad=True)

@@ -43,7 +43,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_a_fake_kernel_that_reads_data_is_named_and_told_what_it_may_use(namespace, reader):
+def test_the_error_for_a_fake_kernel_that_reads_data_says_what_it_may_use(namespace, reader):
     @torchop.custom_op(f"{namespace}::reads", mutates_args=())
     def reads(x: Tensor) -> Tensor:
         return x.clone()

@@ -344,7 +344,7 @@ def exported(model):
     ["{", "[" * 100_000, "[1]", '{"a::b": 3}'],
     ids=["cut off", "deep", "list", "number"],
 )
-def test_a_damaged_manifest_is_told_and_the_program_loaded(exported, content):
+def test_a_damaged_manifest_is_reported_and_the_program_loaded(exported, content):
     file = exported(content)
     with pytest.warns(
         UserWarning, match=r"entry torchop_operators.json of the file is damaged"

@@ -35,7 +35,7 @@ def _same_tensor_twice(x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("fake", [_same_tensor_twice, lambda x: [x, x]], ids=["same", "input"])
-def test_outputs_that_a_fake_kernel_describes_by_one_tensor_stay_apart(namespace, fake, backend):
+def test_outputs_described_by_one_fake_tensor_stay_separate(namespace, fake, backend):
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::two", mutates_args=())
         def two(x: Tensor) -> list[Tensor]:

@@ -157,7 +157,7 @@ def _halves(namespace: str, library: Any = torchop) -> Any:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lists_beside_other_results_and_views(namespace, backend):
+def test_lists_with_other_results_and_views(namespace, backend):
     halves = _halves(namespace)
 
     def function(x: Tensor, y: Tensor) -> Any:
@@ -179,7 +179,7 @@ def test_a_list_result_fails_in_pytorch(namespace):
     assert "output has alias annotations" in str(both.stock)
 
 
-def test_a_list_result_beside_mutated_arguments_that_share_memory_is_refused(namespace):
+def test_a_list_result_with_mutated_arguments_that_share_memory_is_rejected(namespace):
     @torchop.custom_op(f"{namespace}::both", mutates_args={"a", "b"})
     def both(a: Tensor, b: Tensor) -> list[Tensor]:
         a.add_(1)
@@ -199,7 +199,7 @@ def test_a_list_result_beside_mutated_arguments_that_share_memory_is_refused(nam
 @pytest.mark.parametrize(
     ("annotation", "result"), [(float, 1.5), (int, 1), (bool, True)], ids=lambda v: str(v)
 )
-def test_a_number_beside_a_mutation_is_refused(namespace, annotation, result):
+def test_a_number_result_with_a_mutation_is_rejected(namespace, annotation, result):
     def kernel(x):
         x.add_(1)
         return result

@@ -54,7 +54,7 @@ def test_views_of_another_type_are_written(namespace, name, form, backend):
     assert_close(ours, expected)
 
 
-def test_a_view_of_another_type_beside_its_base_is_refused(namespace):
+def test_a_view_of_another_type_with_its_base_is_rejected(namespace):
     @torchop.custom_op(f"{namespace}::both", mutates_args={"a", "b"})
     def both(a: Tensor, b: Tensor) -> None:
         a.add_(1)

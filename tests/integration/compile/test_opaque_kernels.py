@@ -69,7 +69,7 @@ def test_what_a_graph_holds_of_an_operator_is_compiled_again_when_it_is_replaced
         assert graphs == [1] * 6
 
 
-def test_formulas_that_hold_tensors_are_told_apart(namespace):
+def test_formulas_that_hold_tensors_are_distinguished(namespace):
     @dataclasses.dataclass
     class Scaled:
         by: Tensor
@@ -159,7 +159,7 @@ def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, throu
     assert _functions(recorder) <= {"mul", "opaque.default"}
 
 
-def test_a_kernel_that_nobody_protects_is_traced(namespace):
+def test_an_unprotected_kernel_is_traced(namespace):
     """The test above can fail: this is what Dynamo does below a frame, if it may."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("bare(Tensor x) -> Tensor")

@@ -38,7 +38,7 @@ def test_the_table_has_a_line_for_any_type():
 
 
 @pytest.mark.needs_torch("2.12", "torch.Stream.is_capturing")
-def test_a_module_that_does_not_tell_of_captures(monkeypatch):
+def test_a_device_module_without_captures(monkeypatch):
     monkeypatch.delattr(torch.standin, "is_current_stream_capturing")
     is_capturing = devices.traits.__wrapped__("standin").is_capturing
     assert not is_capturing()

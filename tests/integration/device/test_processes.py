@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 @target.needs_accelerator
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
-def test_a_process_can_use_the_device_whatever_was_imported(module: str, tmp_path: Path) -> None:
+def test_a_process_can_use_the_device_after_any_import(module: str, tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(module)
     (tmp_path / "program.py").write_text(PROGRAM)
     paths = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))

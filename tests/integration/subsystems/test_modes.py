@@ -54,7 +54,7 @@ def test_gradients_are_fake_under_a_fake_mode(mix):
     assert isinstance(grad, FakeTensor)
 
 
-def test_a_real_tensor_beside_a_fake_one_is_refused_as_for_any_operator(mix):
+def test_a_real_tensor_with_a_fake_tensor_is_rejected_as_for_any_operator(mix):
     real = torch.ones(2)
     mode = FakeTensorMode()
     fake = mode.from_tensor(real)

@@ -29,7 +29,7 @@ TAGS = [tag for tag in Tag.__members__.values() if tag not in (INPLACE, OUT)]
 
 
 @pytest.mark.parametrize("tag", TAGS, ids=lambda tag: tag.name)
-def test_a_tag_reaches_the_overload_beside_the_compliance_tag(namespace, tag):
+def test_a_tag_reaches_the_overload_with_the_compliance_tag(namespace, tag):
     op = torchop.custom_op(f"{namespace}::op", _halve, mutates_args=(), tags=tag)
     assert set(op.tags) == {tag, Tag.pt2_compliant_tag}
     assert set(op.overload.tags) == {tag, Tag.pt2_compliant_tag}
@@ -57,9 +57,7 @@ def _halve(x: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_a_layout_tag_decides_on_the_strides_that_inductor_hands_to_the_kernel(
-    namespace, tags, expected
-):
+def test_a_layout_tag_decides_the_strides_that_inductor_passes(namespace, tags, expected):
     seen = []
 
     @torchop.custom_op(f"{namespace}::strides", mutates_args=(), tags=tags)
@@ -211,7 +209,7 @@ def test_an_operator_without_the_tag_does_not_apply_to_nested_tensors(namespace)
 # Compliance
 
 
-def test_an_operator_of_ours_compiles_where_only_compliant_ones_may(namespace):
+def test_an_operator_compiles_where_only_compliant_operators_may(namespace):
     op = torchop.custom_op(f"{namespace}::op", _halve, mutates_args=())
     op.register_fake(lambda x: torch.empty_like(x))
     recorder = Recorder()

@@ -192,7 +192,7 @@ def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compi
 
 
 @pytest.mark.parametrize("native", ["auto", "prebuilt"])
-def test_doctor_tells_the_keys_of_other_files(
+def test_doctor_shows_the_keys_of_other_files(
     in_cache: Path, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", native)
@@ -205,7 +205,7 @@ def test_doctor_tells_the_keys_of_other_files(
     assert row(outcome.out, "TORCHOP_NATIVE") == native
 
 
-def test_doctor_tells_why_a_file_does_not_load(in_cache: Path) -> None:
+def test_doctor_shows_why_a_file_does_not_load(in_cache: Path) -> None:
     in_cache.write_text("damaged")
     outcome = Outcome("doctor")
     assert outcome.code == 1

@@ -323,7 +323,7 @@ def test_prebuilt_does_not_compile(
 
 
 @pytest.mark.parametrize("native", ["auto", "require"])
-def test_folder_without_the_key_is_told_and_the_extension_compiled(
+def test_a_folder_without_the_key_is_reported_and_the_extension_compiled(
     native: str,
     extension: Extension,
     other: str,

@@ -156,7 +156,7 @@ def test_release_with_an_unreadable_struct_is_refused(
     assert "have no field cdata, no field dirty_tensors" in problem
 
 
-def test_where_the_header_is_missing_whoever_compiled_had_it(
+def test_a_prebuilt_extension_loads_without_the_header(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "_headers", lambda: tmp_path)

@@ -161,7 +161,7 @@ def test_nothing_is_prebuilt(extension: Extension, monkeypatch: pytest.MonkeyPat
 # What it says meanwhile
 
 
-def test_who_waits_is_not_told_to_wait(
+def test_wait_prints_no_notice_to_wait(
     extension: Extension, copying_compiler: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert extension.wait(ignore, None)
@@ -172,7 +172,7 @@ def test_who_waits_is_not_told_to_wait(
 
 
 @pytest.mark.parametrize(("rank", "is_told"), [("", True), ("0", True), ("1", False)])
-def test_who_needs_what_another_process_compiles_is_told_once_on_a_machine(
+def test_waiting_for_another_process_is_reported_once_per_machine(
     source: Path,
     held: Path,
     rank: str,

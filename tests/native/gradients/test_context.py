@@ -157,7 +157,7 @@ def test_keyword_only_arguments_reach_the_setup_context(namespace):
     assert on_both_ways(op, scenario) == ((1, {"scale": 5.0, "shift": 0}), 5)
 
 
-def test_saved_output_keeps_nobody_alive(namespace):
+def test_a_saved_output_keeps_no_object_alive(namespace):
     """Saved with its node, an output would be a cycle that no collector sees."""
     op = differentiable(
         namespace,

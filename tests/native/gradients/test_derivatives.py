@@ -195,7 +195,7 @@ def test_result_may_be_changed_in_place(cube):
     assert on_both_ways(cube, scenario) == 60
 
 
-def test_needs_input_grad_and_gradients_that_nobody_asks_for(namespace):
+def test_needs_input_grad_and_unneeded_gradients(namespace):
     seen = []
 
     def backward(ctx, grad):

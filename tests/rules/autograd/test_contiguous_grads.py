@@ -220,7 +220,7 @@ def test_second_derivatives(namespace):
     assert all(seen)
 
 
-def test_lists_of_gradients_and_undefined_ones(namespace):
+def test_lists_of_gradients_and_undefined_gradients(namespace):
     seen = []
 
     def rows(x: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -124,7 +124,7 @@ def test_what_a_call_with_tangents_made_is_freed(namespace):
         gc.enable()
 
 
-def test_gradients_of_dual_tensors_in_lists_beside_numbers(namespace):
+def test_gradients_of_dual_tensors_in_lists_with_numbers(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(xs: list[Tensor], n: int) -> tuple[list[Tensor], int, Tensor]:
         return [x**n for x in xs], n, xs[0] + n
@@ -319,7 +319,7 @@ def test_a_formula_with_its_own_context(namespace):
         op(X.clone().requires_grad_(), Y)[0].sum().backward()
 
 
-def test_operator_of_somebody_else(namespace):
+def test_an_operator_of_another_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x.sin(), BACKEND)
@@ -419,7 +419,7 @@ def test_tensors_that_forward_mode_cannot_follow_are_refused(namespace):
 
 
 @pytest.mark.parametrize("key", ["Autograd", "CompositeImplicitAutograd"])
-def test_gradients_of_somebody_else_are_not_lost(namespace, key):
+def test_gradients_of_other_libraries_are_not_lost(namespace, key):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x.sin(), key)

@@ -61,7 +61,7 @@ def test_tensor_of_a_list_that_requires_no_grad_may_get_none(namespace):
     assert x.grad.tolist() == [1, 1]
 
 
-def test_tensors_beside_none_in_a_list_get_their_gradients(namespace):
+def test_tensors_in_a_list_with_none_get_their_gradients(namespace):
     def scenario(library, namespace):
         def backward(ctx, grad):
             return ([grad * 3 if present else None for present in ctx.present],)
@@ -82,7 +82,7 @@ def test_list_without_a_tensor_that_requires_grad_records_nothing(namespace):
     assert op([None, leaf()]).requires_grad
 
 
-def test_empty_list_beside_a_tensor_gets_an_empty_list(namespace):
+def test_an_empty_list_with_a_tensor_gets_an_empty_list(namespace):
     def function(x: Tensor, ys: List[Tensor]) -> Tensor:
         return x.clone()
 
@@ -218,7 +218,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
-def test_a_formula_that_reads_what_nothing_saved_is_told_so(namespace, formula):
+def test_a_formula_that_reads_unsaved_tensors_raises(namespace, formula):
     op = define(namespace, square, formula)
     with pytest.raises((IndexError, AttributeError)) as raised:
         op(leaf()).sum().backward()

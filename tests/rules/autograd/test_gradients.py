@@ -111,7 +111,7 @@ def test_integer_output_requires_no_grad(namespace):
 # What comes out of backward
 
 
-def test_too_few_gradients_are_counted_without_internal_ones(namespace):
+def test_too_few_gradients_are_counted_without_internal_inputs(namespace):
     def scenario(library, namespace):
         op = define(namespace, one, lambda ctx, grad: (), library=library)
         op(leaf()).sum().backward()
@@ -260,7 +260,7 @@ def test_gradients_that_do_not_look_like_the_inputs(namespace, are_plain, change
 
 
 @LOOKS
-def test_gradients_that_nobody_needs_may_look_as_they_like(namespace, are_plain):
+def test_unneeded_gradients_may_have_any_shape_and_dtype(namespace, are_plain):
     x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
     op = define(namespace, quotient, lambda ctx, g: (g.sum(), None, g))
     assert are_plain((torch.ones(5), None, torch.ones(2, 3)), 3, op(x, 3, y).grad_fn)

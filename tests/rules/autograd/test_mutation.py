@@ -208,7 +208,7 @@ def test_input_of_a_compiled_graph_gets_its_new_history(
 # Buffers that need no gradient
 
 
-def test_a_formula_beside_a_buffer(batch_norm: Any) -> None:
+def test_a_formula_with_a_buffer(batch_norm: Any) -> None:
     def gradient(op: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         x = leaf(torch.arange(6.0, dtype=torch.float64).view(3, 2))
         running = torch.zeros(2, dtype=torch.float64)

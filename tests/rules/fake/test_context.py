@@ -212,7 +212,7 @@ READINGS = {
 
 @pytest.mark.parametrize("run", [on_meta, on_fake])
 @pytest.mark.parametrize("fake", READINGS.values(), ids=READINGS)
-def test_fake_kernel_that_reads_data_is_told_so(namespace, run, fake):
+def test_a_fake_kernel_that_reads_data_raises(namespace, run, fake):
     def scenario(library, namespace):
         return run(define(namespace, fake, library))
 
@@ -227,7 +227,7 @@ def test_fake_kernel_that_reads_data_is_told_so(namespace, run, fake):
 
 
 @pytest.mark.parametrize("reading", ["item", "numpy", "branch"])
-def test_fake_kernel_that_reads_data_under_a_shape_environment_is_told_so(namespace, reading):
+def test_a_fake_kernel_that_reads_data_under_a_shape_environment_raises(namespace, reading):
     op = define(namespace, READINGS[reading])
     with pytest.raises(RuntimeError, match=r"read the data of a tensor .*new_dynamic_size\(\)"):
         on_symbols(op)

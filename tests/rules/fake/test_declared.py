@@ -209,7 +209,7 @@ def test_several_outputs_and_lists(namespace):
     ]
 
 
-def test_operator_of_somebody_else(namespace):
+def test_an_operator_of_another_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, int n) -> Tensor")
         name = f"{namespace}::op"
@@ -235,7 +235,7 @@ def test_shapes_stay_symbolic(namespace):
     torchop.opcheck(outer, (torch.randn(3), torch.randn(4)))
 
 
-def test_the_tag_for_compile_caches_tells_declarations_apart(namespace):
+def test_the_tag_for_compile_caches_distinguishes_declarations(namespace):
     op = define(namespace, "(Tensor x, Tensor y) -> Tensor")
     tags = set()
     for said in (

@@ -277,7 +277,7 @@ def test_fake_kernel_that_returns_no_tensor_is_refused(namespace, run, result):
         run(op)
 
 
-def test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory(namespace):
+def test_a_real_input_with_a_meta_tensor_does_not_return_uninitialized_memory(namespace):
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::op", mutates_args=())
         def op(x: Tensor, y: Tensor) -> Tensor:
@@ -292,7 +292,7 @@ def test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory(na
     assert "Put all tensors on one device" in str(both.ours)
 
 
-def test_a_fake_kernel_that_forgets_the_device_is_told_so(namespace):
+def test_a_fake_kernel_that_forgets_the_device_raises(namespace):
     op = define(namespace)
     op.register_fake(lambda x: torch.empty(x.shape))
     with pytest.raises(torchop.FakeKernelError, match=r"on the device of an input .*new_empty"):
@@ -438,7 +438,7 @@ def test_a_subclass_with_fake_tensors_inside_is_asked_first(namespace):
     assert [type(x) for x in calls] == [FakeTensor] * 2
 
 
-def test_a_fake_kernel_that_somebody_else_puts_above_is_run(namespace):
+def test_a_fake_kernel_registered_on_top_is_run(namespace):
     op, calls = watched(namespace)
     fakes = singleton.find(f"{namespace}::op").fake_impl.kernels
     fakes.append(Kernel(lambda x: x.new_empty(9), "somebody else"))

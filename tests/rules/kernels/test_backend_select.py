@@ -333,7 +333,7 @@ def test_transform_that_would_skip_an_optional_list_is_refused(namespace, functi
         transform(lambda x: op([x]).sum())(torch.ones(1))
 
 
-def test_transforms_follow_an_optional_list_beside_a_tensor_that_they_see(namespace):
+def test_transforms_follow_an_optional_list_with_a_wrapped_tensor(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, ys: Optional[List[Tensor]] = None) -> Tensor:
         return x * ys[0] if ys else x.clone()

@@ -199,7 +199,7 @@ def test_part_of_an_input_is_refused(add_: Any, sincos: Any) -> None:
     assert torch.equal(x, torch.arange(6.0))
 
 
-def test_all_of_an_input_and_what_lies_beside_it_are_allowed(add_: Any, sincos: Any) -> None:
+def test_a_whole_input_and_memory_outside_it_are_allowed(add_: Any, sincos: Any) -> None:
     x = torch.arange(6.0)
     assert torch.equal(add_(x, x), 2 * torch.arange(6.0))
     assert torch.equal(add_(x[3:], x[:3]), torch.tensor([6.0, 10.0, 14.0]))

@@ -46,7 +46,7 @@ def op(namespace):
 # Without an order, and who gives one
 
 
-def test_a_provider_that_nobody_asks_for_changes_nothing(op):
+def test_an_unselected_provider_changes_nothing(op):
     assert value(op) == 1
     assert torchop.explain(op, torch.zeros(1)).provider == "reference"
 

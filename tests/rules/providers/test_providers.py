@@ -131,7 +131,7 @@ def test_a_kernel_for_meta_tensors_is_refused(namespace):
         define(namespace).register_kernel([TYPE, "meta"], adding(1), provider="fast")
 
 
-def test_registering_again_replaces_and_another_module_is_told_of(namespace):
+def test_registering_again_replaces_and_another_module_is_reported(namespace):
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, adding(10), provider="fast")
     op.register_kernel(TYPE, adding(20), provider="fast")  # a notebook cell that runs again

@@ -122,7 +122,7 @@ def test_the_config_that_was_the_fastest_runs(namespace, cache):
     assert used == [2, 1, 2, 1]
 
 
-def test_filters_supports_and_providers_that_are_gone_are_passed_by(scale, cache):
+def test_filters_supports_and_removed_providers_are_skipped(scale, cache):
     users(cache, measured(scale, "gone", "fast", "tiled=1", sizes=[(2, 2), (2, 2)]))
     assert provider(scale, torch.ones(2, 2)) == "tiled"  # fast does not take two dimensions
     with torchop.priority(batch_invariant_only=True):

@@ -425,7 +425,7 @@ def test_operators_that_write(namespace):
     assert count[0] == 3
 
 
-def test_operators_of_somebody_else_in_one_namespace(namespace):
+def test_operators_of_another_library_in_one_namespace(namespace):
     def slope(n):
         def kernel(grad: Tensor, x: Tensor) -> Tensor:
             return torch.from_numpy(grad.numpy() * n)
@@ -479,7 +479,7 @@ def test_wrong_kernels(namespace, kernel):
     assert not hasattr(getattr(torch.ops, namespace), "op__backward_kernel")
 
 
-def test_a_kernel_beside_a_formula(namespace):
+def test_a_kernel_with_a_formula_is_rejected(namespace):
     op = define(namespace)
     with pytest.raises(RuleSignatureError, match="takes a backward_kernel, or backward"):
         op.register_autograd(lambda ctx, grad: grad, backward_kernel=in_numpy)

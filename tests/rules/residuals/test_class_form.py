@@ -45,7 +45,7 @@ def test_a_class_with_residuals(namespace):
         gradient.sum().backward()
 
 
-def test_a_backward_kernel_beside_a_formula(namespace):
+def test_a_backward_kernel_with_a_formula_is_rejected(namespace):
     both = type("Both", (Sine,), {"backward": staticmethod(lambda ctx, grad: grad)})
     with pytest.raises(torchop.RuleSignatureError, match="takes a backward_kernel, or backward"):
         torchop.operator(f"{namespace}::both")(both)

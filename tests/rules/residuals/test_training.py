@@ -562,7 +562,7 @@ def returning(namespace, kernel, types=None, **options):
     return op
 
 
-def test_residuals_that_nobody_declared(namespace):
+def test_undeclared_residuals(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x: torchop.residuals(x.clone(), x),

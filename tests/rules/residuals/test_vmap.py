@@ -192,7 +192,7 @@ def no_call(op, x):
     ("rule", "calls", "dimensions"),
     [(no_dimensions, 1, 0), (too_few_dimensions, 1, 1), (several_calls, 2, 2), (no_call, 0, 2)],
 )
-def test_a_rule_that_does_not_tell_is_refused(namespace, rule, calls, dimensions):
+def test_a_rule_without_residual_dimensions_is_rejected(namespace, rule, calls, dimensions):
     made = LogSumExp(namespace)
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert vmap(made.op)(X[0]).shape == (3,)

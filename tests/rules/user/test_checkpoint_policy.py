@@ -123,7 +123,7 @@ def test_an_effect_is_kept_with_any_policy(namespace: str) -> None:
     assert train(other, [], "aot_eager") == 1
 
 
-def test_an_operator_of_somebody_else_and_a_library_that_closes(namespace: str) -> None:
+def test_an_operator_of_another_library_and_a_library_that_closes(namespace: str) -> None:
     rule, library = torchop.get_rule("checkpoint_policy"), torchop.Library(namespace, "FRAGMENT")
     sine = define(namespace)
     rule.register(sine.name, "save", lib=library)
@@ -168,7 +168,7 @@ def test_a_policy_takes_the_context_and_the_arguments(namespace: str) -> None:
 
 
 @pytest.mark.skipif(not checkpointing.POLICY_MODES, reason="this PyTorch asks for no policies")
-def test_the_operator_in_graphs_is_asked_after_a_policy_of_its_own_ended(namespace: str) -> None:
+def test_the_helper_operator_uses_the_policy_again_after_its_own_ended(namespace: str) -> None:
     define(namespace, "save").derive_autograd()
     (mode, *_) = checkpointing.POLICY_MODES
     name = f"{namespace}::sine__training"

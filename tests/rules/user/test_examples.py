@@ -71,7 +71,7 @@ def test_what_makes_examples_is_a_function_of_nothing(scale: Any) -> None:
         scale.examples()
 
 
-def test_examples_of_an_operator_of_somebody_else(namespace: str) -> None:
+def test_examples_of_an_operator_of_another_library(namespace: str) -> None:
     torchop.define(f"{namespace}::copy", "(Tensor x) -> Tensor")
     torchop.impl(f"{namespace}::copy", TYPE, torch.clone)
     torchop.get_rule("examples").register(f"{namespace}::copy", lambda: [(torch.ones(1),)])
@@ -97,7 +97,7 @@ def test_valid_belongs_to_the_examples_it_was_registered_with(scale: Any) -> Non
     assert torchop.testing.check(scale, only="memory.given").ok
 
 
-def test_valid_of_an_operator_of_somebody_else() -> None:
+def test_valid_of_an_operator_of_another_library() -> None:
     with torchop.Library("aten", "FRAGMENT") as library:
         torchop.get_rule("examples").register(
             "aten::relu",

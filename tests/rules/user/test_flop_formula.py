@@ -205,7 +205,7 @@ def test_a_formula_goes_with_its_library(namespace: str) -> None:
     stock._destroy()
 
 
-def test_the_formula_of_somebody_else_stays(namespace: str) -> None:
+def test_a_formula_of_another_library_stays(namespace: str) -> None:
     before = flop_registry[torch.ops.aten.mm]
     with pytest.raises(RuntimeError, match=r"aten::mm has a FLOP formula already.*custom_mapping"):
         torchop.get_rule("flop_formula").register("aten::mm", lambda self, mat2: 1)

@@ -80,7 +80,7 @@ def test_an_operator_is_named_in_any_way(scale: Any) -> None:
         assert torch.equal(torchop.inverse(op)(2 * X), X)
 
 
-def test_an_operator_of_somebody_else(namespace: str) -> None:
+def test_an_operator_of_another_library(namespace: str) -> None:
     torchop.define(f"{namespace}::shift", "(Tensor x, int by=1) -> Tensor")
     torchop.get_rule("inverse").register(f"{namespace}::shift", lambda output, by: output - by)
     undo = torchop.inverse(getattr(torch.ops, namespace).shift)

@@ -52,7 +52,7 @@ def test_an_operator_that_returns_views_is_refused(namespace):
         view.register_vmap("sequential")
 
 
-def test_operator_of_somebody_else(namespace):
+def test_an_operator_of_another_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, *, Tensor y) -> Tensor")
         library.impl("op", lambda x, *, y: x * y.sum(), BACKEND)
@@ -267,7 +267,7 @@ def test_sizes_that_depend_on_data_are_refused_by_dynamo(namespace):
 # Empty batches
 
 
-def test_the_fake_kernel_tells_the_shapes_of_an_empty_batch(namespace):
+def test_the_fake_kernel_provides_the_shapes_of_an_empty_batch(namespace):
     op = define(namespace)
     empty = torch.empty(5, 0, 4, dtype=torch.double)
     assert torch.vmap(op)(empty[0], empty[0]).shape == (0, 4)
@@ -313,7 +313,7 @@ def test_slices_of_the_batch_are_written(namespace):
     torch.testing.assert_close(x, y.sum().expand(2, 3))
 
 
-def test_mutated_lists_beside_results(namespace):
+def test_mutated_lists_with_results(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=("xs",))
     def op(xs: list[Tensor], y: Tensor) -> Tensor:
         for x in xs:

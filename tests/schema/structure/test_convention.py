@@ -205,7 +205,7 @@ def test_compiled_formulas_take_structures(namespace: str, is_derived: bool) -> 
         assert weight.grad.tolist() == [2, 2]
 
 
-def test_rules_beside_the_dispatcher_get_structures(namespace: str) -> None:
+def test_rules_outside_the_dispatcher_get_structures(namespace: str) -> None:
     op = define(namespace)
     seen: list[Any] = []
 

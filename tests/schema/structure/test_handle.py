@@ -76,7 +76,7 @@ def test_a_function_may_be_called_like_what_its_call_uses(namespace: str, name: 
     assert op(torch.ones(1), Frozen(2)).item() == 2
 
 
-def test_an_error_is_told_by_a_tracer_too(namespace: str) -> None:
+def test_an_error_is_raised_by_a_tracer_too(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, cfg: Frozen) -> Tensor:
         return x.clone()

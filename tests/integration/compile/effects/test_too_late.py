@@ -124,7 +124,7 @@ def test_a_definition_with_another_effect_is_refused_too(namespace: str) -> None
     _define(namespace)
 
 
-def test_stock_hands_out_a_graph_without_the_effect(cached: None, namespace: str) -> None:
+def test_torch_library_returns_a_graph_without_the_effect(cached: None, namespace: str) -> None:
     # What the refusal is for: a reset alone does not help, because the cache knows but the name.
     @torch.library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ def test_a_name_that_is_taken_is_not_replaced(namespace):
     assert "derived" not in repr(op)
 
 
-def test_the_companions_end_with_the_operator(namespace):
+def test_helper_operators_are_deregistered_with_the_operator(namespace):
     derived(f"{namespace}::f", sine)
     held = getattr(torch.ops, namespace).f__backward.default
     x = torch.ones(1)

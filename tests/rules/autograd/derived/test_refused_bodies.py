@@ -132,7 +132,7 @@ def test_one_output_that_left_autograd_is_refused_in_vmap(namespace, rule):
     assert_close(first, torch.full((3, 2), 2.0))
 
 
-def test_a_compiled_graph_may_return_an_output_that_nobody_differentiates(namespace):
+def test_a_compiled_graph_may_return_an_output_without_gradients(namespace):
     op = derived(f"{namespace}::f", partly)
     op.register_fake(
         lambda x, several=True: (

@@ -224,7 +224,7 @@ def test_a_body_without_the_tag_may_restore_or_read_the_state(namespace, body, n
             assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_calls_share_a_state_unless_somebody_draws(namespace):
+def test_calls_share_a_state_until_numbers_are_drawn(namespace):
     op = derived(f"{namespace}::f", lambda x: x * 2, schema="(Tensor x) -> Tensor")
     x = torch.ones(8, requires_grad=True)
 

@@ -265,7 +265,7 @@ def test_a_sum_that_is_pending_in_the_result_is_none_in_a_residual(
     assert set(seen) <= {"R", "S0"}
 
 
-def test_a_rule_that_does_not_tell_of_residuals_is_asked(namespace: str, mesh: Any) -> None:
+def test_a_rule_function_that_ignores_residuals_is_called(namespace: str, mesh: Any) -> None:
     op = squares(namespace, "a b -> a b")
     value = on_mesh(mesh, X, "S0")
     torch.testing.assert_close(gathered(op(value)), X * X)
@@ -299,7 +299,7 @@ def test_operands_of_residuals_that_are_not_there(namespace: str) -> None:
         op.register_sharding("... d, d -> ... d; d", whole="d")
 
 
-def test_a_backward_kernel_that_does_not_tell_the_forward_gets_whole_tensors(
+def test_a_backward_kernel_without_operands_of_the_forward_gets_whole_tensors(
     namespace: str, mesh: Any
 ) -> None:
     def scaled(x: Tensor, by: float) -> Tensor:
@@ -337,7 +337,9 @@ def test_a_backward_kernel_with_lists(namespace: str, mesh: Any) -> None:
         torch.testing.assert_close(gathered(value.grad), right)
 
 
-def test_without_a_rule_companions_name_the_operator(namespace: str, mesh: Any) -> None:
+def test_without_a_rule_errors_of_helper_operators_name_the_operator(
+    namespace: str, mesh: Any
+) -> None:
     derived(namespace)
     x = on_mesh(mesh, X, "S0").requires_grad_()
     with pytest.raises(torchop.MissingRuleError, match=f"^{namespace}::op has no sharding rule"):
