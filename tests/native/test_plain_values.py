@@ -112,6 +112,7 @@ def received(made: Any, seen: list[Any], *args: Any) -> Any:
     return found, [described(value) for value in seen]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", PASSED)
 @pytest.mark.parametrize("kind", TAKEN)
 def test_a_kernel_gets_the_plain_value_natively(make, kind, form):
@@ -132,6 +133,7 @@ def test_a_kernel_gets_the_plain_value_natively(make, kind, form):
     assert calls == {"native": len(values)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("form", PASSED)
 @pytest.mark.parametrize("kind", LEFT)
 def test_other_values_go_to_the_dispatcher(make, kind, form):
@@ -151,6 +153,7 @@ def test_other_values_go_to_the_dispatcher(make, kind, form):
     assert calls == {"argument_type": len(values)}
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("ignore:.* has the default None in the function")
 @pytest.mark.parametrize(
     ("parameter", "value"),

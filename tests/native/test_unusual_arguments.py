@@ -13,7 +13,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import assert_clean, counting, needs_native
 from tests._support.forking import run_forked
-from tests.native.scenarios import GRAD, T, define, inputs
+from tests.native.scenarios import T, define, inputs
 
 pytestmark = needs_native
 
@@ -136,7 +136,7 @@ WRITES = {
 }
 
 
-@GRAD
+@pytest.mark.parametrize("with_grad", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("write", WRITES)
 def test_kernel_may_write_anything_into_its_list(write, with_grad):
     """In a program of its own: what is taken for a tensor, and is none, ends it."""

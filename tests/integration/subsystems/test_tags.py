@@ -95,8 +95,10 @@ def test_a_cudagraph_unsafe_operator_is_what_keeps_a_graph_from_being_recorded(n
     assert (node.target if node else None) is (op.overload if tagged else None)
 
 
-@pytest.mark.parametrize("tagged", [False, True])
-@pytest.mark.parametrize("kind", ["alone", "planned", "overwriting"])
+@pytest.mark.parametrize(
+    ("kind", "tagged"),
+    [("alone", False), ("alone", True), ("planned", True), ("overwriting", True)],
+)
 def test_inductor_divides_a_graph_at_a_cudagraph_unsafe_operator(
     namespace, monkeypatch, kind, tagged
 ):

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests._support.combinations import BACKENDS
 from tests._support.common import counting, needs_native
 from tests.integration.compile.graphs import fresh_compiler
 
@@ -172,7 +173,7 @@ def test_without_a_formula_backward_says_so_and_forward_does_not(namespace: str)
         y.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_compiled_gradients_are_those_of_eager(
     program: Any, scaled_exp_: Any, backend: str, compiling: None

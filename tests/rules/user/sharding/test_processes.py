@@ -71,6 +71,7 @@ def test_two_processes(outcomes: functools._lru_cache_wrapper[dict[str, str]], n
     assert outcomes(2)[name] == ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", cases(4))
 def test_four_processes(outcomes: functools._lru_cache_wrapper[dict[str, str]], name: str) -> None:
     assert outcomes(4)[name] == ""
