@@ -67,7 +67,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         CPU: (
             "test_a_generator_among_the_arguments_is_replayed",
             "test_a_seed_of_the_forward_that_is_set_again_is_left_for_others[False]",
-            "test_autocast_is_that_of_the_forward",
         ),
         CHECKPOINT: ("test_what_a_checkpoint_saved_knows_its_random_numbers[True]",),
     },
@@ -81,9 +80,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules/autograd/derived/test_replay.py": {
         CPU: ("test_a_body_without_the_tag_may_restore_or_read_the_state[reads]",),
         DEFAULT: ("test_the_default_device_is_that_of_the_forward",),
-    },
-    "rules/autograd/test_gradients.py": {
-        CPU: ("test_the_message_names_the_input[another device]",),
     },
     "rules/autograd/test_mutation.py": {
         INDUCTOR: (
@@ -109,9 +105,6 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rules/user/test_flop_formula.py": {
         CPU: ("test_the_counter_counts_what_the_formula_says",),
-    },
-    "integration/subsystems/test_autograd_features.py": {
-        THREADS: ("test_backward_runs_in_many_threads_at_once",),
     },
     "integration/compile/test_aliases.py": {
         INDUCTOR: ("test_inductor_alone_takes_the_copy_out",),

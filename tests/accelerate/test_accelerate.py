@@ -1,4 +1,4 @@
-"""accelerate: patterns, the table, and taking it back. Uses private names: _accelerate.patterns."""
+"""accelerate: patterns, the table, and taking it back."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from tests._support.common import needs_native
 from tests._support.devices import BACKEND, TYPE
 from tests._support.forking import run_forked
 from tests.accelerate.support import T
-from torchop._accelerate import patterns
-from torchop.extend import OpName
 
 pytestmark = needs_native
 
@@ -214,17 +212,6 @@ def test_a_pattern_may_name_overloads(namespace, library):
         assert len(acceleration.operators) == 3  # a name stands for all its overloads
     with torchop.accelerate(f"{namespace}::op.default") as acceleration:
         assert [row.op for row in acceleration.operators] == [f"{namespace}::op"]
-
-
-def test_a_pattern_leaves_out_what_stands_for_another_operator(namespace):
-    @torchop.out_op(f"{namespace}::copy", like="x", inplace=True)
-    def copy(x: torch.Tensor, *, out: torch.Tensor) -> None:
-        out.copy_(x)
-
-    names = [OpName.parse(f"{namespace}::{name}") for name in ("copy", "copy_", "copy___mutable")]
-    assert set(names) <= set(patterns.all_names())
-    assert [patterns.is_match(name, f"{namespace}::*") for name in names] == [True, True, False]
-    assert patterns.is_match(names[-1], str(names[-1]))
 
 
 def test_all_operators(op):

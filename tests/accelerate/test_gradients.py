@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -221,32 +219,6 @@ def test_gradients_of_results_that_are_lists(namespace, accelerated, seen, retur
     assert torchop.native.counters(handle) == {"native": 1}
 
 
-def test_fewer_results_than_the_schema_has(namespace, accelerated, seen):
-    def op(xs: Sequence[Tensor], w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return xs[0] * w, w + 1  # which nobody checks
-
-    def setup_context(ctx, inputs, output):
-        seen.append(("setup", len(output)))
-
-    def backward(ctx, *grads):
-        seen.append(("backward", len(grads)))
-        return [grads[0]], grads[1]
-
-    handle = stock(namespace, op)
-    handle.register_autograd(backward, setup_context=setup_context)
-
-    def called():
-        seen.clear()
-        x, w = T.clone().requires_grad_(), (T + 1).requires_grad_()
-        results = handle([x], w)
-        gradients = torch.autograd.grad([result.sum() for result in results], (x, w))
-        return len(results), [gradient.tolist() for gradient in gradients], list(seen)
-
-    before = outcome(called)
-    accelerated()
-    assert outcome(called) == before
-
-
 def leaf() -> Tensor:
     return T.clone().requires_grad_()
 
@@ -417,47 +389,3 @@ def test_a_library_with_a_formula(namespace, accelerated, library):
     op(x).sum().backward()
     assert torch.equal(x.grad, torch.full((4,), 2.0))
     assert torchop.native.counters(op) == {"native": 1}
-
-
-def test_other_ways_through_a_graph(namespace, accelerated):
-    from torch._dynamo import compiled_autograd
-    from torch.utils.checkpoint import checkpoint
-
-    def op(x: Tensor, k: float = 2.0) -> Tensor:
-        return x.exp() * k
-
-    handle = stock(namespace, op)
-    handle.register_autograd(
-        lambda ctx, g: (g * ctx.saved_tensors[0], None),
-        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-    )
-    accelerated()
-    x = T.clone().requires_grad_()
-    expected = x.detach().exp() * 2
-
-    def grad(run: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.autograd.grad(run(x).sum(), x)[0]
-
-    assert torch.equal(grad(handle), expected)
-    for use_reentrant in (True, False):
-        run = functools.partial(checkpoint, handle, use_reentrant=use_reentrant)
-        x.grad = None
-        run(x).sum().backward()
-        assert torch.equal(x.grad, expected)
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        assert torch.equal(grad(handle), expected)
-    assert len(packed) == 1
-    x.grad = None
-    # PyTorch's trace reads the gradient of a saved output, and warns of that.
-    with compiled_autograd._enable(torch.compile(backend="eager")), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        handle(x).sum().backward()
-    assert torch.equal(x.grad, expected)
-    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert torch.equal(grad(handle), expected)
-    counted = torchop.native.counters(handle)
-    assert counted["anomaly"] == 1
-    assert counted["native"] >= 5
-    assert torch.equal(torch.func.grad(lambda x: x.exp().sum())(T), T.exp())

@@ -1,14 +1,9 @@
-"""Operators of torch.library mean the same, accelerated or not; and their lifetime.
-
-Uses private names: _native.table.calls.
-"""
+"""Operators of torch.library mean the same, accelerated or not; and their lifetime."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -22,8 +17,6 @@ from tests.accelerate.support import (
     outcome,
     stock,
 )
-from torchop._native.table import calls as table
-from torchop.extend import OpName
 
 pytestmark = needs_native
 
@@ -57,24 +50,6 @@ def test_four_threads(namespace, accelerated):
     for thread in threads:
         thread.join()
     assert wrong == []
-
-
-@counts_versions_once
-def test_versions_are_counted(namespace, accelerated):
-    def op(x: Tensor, ys: Sequence[Tensor]) -> None:
-        x.zero_()
-
-    handle = stock(namespace, op, mutates_args={"x", "ys"})
-    accelerated()
-    x, y, z = T.clone(), T.clone(), T.clone()
-    handle(x, [y, z])
-    assert (x._version, y._version, z._version) == (2, 1, 1)
-    leaf = torch.ones(4, requires_grad=True)
-    saved = leaf * x
-    handle(x, [y])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        saved.sum().backward()
-    assert torchop.native.counters(handle) == {"native": 2}
 
 
 @counts_versions_once
@@ -189,21 +164,6 @@ def test_a_later_kernel_of_torchops_takes_the_operator_over(namespace, accelerat
     assert torch.equal(op(T), T + 2)
     acceleration.undo()
     assert torch.equal(op(T), T + 2)
-
-
-def test_an_operator_that_is_destroyed_is_let_go(namespace, accelerated):
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define("op(Tensor x) -> Tensor")
-    library.impl("op", lambda x: x + 1, BACKEND)
-    overload = getattr(torch.ops, namespace).op.default
-    acceleration = accelerated()
-    overload(T)
-    name = OpName.parse(f"{namespace}::op")
-    assert name in table.accelerated
-    library._destroy()
-    assert name not in table.accelerated
-    assert type(overload._op).__name__ == "builtin_function_or_method"
-    assert acceleration.operators == ()
 
 
 def test_a_redefinition_is_accelerated_too(namespace, accelerated):

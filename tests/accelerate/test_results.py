@@ -12,7 +12,7 @@ import torchop
 from tests._support.common import needs_native, outcome
 from tests._support.devices import BACKEND
 from tests._support.releases import needs_tags
-from tests.accelerate.support import T, assert_same, counts_versions_once, stock
+from tests.accelerate.support import T, assert_same, stock
 
 pytestmark = needs_native
 
@@ -66,34 +66,6 @@ def test_results_are_converted_and_checked_as_before(
         library.impl("op", made, BACKEND)
         op = getattr(torch.ops, namespace).op
     assert_same(accelerated, op, lambda: op(T))
-
-
-def test_a_tensor_is_the_very_one_that_the_kernel_returned(namespace, accelerated, library):
-    made = []
-    library.define("op(Tensor x) -> (Tensor, Tensor[])")
-
-    def kernel(x):
-        made.append((x + 1, [x + 2]))
-        return made[-1]
-
-    library.impl("op", kernel, BACKEND)
-    accelerated()
-    first, rest = getattr(torch.ops, namespace).op(T)
-    assert first is made[0][0]
-    assert rest[0] is made[0][1][0]
-
-
-def test_an_exception_of_the_kernel_is_the_very_one(namespace, accelerated):
-    error = KeyError("mine")
-
-    def op(x: Tensor) -> Tensor:
-        raise error
-
-    handle = stock(namespace, op)
-    accelerated()
-    with pytest.raises(KeyError, match="mine") as caught:
-        handle(T)
-    assert caught.value is error
 
 
 @needs_tags
@@ -172,55 +144,3 @@ def test_more_results_than_the_schema_has_are_refused(namespace, accelerated, ma
         with pytest.raises(RuntimeError, match=rf"returned {count} values, expected the 2 of"):
             op(x=T)
     assert torchop.native.counters(op) == {"native": 2}
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        "(Tensor x, int k)",
-        "(Tensor x, int k=3)",
-        "(Tensor x, *, int k=3)",
-        "(Tensor x, str? k=None)",
-        "(Tensor x, Tensor? y=None)",
-        "(Tensor x, Tensor y)",
-        "(Tensor x, Tensor[] y)",
-        "(Tensor x, Tensor?[] y)",
-        "(Tensor[] y)",
-        pytest.param("(Tensor x, Tensor(a!) y)", marks=counts_versions_once),
-    ],
-)
-def test_each_schema_returns_what_it_did(namespace, accelerated, schema):
-    """Since 2.14, PyTorch converts the results of calls with keywords, or with numbers."""
-    numbers = {"k": None if "str?" in schema else 3}
-    tensors = {"y": [T + 1] if "[]" in schema else T + 1}
-    arguments = {"x": T} if " x" in schema else {}
-    arguments |= numbers if " k" in schema else tensors
-    most = 1 if "*" in schema else len(arguments)
-    items = list(arguments.items())
-
-    def called() -> list[str]:
-        calls = [(list(arguments.values())[:n], dict(items[n:])) for n in range(most + 1)]
-        if "=" in schema:
-            calls.append(([T], {}))
-        return [
-            str(outcome(lambda op=op, args=args, kwargs=kwargs: op(*args, **kwargs)))
-            for op in (*handles, *(handle._opoverload for handle in handles))
-            for args, kwargs in calls
-        ]
-
-    results = [lambda: 3, lambda: [T + 2], lambda: (T + 2,), lambda: (T + 2, None), lambda: None]
-    handles = [
-        torch.library.custom_op(
-            f"{namespace}::op{number}_{len(returns)}",
-            lambda *args, made=made, **kwargs: made(),
-            mutates_args={"y"} if "!" in schema else (),
-            schema=f"{schema} -> {returns}",
-        )
-        for returns in ("Tensor", "(Tensor, Tensor)", "()")
-        for number, made in enumerate(results)
-    ]
-    before = called()
-    accelerated()
-    assert called() == before
-    for handle in handles:
-        assert set(torchop.native.counters(handle)) == {"native"}

@@ -1,19 +1,10 @@
-"""Definitions: lifetime, closing, and registrations from several threads.
-
-Uses private names: _rules.fake.rule, _rules.kernels.rule.
-"""
-
-import threading
+"""Definitions: lifetime, closing, and registrations from several threads."""
 
 import torch
 from torch import Tensor
 
 import torchop
 from tests._support.devices import BACKEND, TYPE
-from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels.rule import KernelRule
-
-T = torch.zeros(2)
 
 
 def define(namespace):
@@ -54,49 +45,3 @@ def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
             assert not has(f"{namespace}::op", key)
             register()
             assert has(f"{namespace}::op", key)
-
-
-def test_registrations_from_several_threads_all_count(namespace):
-    op = define(namespace)
-    devices = {TYPE, "cpu", "cuda", "xpu", "hpu", "mps", "xla", "lazy", "mtia"}
-    barrier = threading.Barrier(len(devices))
-    errors = []
-
-    def register(device):
-        try:
-            barrier.wait()
-            for amount in range(20):
-                op.register_kernel(device)(lambda x, amount=amount: x + amount)
-                op.register_fake(lambda x: torch.empty_like(x))
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=register, args=(device,)) for device in devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert set(op._definition.rule(KernelRule).functions) == {None, *devices}
-    assert op(T).tolist() == [19, 19]
-
-
-def test_calls_run_while_another_thread_registers(namespace):
-    op = define(namespace)
-    done = threading.Event()
-
-    def register():
-        for _ in range(200):
-            op.register_kernel(TYPE)(lambda x: x + 1)
-            with op.set_kernel_enabled(TYPE, enabled=False):
-                op.register_fake(lambda x: torch.empty_like(x))
-        done.set()
-
-    thread = threading.Thread(target=register)
-    thread.start()
-    results = set()
-    while not done.is_set():
-        results.add(op(T).sum().item())
-    thread.join()
-    assert results <= {2.0}
-    assert op._definition.rule(FakeRule).function is not None

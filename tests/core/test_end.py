@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
-from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchop
 from tests._support.common import on_both
@@ -382,25 +382,6 @@ def test_declared_effect_ends_with_the_operator(namespace):
         assert effect(namespace) is None
 
 
-def test_flop_formula_ends_with_the_operator(namespace):
-    def count() -> int:
-        with FlopCounterMode(display=False) as mode:
-            packet(namespace)(T)
-        return mode.get_total_flops()
-
-    def make() -> Any:
-        return torchop.custom_op(
-            f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
-        )
-
-    op = make()
-    register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
-    assert count() == 7
-    op = quietly(make)
-    assert count() == 0
-    assert op(T).tolist() == [2, 2]
-
-
 def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(namespace):
     table = torch.jit._builtins._get_builtin_table()
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
@@ -412,6 +393,7 @@ def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(n
     assert f"{namespace}::op" not in table.values()
 
 
+@pytest.mark.exhaustive
 def test_dtensor_does_not_take_an_operator_for_one_that_had_its_address():
     program = """
     import gc

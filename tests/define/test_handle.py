@@ -193,19 +193,6 @@ def test_torchscript_calls_an_overload_and_what_became_of_it(namespace):
         compiled(T)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_torchscript_calls_a_structured_handle_with_tensors(namespace):
-    @torchop.custom_op(f"{namespace}::join", mutates_args=())
-    def join(parts: tuple[Tensor, Tensor], mode: typing.Literal["sum", "max"] = "sum") -> Tensor:
-        return sum(parts) + 0
-
-    def joined(x: Tensor) -> Tensor:
-        return join((x, x), "sum")
-
-    with pytest.raises(RuntimeError, match=r"(?s)Expected a value of type 'Tensor'.*join"):
-        torch.jit.script(joined)
-
-
 def test_doctests_of_a_function_are_found_behind_its_handle(namespace):
     module = types.ModuleType(namespace)
     source = f'''
@@ -269,6 +256,7 @@ def test_notebooks_show_what_is_registered(namespace):
     assert op._repr_html_() == f"<p><code>{shown}</code></p>"
 
 
+@pytest.mark.exhaustive
 def test_editors_complete_handles(namespace):
     """Jedi does so for Python prompts, such as IPython's, and for editors, which run nothing."""
     jedi = pytest.importorskip("jedi", reason="requirements/dev.txt has it")

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import sys
 import weakref
 
 import pytest
@@ -237,17 +236,3 @@ def test_what_is_no_library_or_closed_is_refused(namespace):
     library.close()
     with pytest.raises(torchop.OperatorGoneError, match="has been destroyed"):
         custom_op_in(library, namespace)
-
-
-def test_the_finalizer_of_a_library_is_the_last_to_use_its_names(namespace):
-    # As test_finalizer in PyTorch's test/test_python_dispatch.py requires of torch.library.
-    library = torchop.Library(namespace, "FRAGMENT")
-    untouched = [sys.getrefcount(names) for names in (library._op_impls, library._op_defs)]
-    define_in(library, namespace)
-    assert [sys.getrefcount(names) for names in (library._op_impls, library._op_defs)] == untouched
-    names = library._op_impls
-    assert f"{namespace}/op/{BACKEND}" in torch.library._impls
-    del library
-    assert sys.getrefcount(names) <= 2  # `names` and, before Python 3.14, the argument
-    assert f"{namespace}/op/{BACKEND}" not in torch.library._impls
-    assert f"{namespace}::op" not in torch.library._defs

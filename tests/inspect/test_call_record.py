@@ -132,21 +132,3 @@ def test_gradients_are_recorded_where_the_call_records_them(namespace, make, con
         [(call, _)] = recorded[name]
         [tensor] = call.parts()
         assert tensor.requires_grad is (context is torch.enable_grad)
-
-
-def test_a_call_inside_an_autograd_function_records_none(namespace):
-    name = f"{namespace}::op"
-    op = torch.library.custom_op(
-        name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    op.register_autograd(lambda ctx, g: g * 2)
-
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return op(x)
-
-    with torchop.record(name) as recorded:
-        Function.apply(torch.ones(2, requires_grad=True))
-    [(call, _)] = recorded[name]
-    assert not call.args[0].requires_grad

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -209,23 +207,6 @@ def test_conventional_forms(namespace, library, tag):
         call(T.clone())
 
 
-def test_overloads(namespace, library):
-    for schema in ("op(Tensor x)", "op.two(Tensor x, int n)", "op.text(Tensor x, str s)"):
-        library.define(f"{schema} -> Tensor")
-        name = f"{namespace}::{schema.partition('(')[0]}"
-        torchop.register_kernel(name, TYPE, lambda x, n=0: x + len(str(n)), lib=library)
-    packet = getattr(torch.ops, namespace).op
-    packet(T)
-    packet(T, 1)
-    packet(T, "a")
-    with counting(f"{namespace}::op.two") as two, counting(f"{namespace}::op.text") as text:
-        assert packet(T, 12).tolist() == [2, 3, 4]
-        assert packet(T, "abc").tolist() == [3, 4, 5]
-        assert packet.text(T, "abcd").tolist() == [4, 5, 6]
-    assert two["native"] == 1
-    assert text["native"] == 2
-
-
 # --------------------------------------------------------------------------------------------------
 # Gradients
 
@@ -302,24 +283,6 @@ def test_a_kernel_that_returns_its_argument(namespace, library):
     assert_native(name, lambda: op(T), lambda: op(leaf()), lambda: gradients(op, T))
 
 
-def test_a_formula_of_another_library_ends_with_it(namespace, library):
-    name = f"{namespace}::op"
-    library.define("op(Tensor x) -> Tensor")
-    torchop.register_kernel(name, TYPE, lambda x: x * 2, lib=library)
-    op = getattr(torch.ops, namespace).op
-    with torchop.Library(namespace, "IMPL") as other:
-        torchop.register_autograd(name, lambda ctx, grad: grad * 5, lib=other)
-        assert_native(name, lambda: gradients(op, T))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without a formula, PyTorch warns in backward
-        with torchop.native.disabled():
-            expected = outcome(lambda: gradients(op, T))
-        assert outcome(lambda: gradients(op, T)) == expected
-    torchop.register_autograd(name, lambda ctx, grad: grad * 6, lib=library)
-    assert_native(name, lambda: gradients(op, T))
-    assert gradients(op, T) == [[6, 6, 6]]
-
-
 def test_an_autograd_kernel_of_another_library_runs(namespace, library):
     name = f"{namespace}::op"
     library.define("op(Tensor x) -> Tensor")
@@ -381,23 +344,6 @@ def test_calls_of_subsystems_are_right(namespace, library):
 # Lifetimes
 
 
-def test_operators_that_are_defined_again(namespace):
-    name = f"{namespace}::op"
-    for amount in (1, 2, 3):
-        with torchop.Library(namespace, "DEF") as library:
-            library.define(f"op(Tensor x, int n={amount}) -> Tensor")
-            torchop.register_kernel(name, TYPE, lambda x, n: x + n, lib=library)
-            torchop.register_autograd(
-                name, lambda ctx, grad, amount=amount: (grad * amount, None), lib=library
-            )
-            held = getattr(torch.ops, namespace).op.default
-            assert_native(name, functools.partial(held, T), functools.partial(gradients, held, T))
-            assert held(T).tolist() == [amount, 1 + amount, 2 + amount]
-            assert gradients(held, T) == [[amount] * 3]
-        with pytest.raises(torchop.OperatorGoneError):
-            held(T)
-
-
 def test_nothing_keeps_a_closed_library_alive(namespace):
     def used() -> Any:
         kernel = lambda x: x + 1  # noqa: E731  # of which there is a weak reference
@@ -417,24 +363,6 @@ def test_nothing_keeps_a_closed_library_alive(namespace):
 
 # --------------------------------------------------------------------------------------------------
 # Operators of other packages
-
-
-def test_an_operator_of_another_package_is_left_to_accelerate(namespace):
-    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x, int n=1) -> Tensor")
-        library.impl("op", lambda x, n=1: x + n, BACKEND)
-        name = f"{namespace}::op"
-        with torchop.Library(namespace, "IMPL") as ours:
-            torchop.register_kernel(name, OTHER, lambda x, n: x, lib=ours)
-            op = getattr(torch.ops, namespace).op
-            op(T)
-            assert torchop.native.counters(name) == {}
-            with torchop.accelerate(f"{namespace}::*") as acceleration:
-                assert [row.accelerated for row in acceleration.operators] == [True]
-                assert_native(name, lambda: op(T), lambda: op(T, 4))
-                torchop.register_kernel(name, TYPE, lambda x, n: x * 10, lib=ours)
-                assert op(T).tolist() == [0, 10, 20]
-                assert_native(name, lambda: op(T), lambda: op(T, 4))
 
 
 @pytest.mark.parametrize("way", ["custom_op", "impl"])

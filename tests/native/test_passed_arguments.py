@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torchop
 from tests._support.common import counting, needs_native
-from tests._support.devices import AUTOGRAD, BACKEND, TYPE
+from tests._support.devices import BACKEND, TYPE
 
 pytestmark = needs_native
 
@@ -173,28 +173,6 @@ def test_the_last_arguments_are_left_out_where_they_equal_their_default(namespac
     library._destroy()
 
 
-def test_a_default_device_is_passed_as_it_is_spelled(namespace):
-    seen = []
-
-    def kernel(*args: Any) -> Tensor:
-        seen.append(args[1:])
-        return args[0].clone()
-
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define('op(Tensor x, Device? d="cpu", int n=1) -> Tensor')
-    library.impl("op", kernel, BACKEND)
-    op = getattr(torch.ops, namespace).op
-    with torchop.accelerate(f"{namespace}::*"):
-        for _ in range(2):
-            op(T, n=2)
-            op(T, CPU, 2)
-            op(T)
-            op(T, CPU)
-        assert torchop.native.counters(f"{namespace}::op") == {"native": 6, "argument_type": 2}
-    assert seen == [("cpu", 2), (CPU, 2), (), (CPU,)] * 2
-    library._destroy()
-
-
 # --------------------------------------------------------------------------------------------------
 # Defaults that are replaced, and defaults that are written into
 
@@ -233,15 +211,6 @@ def test_replaced_defaults_of_a_function_are_noticed(namespace, way):
     library._destroy()
 
 
-def test_replaced_defaults_of_our_kernel_are_those_of_the_schema(namespace):
-    kernel = copy_of(scaling)
-    text = "(Tensor x, int n=2, *, float beta=1.0) -> Tensor"
-    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=text)
-    assert values(lambda: op(T)) == [2] * 4
-    kernel.__defaults__, kernel.__kwdefaults__["beta"] = (5,), 3.0
-    assert values(lambda: op(T)) == [2] * 4
-
-
 def counting_calls(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006  (that is the question)
     d.append(0)
     return x * len(d)
@@ -254,23 +223,6 @@ def test_a_list_that_is_a_default_is_a_new_one_for_each_call(namespace, schema):
     assert values(lambda: op(T)) == [1] * 4
     with torchop.native.disabled():
         assert values(lambda: op(T)) == [1] * 4
-
-
-@pytest.mark.parametrize("theirs", [True, False])
-def test_a_list_that_is_a_default_of_a_kernel_alone_is_its_own(namespace, theirs):
-    def kernel(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006
-        d.append(0)
-        return x * len(d)
-
-    maker: Any = torch.library if theirs else torchop
-    library = maker.Library(namespace, "FRAGMENT")
-    library.define("op(Tensor x, int[] d=[]) -> Tensor")
-    library.impl("op", kernel, BACKEND)
-    op = getattr(torch.ops, namespace).op
-    with torchop.accelerate(f"{namespace}::*"):
-        assert values(lambda: op(T)) == [1, 2, 3, 4]
-        assert values(lambda: op(T, [5])) == [2] * 4
-    library._destroy()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,15 +260,3 @@ def test_a_function_is_given_the_keys_where_it_takes_them(namespace, counted):
         for _ in range(3):
             op(T)
         assert seen == [1] * 3 + [2] * 3 + [1] * 3
-
-
-def test_a_function_at_two_keys_is_given_the_keys_at_one(namespace, counted):
-    op, library, kernel, seen = counted
-    library.impl("op", kernel, AUTOGRAD, with_keyset=True)
-    with torchop.accelerate(f"{namespace}::*"):
-        for _ in range(3):
-            op(T)
-            with torch._C._AutoDispatchBelowAutograd():
-                op(T)
-        assert seen == [2, 1] * 3
-        assert torchop.native.counters(f"{namespace}::op")["native"] == 3

@@ -6,7 +6,6 @@ Uses private names: _native.extension.recipe, _native.switch.
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -251,31 +250,6 @@ def test_override_of_before_the_switch_is_honoured(switching, key):
 
 # --------------------------------------------------------------------------------------------------
 # The extension, wherever it is
-
-
-def test_programs_share_the_cached_extension(tmp_path):
-    """The very first call is native."""
-    built = torchop.native.status().path
-    assert built is not None
-    folder = tmp_path / "cache"
-    folder.mkdir(mode=0o700)
-    shutil.copy(built, folder)
-    done = run_forked(
-        """
-        import torch, torchop
-
-        @torchop.custom_op("cached::op", mutates_args=())
-        def op(x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-        op(torch.ones(1))
-        assert torchop.native.counters(op) == {"native": 1}
-        """,
-        TORCHOP_NATIVE="auto",
-        TORCHOP_CACHE_DIR=str(folder),
-        CXX="/absent",
-    )
-    assert_clean(done)
 
 
 def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog):

@@ -13,7 +13,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import assert_clean, counting, needs_native
 from tests._support.forking import run_forked
-from tests.native.scenarios import T, define, inputs
+from tests.native.scenarios import T, define
 
 pytestmark = needs_native
 
@@ -43,18 +43,6 @@ def test_any_number_of_arguments(namespace, count, with_grad):
     if with_grad:
         result.backward()
         assert all(tensor.grad.item() == 1 for tensor in tensors)
-
-
-def test_names_that_are_not_interned(namespace):
-    op = define(namespace, lambda x, amount=1: x + amount, "(Tensor x, int amount=1) -> Tensor")
-    name = "".join(["amo", "unt"])
-    assert name is not sys.intern("amount")
-    with counting(op) as calls:
-        assert op(T, **{name: 5}).tolist() == [5, 5]
-        assert op(**{"".join(["", "x"]): T, name: 5}).tolist() == [5, 5]
-        with pytest.raises(RuntimeError, match="amounts"):
-            op(T, **{name + "s": 5})
-    assert calls == {"native": 2, "binding": 1}
 
 
 def test_keywords_in_any_order(namespace):
@@ -104,29 +92,6 @@ def test_list_of_the_caller_is_not_the_kernels(namespace):
     assert ns == [4, 5]
 
 
-def test_list_of_the_kernel_is_not_the_setup_contexts(namespace):
-    def kernel(xs: list[Tensor], ns: list[int]) -> Tensor:
-        result = xs[0] + sum(ns)
-        xs.clear()
-        ns.clear()
-        return result
-
-    def setup_context(ctx, inputs, output):
-        seen.append([len(item) for item in inputs])
-
-    seen = []
-    op = define(namespace, kernel, "(Tensor[] xs, int[] ns) -> Tensor")
-    op.register_autograd(lambda ctx, grad: ([grad, None], None), setup_context=setup_context)
-    xs = [inputs(True), T]
-    op(xs, [1, 2, 3])
-    with torchop.native.disabled():
-        op(xs, [1, 2, 3])
-    with counting(op) as calls:
-        op(xs, [1, 2, 3]).sum().backward()
-    assert calls == {"native": 1}
-    assert seen == [[2, 3]] * 3
-
-
 WRITES = {
     "a number": "xs[0] = 3",
     "none": "xs[:] = [None, None]",
@@ -165,17 +130,6 @@ def test_kernel_may_write_anything_into_its_list(write, with_grad):
     assert torchop.native.counters(op)["native"] == 3
     """
     assert_clean(run_forked(program))
-
-
-def test_arguments_that_a_partial_keeps_are_used_again(namespace):
-    op = define(namespace, lambda x, y, n=1: x + y + n, "(Tensor x, Tensor y, int n=1) -> Tensor")
-    partial = functools.partial(op, T, n=5)
-    with counting(op) as calls:
-        for _ in range(5):
-            assert partial(torch.ones(2)).tolist() == [6, 6]
-    assert calls == {"native": 5}
-    assert partial.args == (T,)
-    assert partial.keywords == {"n": 5}
 
 
 def test_kernel_that_is_a_bound_method_or_an_object(namespace):

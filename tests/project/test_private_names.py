@@ -1,6 +1,6 @@
 """Tests of behaviour use public names; a file that imports private ones lists them at its top.
 
-`Uses private names: _core.lock.` ends the docstring of such a file.
+`
 """
 
 from __future__ import annotations

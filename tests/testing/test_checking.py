@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests._support.common import counting, needs_native
 from tests._support.devices import BACKEND, TYPE, needs_context_in_backward
 from torchop._rules.kernels.rule import KernelRule
 from torchop.testing import _checking
@@ -248,26 +247,6 @@ def test_other_threads_are_left_alone(namespace: str) -> None:
     assert results == [[1.0, 1.0]]
 
 
-def test_blocks_of_several_threads_end_one_by_one(namespace: str) -> None:
-    op = define(namespace)
-    entered, leave = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with torchop.testing.checking():
-            entered.set()
-            leave.wait()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    entered.wait()
-    op(torch.zeros(2))
-    with torchop.testing.checking():
-        leave.set()
-        thread.join()
-        with pytest.raises(torchop.UndeclaredMutationError):
-            op(torch.zeros(2))
-
-
 def test_operators_defined_in_a_block_are_looked_at_there_only(namespace: str) -> None:
     with torchop.testing.checking():
         op = define(namespace)
@@ -285,14 +264,6 @@ def test_outside_of_blocks_the_kernel_itself_runs(namespace: str) -> None:
     assert op._definition.plan[KernelRule].functions[None] is adds
     # Nothing outdates a plan outside.
     assert op._definition.plan is op._definition.plan
-
-
-@needs_native
-def test_calls_in_a_block_go_the_way_they_go_outside(namespace: str) -> None:
-    op = define(namespace, keeps)
-    with torchop.testing.checking(), counting(op) as calls:
-        op(torch.zeros(2))
-    assert calls == {"native": 1}
 
 
 def test_opcheck_finds_it_with_any_other_checks(namespace: str) -> None:
@@ -329,19 +300,6 @@ def test_a_function_whose_body_runs_later_is_refused():
             match=f"cannot decorate .*{function.__name__}, because it is a generator or coroutine",
         ):
             torchop.testing.checking()(function)
-
-
-def test_a_block_may_be_left_in_another_thread():
-    block = torchop.testing.checking()
-    block.__enter__()
-    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
-    thread.start()
-    thread.join()
-    assert len(_checking._thread.open_blocks) == 0
-    assert _checking._blocks == 0
-    with pytest.raises(RuntimeError, match="was not entered"):
-        block.__exit__(None, None, None)
-    assert _checking._blocks == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*beta state")

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
 from tests._support.common import THREADS, in_threads
@@ -139,57 +137,6 @@ def test_rules_for_pytorchs_own_operators_can_be_registered_from_many_threads(na
 
 # --------------------------------------------------------------------------------------------------
 # Tracing
-
-
-@pytest.mark.usefixtures("fake_kernels_in_threads")
-def test_each_fake_kernel_gets_the_context_of_its_own_thread(namespace):
-    @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
-    def nonzero(x: Tensor) -> Tensor:
-        return torch.nonzero(x)
-
-    entered = threading.Barrier(THREADS)
-
-    @nonzero.register_fake
-    def _(x):
-        entered.wait()  # all are inside their fake kernel now
-        size = torchop.get_ctx().new_dynamic_size()
-        entered.wait()
-        return x.new_empty([size, x.dim()], dtype=torch.int64)
-
-    def trace(thread: int) -> None:
-        environment = ShapeEnv()
-        with FakeTensorMode(shape_env=environment) as mode:
-            for _ in range(5):
-                result = nonzero(mode.from_tensor(torch.ones(3)))
-                assert result.fake_mode is mode
-                assert result.shape[0].node.shape_env is environment
-
-    in_threads(trace)
-
-
-def test_a_context_is_unknown_to_threads_that_run_no_fake_kernel(namespace):
-    @torchop.custom_op(f"{namespace}::look", mutates_args=())
-    def look(x: Tensor) -> Tensor:
-        return x.clone()
-
-    elsewhere = []
-
-    def ask() -> None:
-        with pytest.raises(RuntimeError, match="outside a fake kernel"):
-            torchop.get_ctx()
-        elsewhere.append("refused")
-
-    @look.register_fake
-    def _(x):
-        assert torchop.get_ctx() is not None
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        return torch.empty_like(x)
-
-    with FakeTensorMode() as mode:
-        look(mode.from_tensor(torch.ones(2)))
-    assert elsewhere == ["refused"]
 
 
 def test_the_first_gradient_may_be_recorded_by_many_threads_at_once(namespace):

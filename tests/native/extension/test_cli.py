@@ -1,7 +1,6 @@
 """The command line.
 
-Uses private names: _compat.compile_caches, _native.extension.files, _native.extension.recipe,
-testing._extras.
+Uses private names: _compat.compile_caches, _native.extension.recipe, testing._extras.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torchop
 from tests._support.common import Outcome
 from torchop import __main__
 from torchop._compat import compile_caches
-from torchop._native.extension import files, recipe
+from torchop._native.extension import recipe
 from torchop.testing._extras import installing
 
 pytest.importorskip("click.testing")
@@ -115,45 +114,6 @@ def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.Monke
         "programs that Dynamo precompiled do not notice a changed rule: precompile them again "
         "after a change",
     ]
-
-
-@pytest.mark.usefixtures("needs_lock", "without_lock")
-def test_doctor_of_a_python_without_the_lock(
-    in_cache: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler("")
-    outcome = Outcome("doctor")
-    assert files.MODULE not in sys.modules  # to load it would turn the lock on
-    assert outcome.code == 1
-    problem = "native calls need the GIL, and this Python runs without it"
-    assert row(outcome.out, "cache") == f"{in_cache.parent}: cannot be loaded: {problem}"
-    assert f"The native call path is not used, because {problem}. Operators work" in outcome.out
-    monkeypatch.setenv("TORCHOP_NATIVE", "0")
-    assert "turned off by TORCHOP_NATIVE=0" in Outcome("doctor").out
-    monkeypatch.setenv("TORCHOP_NATIVE", "require")
-    assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: found, and can be loaded"
-
-
-def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
-    outcome = Outcome("doctor")
-    assert outcome.code == 1
-    assert row(outcome.out, "cache") == f"{cache_folder}: not found"
-    assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
-    assert "cannot be used, for the reason above. Operators work" in outcome.out
-
-
-def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> None:
-    log = compiler("exit 1")
-    outcome = Outcome("doctor")
-    assert outcome.code == 0
-    assert row(outcome.out, "cache") == f"{cache_folder}: not found"
-    assert outcome.out.endswith(
-        "The native call path is not compiled yet. The first call to an operator compiles it in "
-        "the background, in about 20 s. `python -m torchop build` compiles it now.\n"
-    )
-    assert log.read_text() == ""
-    assert not cache_folder.exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import textwrap
@@ -370,44 +369,6 @@ def test_damaged_file_elsewhere_is_passed_over(
 # Several processes, and the end of one
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_eight_ranks_that_start_at_once_compile_once(source: Path, copying_compiler: Path) -> None:
-    children = []
-    for _ in range(8):
-        process = os.fork()
-        if process == 0:
-            signal.alarm(60)
-            extension = Extension(source)
-            receiver = Receiver()
-            extension.obtain(receiver)
-            finish(extension)
-            os._exit(0 if receiver.modules else 1)
-        children.append(process)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
-    assert codes == [0] * 8
-    assert runs(copying_compiler) == 1
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_child_of_a_fork_during_a_build_can_ask_anew(
-    extension: Extension, copying_compiler: Path
-) -> None:
-    extension.obtain(Receiver())
-    process = os.fork()
-    if process == 0:
-        signal.alarm(60)
-        extension.after_fork()
-        receiver = Receiver()
-        extension.obtain(receiver)
-        finish(extension)
-        os._exit(0 if receiver.modules else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    finish(extension)
-    assert runs(copying_compiler) == 1
-
-
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -419,7 +380,7 @@ time.sleep(float(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 0.5])
+@pytest.mark.parametrize("seconds", [pytest.param(0, marks=pytest.mark.exhaustive), 0.5])
 def test_the_end_of_the_program_stops_the_compiler(
     seconds: float, source: Path, compiler: Compiler, target: Path
 ) -> None:

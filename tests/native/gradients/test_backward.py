@@ -9,7 +9,6 @@ from types import BuiltinFunctionType
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests._support.common import needs_native
 from tests.native.gradients.recording import all_native, differentiable, leaf, save_inputs
@@ -27,28 +26,6 @@ def test_it_has_no_frame_of_ours(cube):
     with all_native(cube):
         cube(x).backward()
     assert x.grad.item() == 12.0
-
-
-def test_a_formula_reads_saved_tensors_often(namespace):
-    """Selective checkpointing returns each of them only once."""
-    seen = []
-
-    def backward(ctx, grad):
-        seen.append(ctx.saved_tensors[0] is ctx.saved_tensors[0])
-        return 2 * grad * ctx.saved_tensors[0]
-
-    op = differentiable(
-        namespace, lambda x: x.square(), "(Tensor x) -> Tensor", backward, save_inputs
-    )
-    x = leaf()
-
-    def contexts():
-        return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
-
-    y = checkpoint(lambda x: op(x.sin()), x, use_reentrant=False, context_fn=contexts)
-    y.backward()
-    assert seen == [True]
-    torch.testing.assert_close(x.grad, 2 * x.detach().sin() * x.detach().cos())
 
 
 def test_a_node_inside_of_the_backward_of_another(namespace):

@@ -168,14 +168,6 @@ def test_in_compiled_graphs(namespace, make, backend):
         assert_close(gradients_of(compiled, lambda y: y, X, W), expected)
 
 
-@pytest.mark.parametrize("make", [with_kernel, with_operator])
-def test_in_a_graph_that_ends_before_the_loss(namespace, make):
-    op = make(namespace, contiguous_grads=True)
-    compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
-    for loss in LOSSES.values():
-        assert_close(gradients_of(compiled, loss, X, W), gradients_of(product, loss, X, W))
-
-
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("make", [with_kernel, with_operator])
 def test_in_transforms(namespace, make, loss):
@@ -187,37 +179,6 @@ def test_in_transforms(namespace, make, loss):
         return (*of_one(X, W), *batched(torch.stack([X, 2 * X], -1), W))
 
     assert_close(both(op), both(product))
-
-
-@pytest.mark.parametrize("make", [of_torch_library, with_kernel, with_operator])
-def test_compiled_autograd(namespace, make):
-    op = make(namespace, contiguous_grads=True)
-    x, w = (value.clone().requires_grad_() for value in (X, W))
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        LOSSES["transposed"](op(x, w)).backward()
-    assert_close((x.grad, w.grad), gradients_of(product, LOSSES["transposed"], X, W))
-
-
-def test_second_derivatives(namespace):
-    seen = []
-
-    def backward(ctx, grad):
-        seen.append(grad.is_contiguous())
-        x, w = ctx.saved_tensors
-        return grad * w, grad * x
-
-    op = define(namespace)
-    op.register_autograd(backward, setup_context=save_inputs, contiguous_grads=True)
-
-    def second(function):
-        x, w = (value.clone().requires_grad_() for value in (X, W))
-        first = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, w))
-
-    assert_close(second(op), second(product))
-    assert torch.autograd.gradgradcheck(op, (X.requires_grad_(), W.requires_grad_()))
-    X.requires_grad_(False), W.requires_grad_(False)
-    assert all(seen)
 
 
 def test_lists_of_gradients_and_undefined_gradients(namespace):
@@ -247,31 +208,6 @@ def test_lists_of_gradients_and_undefined_gradients(namespace):
         expected = 1 + 8 * torch.arange(3.0, dtype=torch.double)[:, None].expand(3, 4)
         assert_close(gradient, expected)
     assert seen == [True] * 6
-
-
-@pytest.mark.needs_torch("2.13", "torch.Tag.inplace")
-def test_an_operator_in_the_inplace_form(namespace):
-    op = torchop.custom_op(
-        f"{namespace}::double_",
-        lambda x: x.mul_(2),
-        schema="(Tensor(a!) x) -> Tensor(a!)",
-        mutates_args={"x"},
-        tags=[torch.Tag.inplace],
-    )
-    op.register_autograd(lambda ctx, grad: 2 * in_rows(grad), contiguous_grads=True)
-    for loss in LOSSES.values():
-        x = X.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(loss(op(x.clone())), x)
-        (expected,) = gradients_of(lambda x: 2 * x, loss, X)
-        assert_close(gradient, expected)
-
-
-def test_the_derived_inplace_form_uses_the_formula(namespace):
-    op = with_formula(namespace, contiguous_grads=True)
-    inplace = op.derive_inplace()
-    for loss in LOSSES.values():
-        actual = gradients_of(lambda x, w: inplace(x.clone(), w), loss, X, W)
-        assert_close(actual, gradients_of(product, loss, X, W))
 
 
 @needs_native

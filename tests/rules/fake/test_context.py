@@ -115,30 +115,6 @@ def test_context_outside_a_fake_kernel_is_an_error():
     assert "outside a fake kernel" in str(both.ours)
 
 
-def test_context_is_of_the_thread_that_runs_the_fake_kernel(namespace):
-    def scenario(library, namespace):
-        seen = []
-
-        def other_thread():
-            try:
-                seen.append(library.get_ctx())
-            except RuntimeError as error:
-                seen.append(error)
-
-        def fake(x):
-            thread = threading.Thread(target=other_thread)
-            thread.start()
-            thread.join()
-            return torch.empty_like(x)
-
-        on_symbols(define(namespace, fake, library))
-        return seen[0]
-
-    both = on_both(scenario, namespace)
-    assert isinstance(both.ours, RuntimeError)
-    assert not isinstance(both.stock, RuntimeError)  # the context of the other thread
-
-
 @pytest.mark.usefixtures("fake_kernels_in_threads")
 def test_concurrent_fake_kernels_each_have_their_own_context(namespace):
     barrier = threading.Barrier(4)

@@ -1,7 +1,4 @@
-"""What stands for an operator that mutates in a functional trace, and how long.
-
-Uses private names: _schema.text.
-"""
+"""What stands for an operator that mutates in a functional trace, and how long."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ import torchop
 import torchop.export
 from tests._support.devices import TYPE
 from tests.integration.compile.graphs import fresh_compiler
-from torchop._schema.text import arguments_of, results_of, write, write_results
 
 
 @pytest.fixture(autouse=True)
@@ -69,29 +65,6 @@ def test_only_operators_that_need_helpers_have_them(namespace, schema):
     mutates = {"x"} if "!" in schema else ()
     torchop.custom_op(f"{namespace}::op", lambda *args: None, mutates_args=mutates, schema=schema)
     assert names(namespace) == {"op"} | SCHEMAS[schema]
-
-
-def test_the_schema_of_a_helper_keeps_defaults_and_strings(namespace):
-    def kernel(xs, label='a, ")(', dims=(1, 2), *, weights, by=0.5):
-        return [weights]
-
-    schema = (
-        '(Tensor(a!)?[] xs, str label="a, \\")(", int[2] dims=[1, 2], *, Tensor(b!) weights, '
-        "float by=0.5) -> Tensor[]"
-    )
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        # Tensors by keyword are for operators with out=; what matters here is the text.
-        arguments, results = arguments_of(f"op{schema}"), results_of(f"op{schema}")
-        assert results == ["Tensor[]"]
-        assert arguments == [
-            "Tensor(a!)?[] xs",
-            'str label="a, \\")("',
-            "int[2] dims=[1, 2]",
-            "*",
-            "Tensor(b!) weights",
-            "float by=0.5",
-        ]
-        library.define(f"op{write(arguments, write_results(results))}")
 
 
 def test_helpers_are_deregistered_with_their_operator(namespace):

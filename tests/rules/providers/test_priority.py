@@ -335,25 +335,6 @@ def test_a_fallback_that_is_intended_is_silent(namespace):
         assert value(op) == 1
 
 
-def test_one_of_several_that_declines_is_logged_and_the_last_is_warned_of(namespace):
-    op = define(namespace, priority=["small", "large"])
-    op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
-    op.register_kernel(TYPE, adding(20), provider="large", supports=lambda x: len(x) < 100)
-    assert value(op, torch.zeros(5)) == 10
-    assert value(op, torch.zeros(50)) == 20
-    with pytest.warns(torchop.ProviderWarning) as caught:
-        assert value(op, torch.zeros(500)) == 1
-    assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
-    intended = (
-        "It is in the order of the operator's author. If that is intended, end that order with "
-        "'reference'."
-    )
-    assert all(str(w.message).endswith(intended) for w in caught)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert value(op, torch.zeros(600)) == 1
-
-
 def test_passed_by_is_logged(namespace, caplog):
     op = define(namespace, priority=["absent", "reference"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=False)

@@ -216,29 +216,6 @@ def test_supports_that_reads_data(namespace, supports):
 
 
 @pytest.mark.parametrize(
-    ("name", "supports"),
-    [
-        ("storage_offset", lambda x: x.storage_offset() % 4 == 0),
-        ("storage_offset", lambda x: x.view(-1).storage_offset() == 0),
-        ("requires_grad", lambda x: not x.requires_grad),
-        ("grad_fn", lambda x: x.grad_fn is None),
-        ("is_leaf", lambda x: getattr(x, "is_leaf", True)),
-        ("untyped_storage", lambda x: x.untyped_storage().nbytes() < 100),
-        ("_version", lambda x: x._version == 0),
-        ("is_inference", lambda x: not torch.is_inference(x)),
-        ("is_shared", lambda x: not x.is_shared()),
-        ("is_pinned", lambda x: not x.is_pinned()),
-    ],
-)
-def test_supports_that_reads_what_its_tensors_do_not_have(namespace, name, supports):
-    op = define(namespace, priority=["fast"])
-    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-    for x in (torch.zeros(3)[1:], torch.zeros(2, requires_grad=True)):
-        with pytest.raises(torchop.ProviderError, match=f"supports read {name} of a tensor. It ma"):
-            op(x)
-
-
-@pytest.mark.parametrize(
     ("supports", "words"),
     [
         (lambda x: x > 0, "must return a bool, but returned a tensor"),
@@ -252,30 +229,6 @@ def test_supports_that_is_wrong(namespace, supports, words):
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
         value(op)
-
-
-@pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
-def test_values_that_are_equal_and_not_the_same(namespace):
-    """The table must not take one for the other."""
-
-    @torchop.custom_op(
-        f"{namespace}::op", mutates_args=(), schema="(Tensor x, Scalar n, float f) -> Tensor"
-    )
-    def op(x, n, f):
-        return x.clone()
-
-    def supports(x, n, f):
-        return isinstance(n, bool) or str(f) == "-0.0"
-
-    op.register_kernel(TYPE, lambda x, n, f: x + 10, provider="fast", supports=supports)
-    op.set_priority(["fast"])
-    x = torch.zeros(1)
-    assert [value(op, x, n, f) for n, f in ((1, 0.0), (True, 0.0), (1.0, 0.0), (1, -0.0))] == [
-        0,
-        10,
-        0,
-        10,
-    ]
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests._support.devices import BACKEND, TYPE
-from torchop import MissingFakeError, MissingFormulaError, RuleSignatureError
+from tests._support.devices import TYPE
+from torchop import MissingFormulaError, RuleSignatureError
 
 
 @pytest.fixture(autouse=True)
@@ -123,26 +123,6 @@ def test_the_output_and_several_results(namespace):
     x = torch.tensor([0.5], requires_grad=True)
     for index, expected in enumerate((x.cos(), x.exp())):
         assert_close(torch.autograd.grad(op(x)[index], x)[0], expected.detach())
-
-
-def test_a_gradient_that_looks_like_nothing_that_is_passed(namespace):
-    def exponential(x: Tensor) -> Tensor:
-        return x.exp()
-
-    def kernel(grad: Tensor, output: Tensor) -> Tensor:
-        return grad * output
-
-    op = torchop.custom_op(f"{namespace}::op", exponential, mutates_args=())
-    op.register_fake(torch.empty_like)
-    op.register_autograd(backward_kernel=kernel)
-    x = torch.tensor([0.5], requires_grad=True)
-    assert_close(gradients_of(op, x)[0], x.exp().detach())
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="the default one needs") as caught:
-        compiled(x)
-    assert MissingFakeError.__name__ in repr(caught.getrepr())
-    torchop.register_fake(f"{namespace}::op__backward_kernel", lambda grad, output: output + 0)
-    assert_close(gradients_of(compiled, x)[0], x.exp().detach())
 
 
 def powers(xs: list[Tensor], y: Tensor, *, n: int = 2) -> tuple[list[Tensor], Tensor]:
@@ -264,24 +244,6 @@ def test_none_stands_for_zeros_in_kernels_that_are_registered(namespace, provide
         for function in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
             assert_close(gradients_of(function, x, w), (expected, torch.zeros(4, 3)))
     assert len(ran) == 3
-
-
-@pytest.mark.parametrize("with_w", [True, False])
-def test_none_stands_for_zeros_in_a_fake_kernel_that_is_registered(namespace, with_w):
-    op, ran = define(namespace), []
-
-    @torchop.register_fake(f"{namespace}::op__backward_kernel")
-    def fake(grad, x, w, softmax, scale):
-        ran.append(scale)
-        return torch.empty_like(x), torch.empty_like(w) if with_w else None
-
-    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
-    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-    assert_close(gradients_of(compiled, x, w), gradients_of(op, x, w))
-    assert ran
-    torchop.register_fake(f"{namespace}::op__backward_kernel", like=("x", "x"))
-    torch._dynamo.reset()
-    assert_close(gradients_of(compiled, x, w), gradients_of(op, x, w))
 
 
 def test_another_kernel_replaces_the_one_before(namespace):
@@ -423,27 +385,6 @@ def test_operators_that_write(namespace):
         for f in (function, function, compiled(function)):
             assert_close(torch.autograd.grad(f(x).sum(), x)[0], torch.full_like(X, 3))
     assert count[0] == 3
-
-
-def test_operators_of_another_library_in_one_namespace(namespace):
-    def slope(n):
-        def kernel(grad: Tensor, x: Tensor) -> Tensor:
-            return torch.from_numpy(grad.numpy() * n)
-
-        return kernel
-
-    with torch.library._scoped_library(namespace, "DEF") as library:
-        for n, name in enumerate("fg", start=2):
-            library.define(f"{name}(Tensor x) -> Tensor")
-            library.impl(name, lambda x, n=n: x * n, BACKEND)
-            torchop.register_fake(f"{namespace}::{name}", torch.empty_like, lib=library)
-        for n, name in enumerate("fg", start=2):
-            torchop.register_autograd(f"{namespace}::{name}", backward_kernel=slope(n), lib=library)
-        x = X.clone().requires_grad_()
-        for n, name in enumerate("fg", start=2):
-            op = getattr(getattr(torch.ops, namespace), name)
-            for f in (op, op, compiled(lambda x, op=op: op(x))):
-                assert_close(torch.autograd.grad(f(x).sum(), x)[0], torch.full_like(X, n))
 
 
 # --------------------------------------------------------------------------------------------------

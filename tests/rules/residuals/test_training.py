@@ -1,4 +1,4 @@
-"""The training form of operators with residuals. Uses private names: _rules.residuals.handover."""
+"""The training form of operators with residuals."""
 
 import contextlib
 import functools
@@ -24,7 +24,6 @@ from tests._support.common import needs_native
 from tests._support.devices import TYPE
 from tests.rules.support import leaf_of
 from torchop import AliasError, ForwardModeError, MissingFormulaError, ResultError
-from torchop._rules.residuals import handover
 
 
 @pytest.fixture(autouse=True)
@@ -213,30 +212,6 @@ def test_a_kernel_that_raises_leaves_nothing_behind(namespace):
         op(torch.ones(1))
         op(leaf_of([1.0]))
     assert told == [True, False, True] * 2
-
-
-@needs_native
-def test_what_runs_no_kernel_leaves_nothing_behind(lse):
-    class BrokenError(Exception):
-        pass
-
-    def supports(x, scale=1.0):
-        raise BrokenError
-
-    x = torch.zeros(3, requires_grad=True)
-    for _ in range(2):
-        lse.op(x)
-    assert torchop.explain(lse.op, x).native
-    assert not handover._recording
-    lse.op.register_kernel(TYPE, lambda x, scale=1.0: x, provider="broken", supports=supports)
-    with torchop.priority({str(lse.op._qualname): ["broken"]}):
-        for _ in range(2):
-            with pytest.raises(torchop.ProviderError):
-                lse.op(x)
-            assert not handover._recording
-    lse.taken()
-    lse.op(x.detach())
-    assert lse.taken() == [False]
 
 
 def test_a_formula_that_does_not_ask_costs_nothing(namespace):

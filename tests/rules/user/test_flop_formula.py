@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -66,35 +65,6 @@ def test_a_formula_may_see_the_result_and_the_tensors(namespace: str) -> None:
     assert counted(project, X, WEIGHT) == 40
     project.register_flop_formula(lambda *args, **kwargs: len(args) + len(kwargs))
     assert counted(project, X, WEIGHT) == 4, "as PyTorch's own are called: with out_shape"
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    weight: Tensor
-    scale: float = 1.0
-
-
-def test_a_formula_with_structures_may_see_the_result_too(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::project", mutates_args=())
-    def project(x: Tensor, options: Options, *, negate: bool = False) -> Tensor:
-        return x @ options.weight * options.scale
-
-    by_shape = project.register_flop_formula(
-        lambda x, options, *, negate, out_shape: options.weight[1] * out_shape.numel()
-    )
-    assert counted(project, X, Options(WEIGHT)) == 50
-    with pytest.raises(
-        torchop.RuleSignatureError, match=r"is called with \(x, options, \*, negate\)"
-    ):
-        project.register_flop_formula(by_shape, get_raw=True)
-
-    @project.register_flop_formula(get_raw=True)
-    def _(x: Tensor, options: Options, *, negate: bool, out_val: Tensor) -> int:
-        return options.weight.element_size() * out_val.numel()
-
-    assert counted(project, X, Options(WEIGHT), negate=True) == 40
-    project.register_flop_formula(lambda x, options, negate: 3)
-    assert counted(project, X, Options(WEIGHT)) == 3, "the result is optional"
 
 
 class Split(NamedTuple):

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests._support.devices import TYPE
 from torchop import GradientError, RuleSignatureError
 
 
@@ -270,25 +269,6 @@ def test_the_class_form_takes_structures(namespace: str) -> None:
     op(torch.ones(2), Layer(weight, 3.0)).sum().backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [1, 1]
-
-
-def test_rules_registered_by_name_get_structures_too(namespace: str) -> None:
-    op = define(namespace)
-    seen = []
-
-    @torchop.register_kernel(f"{namespace}::op", TYPE)
-    def _(x: Tensor, layer: Layer, power: int = 1) -> Tensor:
-        seen.append(type(layer))
-        return x.clone()
-
-    @torchop.register_fake(f"{namespace}::op")
-    def _(x: Tensor, layer: Layer, power: int = 1) -> Tensor:
-        seen.append(type(layer))
-        return torch.empty_like(x)
-
-    op(torch.ones(1), Layer(torch.ones(1)))
-    op(torch.ones(1, device="meta"), Layer(torch.ones(1, device="meta")))
-    assert seen == [Layer, Layer]
 
 
 def checkpointed(function: Any, x: Tensor) -> Tensor:

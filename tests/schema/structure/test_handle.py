@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-import types
 from typing import Any, Literal, Optional
 
 import pytest
@@ -106,32 +103,6 @@ def test_a_graph_of_an_operator_that_was_replaced_does_not_call_the_new_one(
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition"):
         old(torch.ones(1), Frozen(1.0))
     assert new(torch.ones(1), Frozen(1.0)).item() == 3
-
-
-def test_an_init_that_is_of_no_file_runs(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Without one of its own, its module would be builtins, into which dataclasses would write.
-    module = types.ModuleType("of_no_file")
-    monkeypatch.setitem(sys.modules, "of_no_file", module)
-    defined = vars(module)
-    defined["dataclasses"] = dataclasses
-    source = """
-@dataclasses.dataclass
-class Doubled:
-    size: int
-
-    def __init__(self, size):
-        self.size = size
-        self.double = 2 * size
-"""
-    exec(source, defined)
-    Doubled = defined["Doubled"]
-
-    def function(x: Tensor, cfg: Any) -> Tensor:
-        return x * cfg.double
-
-    function.__annotations__["cfg"] = Doubled
-    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
-    assert op(torch.ones(1), Doubled(2)).item() == 4
 
 
 @needs_tags

@@ -12,21 +12,6 @@ from tests._support.devices import TYPE
 from tests.rules.autograd.derived.support import derived, dropout
 
 
-def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace):
-    op = derived(f"{namespace}::f", dropout)
-
-    def train(function):
-        torch.manual_seed(5)
-        x = torch.ones(100, requires_grad=True)
-        first, second = function(x), function(x, 0.2)
-        between = torch.rand(1)
-        (first.exp() + second).sum().backward()
-        return first.detach(), x.grad, between, torch.rand(3)
-
-    for ours, plain in zip(train(op), train(dropout), strict=True):
-        assert torch.equal(ours, plain)
-
-
 @pytest.mark.parametrize("is_default", [True, False])
 def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(namespace, is_default):
     def noisy(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -134,29 +119,3 @@ def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, compiled):
     assert calls_of_training([]) == 4
     op.register_checkpoint_policy("save")
     assert calls_of_training([]) == 2
-
-
-def test_autocast_is_that_of_the_forward(namespace):
-    dtypes = []
-
-    def product(x: Tensor, y: Tensor) -> Tensor:
-        result = x @ y
-        dtypes.append(result.dtype)
-        return result
-
-    op = derived(f"{namespace}::f", product)
-    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        z = op(x, y)
-    (grad,) = torch.autograd.grad(z.float().sum(), x)
-    assert set(dtypes) == {torch.bfloat16}
-
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = x @ y
-    assert torch.equal(grad, torch.autograd.grad(expected.float().sum(), x)[0])
-
-    dtypes.clear()
-    z = op(x, y)
-    with torch.autocast("cpu", torch.bfloat16):  # a backward in there changes nothing
-        z.sum().backward()
-    assert set(dtypes) == {torch.float32}

@@ -5,9 +5,7 @@ Uses private names: _rules.residuals.
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import torchop
 from tests.rules.user.sharding.ranks import gathered, on_mesh, words
 from torchop._rules.residuals import residual_count
 
-EXAMPLES = Path(__file__).parents[4] / "examples"
 X = torch.arange(32.0).reshape(4, 8).cos()
 W = torch.arange(8.0).sin()
 Definer = Callable[[str], Any]
@@ -365,19 +362,3 @@ def test_reductions_that_cannot_be_transposed_are_gathered(namespace: str, mesh:
     right.amax(-1).sum().backward()
     torch.testing.assert_close(gathered(y.detach()), X.amax(-1))
     torch.testing.assert_close(gathered(x.grad), right.grad)
-
-
-def test_the_attention_of_the_examples_over_heads(mesh: Any) -> None:
-    example = runpy.run_path(str(EXAMPLES / "attention_with_residuals.py"))
-    attention = example["attention"]
-    values = [(torch.arange(160.0) * (n + 1)).sin().reshape(2, 2, 5, 8) for n in range(3)]
-    plain = [value.clone().requires_grad_() for value in values]
-    sharded = [on_mesh(mesh, value, "S1").requires_grad_() for value in values]
-    outputs = attention(*plain), attention(*sharded)
-    assert str(outputs[1].placements) == "(Shard(dim=1),)"
-    torch.testing.assert_close(gathered(outputs[1].detach()), outputs[0].detach())
-    outputs[0].sum().backward()
-    outputs[1].sum().backward()
-    for value, right in zip(sharded, plain, strict=True):
-        assert str(value.grad.placements) == "(Shard(dim=1),)"
-        torch.testing.assert_close(gathered(value.grad), right.grad)
