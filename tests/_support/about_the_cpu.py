@@ -19,7 +19,6 @@ OPCHECK = "stock opcheck knows formulas on few types of devices"
 STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, operators of PyTorch run on the CPU"
 LACKING = "the stand-in has no such tensors"
-THREADS = "backward runs in one thread for each device"
 RANKS = "simulated ranks are on the CPU"
 # What holds for the stand-in, and for no GPU of a type that PyTorch knows.
 NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN, LACKING}
