@@ -151,8 +151,8 @@ def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Decl
         return declared
     if schema.is_mutable or schema.is_view:
         raise ValueError(
-            f"{name}: PyTorch ignores the effect of an operator whose schema mutates or aliases an "
-            f"argument, as {schema} does; the mutation already keeps it in the graph and in order."
+            f"{name}: PyTorch ignores the effect of an operator that mutates or aliases an "
+            f"argument, such as {schema}. The mutation already keeps it in the graph and in order."
         )
     return declared
 
@@ -178,7 +178,7 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
             f"{name}: a compiler has already traced the operator with the effect that is removed "
             "now. PyTorch finds compiled code by the operator's name, so graphs that were compiled "
             "before still keep every call, in order. torch.compiler.reset() makes this process "
-            "compile functions anew, unless a cache on disk has the graph.",
+            "recompile functions, unless a cache on disk has the graph.",
             UserWarning,
         )
         return

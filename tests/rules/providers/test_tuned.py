@@ -185,11 +185,11 @@ def test_the_users_measurement_counts_before_the_authors(scale, cache, tmp_path)
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ('{"format": 1, "meas', "is no table of measurements"),
-        ("[]", "is no table of measurements"),
-        ('{"format": 1, "measurements": [{"op": 3}]}', "is no table"),
+        ('{"format": 1, "meas', "is not a table of measurements"),
+        ("[]", "is not a table of measurements"),
+        ('{"format": 1, "measurements": [{"op": 3}]}', "is not a table"),
         ('{"format": 99, "torchop": "9.9", "measurements": 1}', r"newer torchop \(9.9\)"),
-        ("[" * 100_000, "is no table"),
+        ("[" * 100_000, "is not a table"),
     ],
 )
 def test_a_file_that_is_no_table_is_ignored_with_a_warning(scale, cache, text, problem):

@@ -151,7 +151,8 @@ def test_compile_caches_see_a_policy(namespace: str) -> None:
 @pytest.mark.parametrize("wrong", ["keep", 3, True])
 def test_what_is_no_policy_is_refused(namespace: str, wrong: Any) -> None:
     with pytest.raises(
-        torchop.RuleSignatureError, match=r"::sine: a checkpoint policy is 'save', 'recompute', a"
+        torchop.RuleSignatureError,
+        match=r"::sine: a checkpoint policy must be 'save', 'recompute', a",
     ):
         define(namespace, wrong)
 

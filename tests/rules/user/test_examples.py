@@ -49,7 +49,7 @@ def test_without_examples(scale: Any) -> None:
 @pytest.mark.parametrize(
     ("example", "message"),
     [
-        (3, r"example 1 is a tuple of positional arguments, or a dict .* got int"),
+        (3, r"example 1 must be a tuple of positional arguments, or a dict .* got int"),
         ((), r"example 1 does not match the parameters of the operator, \(x, .*: missing .* 'x'\."),
         ((1, 2, 3), r"example 1 does not match .*too many positional"),
         ({"x": 1, "y": 2}, r"example 1 does not match .*unexpected keyword argument 'y'"),
@@ -67,7 +67,7 @@ def test_what_makes_examples_is_a_function_of_nothing(scale: Any) -> None:
     with pytest.raises(torchop.RuleSignatureError, match=r"yields examples is called with \(\)"):
         scale.register_examples(lambda x: [])
     scale.register_examples(lambda: 3)
-    with pytest.raises(torchop.RuleSignatureError, match="yields tuples of arguments, got 3"):
+    with pytest.raises(torchop.RuleSignatureError, match="yield tuples of arguments, got 3"):
         scale.examples()
 
 

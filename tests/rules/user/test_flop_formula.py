@@ -192,5 +192,5 @@ def test_a_formula_takes_the_arguments_and_returns_an_int(namespace: str) -> Non
     with pytest.raises(torchop.RuleSignatureError, match="must be a function, got 3"):
         project.register_flop_formula(3)  # type: ignore[type-var]
     project.register_flop_formula(lambda x, weight, scale: 1.5)
-    with pytest.raises(torchop.ResultError, match=r"::project: the FLOP formula returns.*got 1\.5"):
+    with pytest.raises(torchop.ResultError, match=r"::project: the FLOP formula must .*got 1\.5"):
         counted(project, X, WEIGHT)

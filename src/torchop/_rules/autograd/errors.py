@@ -49,7 +49,7 @@ def raise_if_data_was_read(
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
-        f"tensor ({reading}). Turn the backward into an operator, whose parameters select the "
+        f"tensor ({reading}). Turn the backward into an operator with parameters for the "
         "arguments, results and residuals to save:\n\n"
         f"    {_outline(definition)}\n"
         f"    torchop.register_autograd({str(definition)!r}, backward_kernel=backward)\n"

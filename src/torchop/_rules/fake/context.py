@@ -81,7 +81,7 @@ def get_ctx() -> FakeImplCtx:
     stock = fake_tensors.stock_fake_context()
     if stock is None:
         raise RuntimeError(
-            "get_ctx() was called outside a fake kernel; it is for functions that register_fake "
-            "registered, while they run."
+            "get_ctx() was called outside a fake kernel. Call it in a function that is registered "
+            "with register_fake."
         )
     return stock

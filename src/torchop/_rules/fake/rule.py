@@ -208,7 +208,7 @@ class FakeRule(CompiledRule[Fake]):
                 )
                 raise FakeKernelError(
                     f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
-                    f"it returned a tensor on {tensor.device}, whose values nothing computes. "
+                    f"it returned a tensor on {tensor.device}, and nothing computes the values. "
                     f"{advice}"
                 )
         return result

@@ -26,7 +26,7 @@ def warn_of_guards(definition: Definition, names: Sequence[str]) -> None:
         kind = definition.schema.written_types[name]
         warn(
             f"{definition}: argument {name!r} depends on a size, but the schema declares it as "
-            f"{kind}, so each value compiles the program again. Write "
+            f"{kind}, so the program is recompiled for each value. Write "
             f"{kind.replace('int', 'SymInt', 1)} {name} in the schema. If the kernel needs a "
             "constant, ignore this torchop.SchemaWarning with warnings.filterwarnings.",
             SchemaWarning,

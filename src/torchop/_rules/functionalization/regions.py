@@ -91,7 +91,7 @@ def checking_regions(definition: Definition) -> Callable[..., Any]:
                         f"{definition} mutates {name!r}, which is {problem}, in a region of "
                         "torch.compiler.nested_compile_region. PyTorch only finds mutations of "
                         "tensors that are passed by position. Call the operator outside of the "
-                        "region, or use one whose mutated arguments are positional tensors."
+                        "region, or use one that mutates only positional tensors."
                     )
         return mode.__torch_dispatch__(op, types, args, kwargs)
 

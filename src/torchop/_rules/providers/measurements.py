@@ -131,7 +131,7 @@ def read(path: Path) -> list[Measurement]:
         RecursionError,
     ) as error:
         problem = short_text(f"{type(error).__name__}: {error}")
-        raise TableError(f"{path} is no table of measurements ({problem})") from None
+        raise TableError(f"{path} is not a table of measurements ({problem})") from None
 
 
 def _parsed(item: Any) -> Measurement:
@@ -140,7 +140,7 @@ def _parsed(item: Any) -> Measurement:
         (_checked(a, int), b if b is None else _checked(b, int)) for a, b in item["sizes"]
     )
     if names[3].count("*") != len(sizes):
-        raise ValueError(f"{names[3]!r} has not {len(sizes)} sizes")
+        raise ValueError(f"{names[3]!r} does not have {len(sizes)} sizes")
     kernels = [
         Measured(
             _checked(kernel["provider"], str),
@@ -152,16 +152,16 @@ def _parsed(item: Any) -> Measurement:
         for kernel in item["kernels"]
     ]
     if not kernels or any(len(kernel.interval) != 2 for kernel in kernels):
-        raise ValueError("a measurement lacks kernels, or an interval limits")
+        raise ValueError("a measurement has no kernels, or an interval does not have two limits")
     times = [time for kernel in kernels for time in (kernel.microseconds, *kernel.interval)]
     if not all(math.isfinite(time) and time >= 0 for time in times):
-        raise ValueError("a time is negative or no number")
+        raise ValueError("a time is negative or not finite")
     return Measurement(names[0], names[1], names[2], names[3], sizes, tuple(kernels))
 
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
     return value
 
 

@@ -204,7 +204,7 @@ def checked_order(what: str, names: object) -> Order:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(
-                f"{what} expects names of providers, strings, got {short_repr(name)} of type "
+                f"{what} expects names of providers as strings, got {short_repr(name)} of type "
                 f"{type(name).__name__}."
             )
     return tuple(dict.fromkeys(names))

@@ -168,8 +168,8 @@ def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
         )
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][\w.+-]*", name):
         raise ProviderError(
-            f"{op}: the name of a provider has letters, digits and any of _ . + -, and starts with "
-            f"a letter, such as 'triton'; got {short_repr(name)}."
+            f"{op}: the name of a provider must consist of letters, digits and _ . + -, and start "
+            f"with a letter, such as 'triton'; got {short_repr(name)}."
         )
     if "meta" in devices:
         raise ValueError(

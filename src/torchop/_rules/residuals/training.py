@@ -216,7 +216,7 @@ class _Constant(torch.autograd.Function):
 
 def _through_residual(op: str) -> MissingFormulaError:
     return MissingFormulaError(
-        f"{op}: the second derivative depends on a residual, whose own derivative is unknown. In "
+        f"{op}: the second derivative depends on a residual with an unknown derivative. In "
         "backward, if torch.is_grad_enabled(), compute the residual from saved inputs with "
         "differentiable operators; or save inputs too, and call .detach() on the residual if it is "
         "constant."

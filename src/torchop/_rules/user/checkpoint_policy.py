@@ -40,7 +40,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
             return _always(value)
         if not callable(value):
             raise RuleSignatureError(
-                f"{what} is 'save', 'recompute', a member of "
+                f"{what} must be 'save', 'recompute', a member of "
                 "torch.utils.checkpoint.CheckpointPolicy, or a function (ctx, *arguments) that "
                 f"returns one; got {short_repr(value)}."
             )
@@ -64,8 +64,8 @@ class _CheckpointPolicyRule(Rule[Decision]):
     def attach(self, op: OpOverload) -> None:
         if not checkpointing.POLICY_MODES:
             raise RuntimeError(
-                f"{op.name()}: selective checkpointing in this release of PyTorch does not ask "
-                "operators for a policy."
+                f"{op.name()}: selective checkpointing in this release of PyTorch does not "
+                "support policies of operators."
             )
         register_for_checkpoints(op.name())
 

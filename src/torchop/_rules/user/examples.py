@@ -110,7 +110,7 @@ def make_examples(op: OpLike) -> list[Example]:
     overload = Operator(op, "examples").overload
     if not isinstance(examples, Iterable):
         raise RuleSignatureError(
-            f"{overload.name()}: the function of examples yields tuples of arguments, got "
+            f"{overload.name()}: the function for examples must yield tuples of arguments, got "
             f"{short_repr(examples)}."
         )
     return [_example(overload, index, example) for index, example in enumerate(examples)]
@@ -129,7 +129,7 @@ def _example(op: OpOverload, index: int, example: Any) -> Example:
         args, kwargs = tuple(example), {}
     else:
         raise RuleSignatureError(
-            f"{op.name()}: example {index} is a tuple of positional arguments, or a dict of "
+            f"{op.name()}: example {index} must be a tuple of positional arguments, or a dict of "
             f"arguments by name; got {type(example).__name__}."
         )
     try:

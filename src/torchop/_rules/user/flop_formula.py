@@ -32,8 +32,8 @@ class _FlopFormulaRule(Rule[Count]):
             operations = formula(*args, **kwargs, **{result_name: result})
             if isinstance(operations, bool) or not isinstance(operations, (int, torch.SymInt)):
                 raise ResultError(
-                    f"{op.name()}: the FLOP formula returns the number of operations as an int, "
-                    f"got {short_repr(operations)} of type {type(operations).__name__}."
+                    f"{op.name()}: the FLOP formula must return the number of operations as an "
+                    f"int, got {short_repr(operations)} of type {type(operations).__name__}."
                 )
             return operations
 

@@ -245,7 +245,7 @@ def _with_defaults(
             elif has_default:
                 arguments.append(default)
             else:
-                raise TypeError(f"{what} misses the argument {parameter!r}.")
+                raise TypeError(f"{what} is missing the argument {parameter!r}.")
         return function(output, *arguments, **{**keyword_only, **keywords})
 
     return undo

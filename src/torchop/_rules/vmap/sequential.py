@@ -45,8 +45,8 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "
-            "(torch.Tag.nondeterministic_seeded). Choose one: vmap(..., "
-            'randomness="different") draws anew for each element, randomness="same" once for all.'
+            '(torch.Tag.nondeterministic_seeded). Choose one: vmap(..., randomness="different") '
+            'draws new numbers for each element, randomness="same" draws once.'
         )
     with functorch.below_vmap():
         is_mapped = any(tensors_in((*mapped, *mapped_kwargs.values()), _Mapped))

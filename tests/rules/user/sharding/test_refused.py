@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "[a] -> a",
         {},
-        r"x is one tensor, whose operand is not in",
+        r"x is one tensor, so the operand must not be in",
     ),
     "a list result": ("(Tensor x) -> Tensor[]", "a -> a", {}, "result 0 is a list of tensors"),
     "no tensors": ("(int x) -> Tensor", "-> a", {}, "needs an operator that takes tensors"),
@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         3.5,
         {},
-        r"is a text such as 'b k, k n -> b n', one of 'pointwise'.*got 3\.5",
+        r"must be a string such as 'b k, k n -> b n', one of 'pointwise'.*got 3\.5",
     ),
     "no notation": (
         "(Tensor x) -> Tensor",
@@ -143,13 +143,13 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x, float lr) -> Tensor",
         "a -> a",
         {"unhashed": "lr"},
-        "tuple of names of arguments",
+        "tuple of argument names",
     ),
     "unhashed tensor": (
         "(Tensor x) -> Tensor",
         "a -> a",
         {"unhashed": ("x",)},
-        "takes names of arguments that are not tensors, got 'x'",
+        "must name arguments that are not tensors, got 'x'",
     ),
     "unhashed behind": (
         "(Tensor x, int n, float lr) -> Tensor",
@@ -161,14 +161,19 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "a -> a",
         {"unhashed": ([],)},
-        r"takes names of arguments that are not tensors, got \[\]",
+        r"must name arguments that are not tensors, got \[\]",
     ),
-    "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a string with"),
+    "a whole that is no text": (
+        "(Tensor x) -> Tensor",
+        "a -> a",
+        {"whole": X},
+        "must be a string with",
+    ),
     "a reduction that is no text": (
         "(Tensor x) -> Tensor",
         "a b -> a",
         {"reduce": {"b": X}},
-        r"reduce={'b': tensor\(.*combined by one of 'avg', 'max'",
+        r"reduce={'b': tensor\(.*must be one of 'avg', 'max'",
     ),
     "keyword list": (
         "(Tensor x, *, Tensor[] w) -> Tensor",
@@ -180,7 +185,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> (Tensor[], Tensor)",
         "a -> [a], a",
         {},
-        "does not support a list of tensors beside other results",
+        "does not support a list of tensors alongside other results",
     ),
 }
 
@@ -200,7 +205,7 @@ def test_a_function_that_raises(namespace: str, mesh: Any) -> None:
     op.register_sharding(lambda x: x.placements)
     expected = (
         rf"^{namespace}::op: the function that chooses the sharding rule raised AttributeError: .*"
-        "'placements'.*an object that has shape, stride, dtype and ndim instead of each tensor"
+        "'placements'.*objects that have shape, stride, dtype and ndim in place of tensors"
     )
     with pytest.raises(torchop.ShardingError, match=expected) as caught:
         op(on_mesh(mesh, X, "S0"))

@@ -70,9 +70,9 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
         for operand, (name, is_list) in zip(operands, tensors.items(), strict=True):
             if operand.is_list is not is_list:
                 kind = "a list of tensors" if is_list else "one tensor"
-                where = "in [brackets]" if is_list else "not in [brackets]"
+                must = "must be" if is_list else "must not be"
                 raise ShardingRuleError(
-                    f"{what}: {name} is {kind}, whose operand is {where}. {got}"
+                    f"{what}: {name} is {kind}, so the operand {must} in [brackets]. {got}"
                 )
     if ";" in rule.text and not fits_residuals(rule, count):
         raise ShardingRuleError(
@@ -97,7 +97,8 @@ def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
         "are sharded. Write an operand for each of them after a semicolon, such as '; b h' in "
         "'b h d -> b h d; b h', or register another rule for "
-        f"'{op.name()}__with_residuals'. If in doubt, use 'replicate': every rank computes all."
+        f"'{op.name()}__with_residuals'. If in doubt, use 'replicate': every rank computes "
+        "everything."
     )
 
 
@@ -116,8 +117,8 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
         )
     if len(schema.returns) > 1 and any("List[" in kind for kind in tensor_results(schema)):
         raise ShardingRuleError(
-            f"{op.name()}: DTensor does not support a list of tensors beside other results. Return "
-            f"one list, or each tensor as a result. Got {schema}."
+            f"{op.name()}: DTensor does not support a list of tensors alongside other results. "
+            f"Return one list, or each tensor as a result. Got {schema}."
         )
 
 
@@ -125,7 +126,7 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
     """Validate the argument `unhashed` of `register_sharding`, and return it as a tuple."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
-            f"{op.name()}: unhashed= is a tuple of names of arguments, such as ('lr',); got "
+            f"{op.name()}: unhashed= must be a tuple of argument names, such as ('lr',); got "
             f"{short_repr(unhashed)}."
         )
     names = tuple(unhashed)
@@ -133,7 +134,7 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
     for name in names:
         if not isinstance(name, str) or name not in plain:
             raise ShardingRuleError(
-                f"{op.name()}: unhashed= takes names of arguments that are not tensors, got "
+                f"{op.name()}: unhashed= must name arguments that are not tensors, got "
                 f"{short_repr(name)}. Got {schema}."
             )
     first = first_hashed(op, names)
@@ -173,7 +174,7 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
         operands = (fitting.results[index], written[name])
         if operands[0] != operands[1]:
             raise ShardingRuleError(
-                f"{op.name()}: result {index} is the argument {name!r}, so both have the same "
+                f"{op.name()}: result {index} is the argument {name!r}, so both must have the same "
                 f"operand. The sharding rule {rule.shown} has {short_repr(str(operands[0]))} and "
                 f"{short_repr(str(operands[1]))}. Got {schema}."
             )

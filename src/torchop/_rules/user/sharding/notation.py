@@ -79,7 +79,7 @@ class Sharding:
     ) -> None:
         if not isinstance(text, str):
             raise ShardingRuleError(
-                f"a sharding rule is a string, got {short_repr(text)} of type "
+                f"a sharding rule must be a string, got {short_repr(text)} of type "
                 f"{type(text).__name__}. {_SYNTAX}"
             )
         if text.count("->") != 1:
@@ -168,7 +168,8 @@ class Sharding:
         for name in sorted(names):
             if spaced(name) and not names.isdisjoint(name):
                 raise ShardingRuleError(
-                    f"the sharding rule {self.shown} has the one dimension {name!r}.{spaced(name)}"
+                    f"the sharding rule {self.shown} has the single dimension {name!r}."
+                    f"{spaced(name)}"
                 )
 
 
@@ -176,7 +177,7 @@ def spaced(name: str) -> str:
     """Return a hint if a name could be several names without spaces, or an empty string."""
     if not 1 < len(name) < 5 or not name.isalpha():  # longer names are probably words
         return ""
-    return f" Names of dimensions are separated by spaces: is {short_repr(' '.join(name))} meant?"
+    return f" Separate names of dimensions by spaces. Did you mean {short_repr(' '.join(name))}?"
 
 
 def _operands(side: str, text: str) -> tuple[Operand, ...]:
@@ -207,7 +208,7 @@ def _operand(part: str, text: str) -> Operand:
 def _names(text: object, what: str) -> Iterator[str]:
     if not isinstance(text, str):
         raise ShardingRuleError(
-            f"{what}= of a sharding rule is a string with names of dimensions, separated by "
+            f"{what}= of a sharding rule must be a string with names of dimensions, separated by "
             f"spaces, got {short_repr(text)}."
         )
     yield from text.split()
@@ -218,14 +219,14 @@ def _reductions(reduce: object) -> Iterator[tuple[str, str]]:
         return
     if not isinstance(reduce, Mapping):
         raise ShardingRuleError(
-            'reduce= of a sharding rule is a dict such as {"k": "sum"}, got '
+            'reduce= of a sharding rule must be a dict such as {"k": "sum"}, got '
             f"{short_repr(reduce)}."
         )
     for name, how in reduce.items():
         if not isinstance(how, str) or how not in REDUCTIONS:
             raise ShardingRuleError(
-                f"reduce={{{short_repr(name)}: {short_repr(how)}}} of a sharding rule: parts of a "
-                f"result are combined by one of {_listed(REDUCTIONS)}."
+                f"reduce={{{short_repr(name)}: {short_repr(how)}}} of a sharding rule: the "
+                f"reduction must be one of {_listed(REDUCTIONS)}."
             )
         yield name, how
 
@@ -233,7 +234,7 @@ def _reductions(reduce: object) -> Iterator[tuple[str, str]]:
 def _linear(linear: object) -> Iterator[tuple[int | str, ...]]:
     if isinstance(linear, str) or not isinstance(linear, Sequence):
         raise ShardingRuleError(
-            "linear= of a sharding rule is a tuple with the numbers or the names of arguments, got "
+            "linear= of a sharding rule must be a tuple of numbers or names of arguments, got "
             f"{short_repr(linear)}."
         )
     for item in linear:

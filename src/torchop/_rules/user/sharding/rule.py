@@ -34,8 +34,8 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
         except Exception as error:
             raise ShardingError(
                 f"{op.name()}: the function that chooses the sharding rule raised "
-                f"{type(error).__name__}: {short_text(error)}. It gets the arguments of a call, "
-                "with an object that has shape, stride, dtype and ndim instead of each tensor."
+                f"{type(error).__name__}: {short_text(error)}. It receives the arguments of a "
+                "call, with objects that have shape, stride, dtype and ndim in place of tensors."
             ) from error
         try:
             return rows_of(_read(op, Schema(op._schema), chosen, {}), op, call)
@@ -96,7 +96,7 @@ class _ShardingRule(Rule[ShardingRule]):
             return rule
         if not callable(value):
             raise ShardingRuleError(
-                f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', one of "
+                f"{op.name()}: a sharding rule must be a string such as 'b k, k n -> b n', one of "
                 f"{', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), an ATen operator "
                 "with the same signature, or a function of the operator's arguments that returns "
                 f"a rule of the first three kinds; got {short_repr(value)}."
@@ -196,7 +196,7 @@ def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]
     """Parse and validate a rule."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
-            f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', or "
+            f"{op.name()}: a sharding rule must be a string such as 'b k, k n -> b n', or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
     if options and (isinstance(value, Sharding) or value in checks.PRESETS):
