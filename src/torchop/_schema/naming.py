@@ -15,8 +15,8 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# PyTorch treats operators in these namespaces differently. For example, operators in `aten` and
-# `prims` are functionalized in another way.
+# PyTorch does not functionalize custom operators in `aten` and `prims`. `prim` belongs to
+# TorchScript, and `higher_order` and `_` contain no ordinary operators.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 

@@ -1,7 +1,7 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch only calls the policy function of the checkpointed region. The policy of an operator takes
-precedence over a `PREFER` policy of the region, but a `MUST` policy always wins.
+PyTorch only calls the policy function of the checkpointed region. A `MUST` policy takes precedence
+over a `PREFER` policy. Otherwise, the policy of the operator applies.
 """
 
 from __future__ import annotations
@@ -93,9 +93,8 @@ def register_checkpoint_policy(
     """Register whether selective activation checkpointing saves the operator's results.
 
     The policy applies in all regions that use
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It takes precedence over a
-    `PREFER` policy of the region. A `MUST` policy of the region takes precedence over a `PREFER`
-    policy of the operator.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Only a `MUST` policy of the
+    region takes precedence over it, unless it is a `MUST` policy itself.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

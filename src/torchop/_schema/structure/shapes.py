@@ -47,7 +47,7 @@ class Shape:
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write code that makes an object from the fields. All strings are expressions."""
+        """Write code that makes an object, given an expression per field. Return an expression."""
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
