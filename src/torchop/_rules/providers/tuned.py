@@ -153,7 +153,7 @@ def _read(path: Path) -> Sequence[Measurement]:
     try:
         return measurements.read(path)
     except TableError as error:
-        text = f"{error}, so it is ignored. Remove it, or write it again by torchop.testing.tune."
+        text = f"{error}, so it is ignored. Remove it, or write it again with torchop.testing.tune."
         logs.calls.info("%s", text)
         warn(text, ProviderWarning)
         return ()
