@@ -15,7 +15,7 @@ import torchop
 from tests._support.common import needs_native
 from tests._support.devices import AUTOGRAD, BACKEND, OTHER, TYPE
 from tests.accelerate.support import T, stock
-from torchop._compat.dispatch import spelled_key
+from torchop._compat.dispatch import format_key
 
 pytestmark = needs_native
 
@@ -113,7 +113,7 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     rows = {row.op: row for row in acceleration.operators}
     assert (
         rows[f"{namespace}::with_keys"].reason
-        == f"its kernel for {spelled_key(BACKEND)} takes dispatch keys"
+        == f"its kernel for {format_key(BACKEND)} takes dispatch keys"
     )
     assert rows[f"{namespace}::empty"].reason == "none of its kernels is a Python function"
     assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "", ())

@@ -68,7 +68,7 @@ def device_of_key(key: str) -> str | None:
         return None
 
 
-def spelled_key(key: str) -> str:
+def format_key(key: str) -> str:
     """Format a key for messages, with the device type if the name of the key does not show it."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"

@@ -12,7 +12,7 @@ from torchop._compat.classes import OpOverload, tree_leaves
 from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_calls import Call, Row, Rows, TensorInfo, is_written
 from torchop._compat.dtensor_moves import Inputs
-from torchop._compat.dtensor_strategies import Moving
+from torchop._compat.dtensor_strategies import Redistributable
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
@@ -66,7 +66,7 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
     if any(len(strategy.strategies) != 1 for strategy in strategies):
         # The auto-parallel planner passes several placements per tensor, but DTensor's rule accepts
         # only one.
-        return dtensor_strategies.op_specs(op, rows, op_schema, Moving.ARGUMENTS)
+        return dtensor_strategies.op_specs(op, rows, op_schema, Redistributable.ARGUMENTS)
     schema = dtensor_strategies.with_specs(op_schema)
     outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
     for each, current, spec in zip(call.inputs, inputs.current, wanted, strict=True):
@@ -101,10 +101,10 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
         kwargs = {name: spec(value) for name, value in call.kwargs.items()}
         outputs, wanted = _decision(op, aten, args, kwargs, call.results)
         results = [s.placements[0] for s in _specs_in(outputs)]
-        moved = [s.placements[0] for s in wanted]
+        placements = [s.placements[0] for s in wanted]
         pending = [p.reduce_op for p in results if p.is_partial()]
-        is_reduced = bool(pending) and any(p.is_shard() for p in moved)
-        return Row(results, moved, pending[0] if is_reduced else None)
+        is_reduced = bool(pending) and any(p.is_shard() for p in placements)
+        return Row(results, placements, pending[0] if is_reduced else None)
 
     whole, *others = _combinations(call)
     rows = [row(whole)]
@@ -168,8 +168,8 @@ def _decision(
             f"{op.name()}: DTensor's rule for {aten.name()}, used for this operator, raised "
             f"{type(error).__name__}: {short_text(error)}"
         ) from error
-    moved = decided.redistribute_schema if decided.needs_redistribute else None
-    return decided.output_spec, _specs_in((moved or schema).args_schema)
+    redistributed = decided.redistribute_schema if decided.needs_redistribute else None
+    return decided.output_spec, _specs_in((redistributed or schema).args_schema)
 
 
 def _specs_in(values: Any) -> list[Any]:

@@ -84,7 +84,7 @@ class Inputs:
                 break
         return total
 
-    def sent(self, dim: int, row: Row) -> int:
+    def redistributed(self, dim: int, row: Row) -> int:
         """Return a bit mask of the inputs that a row redistributes on mesh dimension `dim`.
 
         Replicated inputs need no communication, so they are not counted.
@@ -97,7 +97,7 @@ class Inputs:
         )
 
     @functools.cached_property
-    def sending_has_a_cost(self) -> bool:
+    def communication_has_cost(self) -> bool:
         """Whether communication has a nonzero cost. It is zero on ranks outside the mesh."""
         from torch.distributed.tensor import Replicate
 

@@ -15,7 +15,7 @@ from torchop._compat.dtensor import clear_caches, propagator
 from torchop._compat.dtensor_aten import SIZES, specs_like
 from torchop._compat.dtensor_calls import Rows, first_hashed, holds_tensors, is_written
 from torchop._compat.dtensor_strategies import (
-    Moving,
+    Redistributable,
     cheapest,
     decisive_specs,
     op_specs,
@@ -77,7 +77,7 @@ class Registration:
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )
 
-    def moved_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
+    def redistributed_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Redistribute the tensors among keyword arguments as the sharding rule requires.
 
         Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments.
@@ -90,7 +90,7 @@ class Registration:
         schema = DTensor._op_dispatcher.unwrap_to_op_info(self.op, args, kwargs).schema
         wanted = self._remembered(self._keywords, schema, self._wanted_keywords)
         return {
-            name: moved(value, wanted[name]) if name in tensors else value
+            name: redistributed(value, wanted[name]) if name in tensors else value
             for name, value in kwargs.items()
         }
 
@@ -99,7 +99,7 @@ class Registration:
 
         # The strategies that may also redistribute keyword arguments.
         with_strategies = propagator()._wrap_with_op_strategy(op_schema)
-        specs = op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
+        specs = op_specs(self.op, self.rows, with_strategies, Redistributable.KEYWORDS)
         names = [argument.name for argument in self.op._schema.arguments]
         tensors = [n for n, v in op_schema.kwargs_schema.items() if isinstance(v, DTensorSpec)]
         tensors.sort(key=names.index)
@@ -122,7 +122,7 @@ class Registration:
             return decide(op_schema)
 
 
-def moved(value: Any, spec: Any) -> Any:
+def redistributed(value: Any, spec: Any) -> Any:
     """Redistribute a DTensor to the placements of `spec`.
 
     Unlike `DTensor.redistribute`, this also supports Partial placements.
@@ -216,7 +216,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     op, dispatcher = registration.op, DTensor._op_dispatcher
-    kwargs = registration.moved_keywords(args, kwargs)
+    kwargs = registration.redistributed_keywords(args, kwargs)
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     info.output_sharding = registration.propagate(info.schema)
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)

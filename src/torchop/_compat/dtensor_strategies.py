@@ -19,7 +19,7 @@ from torchop._compat.dtensor_moves import Combination, Inputs, placements_of
 from torchop._errors import ShardingError, short_repr
 
 
-class Moving(enum.Enum):
+class Redistributable(enum.Enum):
     """Which tensors of a call a strategy may redistribute."""
 
     ARGUMENTS = "positional"
@@ -27,13 +27,15 @@ class Moving(enum.Enum):
     ALL = "all, for error messages"
 
 
-def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list[Any]:
+def op_specs(
+    op: OpOverload, rows: Rows, op_schema: Any, redistributable: Redistributable
+) -> list[Any]:
     """Return all strategies that a sharding rule accepts for a call, with their costs.
 
     Raises:
         ShardingError: the rule accepts no strategy, or the tensors are on several meshes.
     """
-    return _specs(op, *_analyze(op, rows, op_schema), moving)
+    return _specs(op, *_analyze(op, rows, op_schema), redistributable)
 
 
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
@@ -48,8 +50,8 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
-        return _specs(op, call, inputs, allowed, Moving.ARGUMENTS)
-    found = _decisive(call, inputs, _choices(call, inputs, allowed, Moving.ARGUMENTS))
+        return _specs(op, call, inputs, allowed, Redistributable.ARGUMENTS)
+    found = _decisive(call, inputs, _choices(call, inputs, allowed, Redistributable.ARGUMENTS))
     if not found:
         raise _immovable(op, call, inputs, allowed)
     return [_op_spec(op, call, inputs, combination) for combination in found]
@@ -58,11 +60,13 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
     """Return the combinations of rows that DTensor may choose; empty if none is possible."""
     combinations = list(itertools.product(*choices))
-    sent = [[inputs.sent(dim, row) for row in rows] for dim, rows in enumerate(choices)]
-    moved = [functools.reduce(operator.or_, each).bit_count() for each in itertools.product(*sent)]
+    masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
+    counts = [
+        functools.reduce(operator.or_, each).bit_count() for each in itertools.product(*masks)
+    ]
     found = [
         each
-        for each, count in zip(combinations, moved, strict=True)
+        for each, count in zip(combinations, counts, strict=True)
         if count == 0
         and placements_of(each) == inputs.current
         and _is_possible(call, inputs, each)
@@ -72,8 +76,8 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
         return found  # DTensor chooses the last one
     best, least = -1, math.inf
     # Start with combinations that need no communication, because a cost of 0 ends the search.
-    for index in sorted(range(len(combinations)), key=moved.__getitem__):
-        if least == 0 and moved[index] and inputs.sending_has_a_cost:
+    for index in sorted(range(len(combinations)), key=counts.__getitem__):
+        if least == 0 and counts[index] and inputs.communication_has_cost:
             break
         if not _is_possible(call, inputs, combinations[index]):
             continue
@@ -112,11 +116,15 @@ def _analyze(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, 
 
 
 def _specs(
-    op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving
+    op: OpOverload,
+    call: Call,
+    inputs: Inputs,
+    rows: Sequence[Row],
+    redistributable: Redistributable,
 ) -> list[Any]:
     specs = [
         _op_spec(op, call, inputs, combination)
-        for combination in itertools.product(*_choices(call, inputs, rows, moving))
+        for combination in itertools.product(*_choices(call, inputs, rows, redistributable))
         if _is_possible(call, inputs, combination)
     ]
     if not specs:
@@ -155,7 +163,7 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
     return Call(args, kwargs, inputs, list(_infos(results)), mesh), strategies
 
 
-class _Last(threading.local):
+class _LastCall(threading.local):
     """The last call that DTensor made to a fake kernel in this thread, and the results."""
 
     op_schema: Any = None
@@ -163,7 +171,7 @@ class _Last(threading.local):
     assumed: tuple[Any, Any] | None = None  # see `assumed_results`
 
 
-_last = _Last()
+_last = _LastCall()
 
 
 @contextlib.contextmanager
@@ -268,19 +276,22 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
     return mesh
 
 
-def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) -> list[list[Row]]:
+def _choices(
+    call: Call, inputs: Inputs, rows: Sequence[Row], redistributable: Redistributable
+) -> list[list[Row]]:
     """Return the rows that a strategy may use, for each mesh dimension.
 
     Written tensors must not be redistributed, because a write into the copy would not change the
-    caller's tensor. Keyword-only tensors may be redistributed only if `moving` includes them,
-    because DTensor redistributes only positional arguments (pytorch/pytorch#167977).
+    caller's tensor. Keyword-only tensors must not be redistributed unless `redistributable`
+    includes them, because DTensor redistributes only positional arguments
+    (pytorch/pytorch#167977).
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
         index
         for index, each in enumerate(call.inputs)
-        if (each.is_written and moving is not Moving.ALL)
-        or (index >= positional and moving is Moving.ARGUMENTS)
+        if (each.is_written and redistributable is not Redistributable.ALL)
+        or (index >= positional and redistributable is Redistributable.ARGUMENTS)
     ]
     current = inputs.current
     return [
@@ -386,7 +397,7 @@ def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) 
 
     The message suggests the placements of the cheapest strategy.
     """
-    best = min(_specs(op, call, inputs, rows, Moving.ALL), key=cost)
+    best = min(_specs(op, call, inputs, rows, Redistributable.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]
         if each.is_written and wanted != current:

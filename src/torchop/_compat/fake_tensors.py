@@ -42,7 +42,7 @@ def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
 
-def made_like(
+def new_empty_like(
     tensor: torch.Tensor,
     shape: Sequence[Any] | None,
     dtype: torch.dtype | None,

@@ -32,7 +32,7 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
 
 
 @contextlib.contextmanager
-def calls_held(qualnames: Iterable[str]) -> Iterator[None]:
+def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
     """Block other threads' calls to operators while their kernels change.
 
     The dispatcher locks registrations but not calls, so a concurrent call would use a freed kernel.
@@ -69,7 +69,7 @@ def implement(
                 # The replacement is intended, so hide PyTorch's warning.
                 blocks.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-            blocks.enter_context(calls_held([qualname]))  # other threads may call the operator
+            blocks.enter_context(calls_blocked([qualname]))  # other threads may call the operator
             library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -93,13 +93,13 @@ def implement_temporarily(
     )
 
     def remove() -> None:
-        with calls_held([f"{library.ns}::{name}"]):
+        with calls_blocked([f"{library.ns}::{name}"]):
             registration.reset()
 
     on_close(library, remove)
     # Add the record, so destroying the library frees the function (see `free_kernels`).
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Without `calls_held`, because calls in other threads may be waiting for this thread.
+    # Without `calls_blocked`, because calls in other threads may be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -112,16 +112,16 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Run `hook` once, when `library` is destroyed or collected."""
-    library._registration_handles.append(cast(Any, _Once(hook)))
+    library._registration_handles.append(cast(Any, _DestroyOnce(hook)))
 
 
 def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Undo `on_close`."""
     handles = library._registration_handles
-    handles[:] = [h for h in handles if not (isinstance(h, _Once) and h._hook == hook)]
+    handles[:] = [h for h in handles if not (isinstance(h, _DestroyOnce) and h._hook == hook)]
 
 
-class _Once:
+class _DestroyOnce:
     """A registration handle that may be destroyed twice, by a library and by its finalizer."""
 
     __slots__ = ("_hook",)
@@ -140,7 +140,7 @@ class _Once:
             raise
 
 
-class _End(_Once):
+class _DestroyAll(_DestroyOnce):
     """The first handle of a library, which destroys everything registered through it."""
 
     __slots__ = ()
@@ -166,15 +166,15 @@ class _Contents(NamedTuple):
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
-            if not isinstance(handle, _Once):  # PyTorch's handles raise if destroyed twice
-                self.handles[place] = cast(Any, _Once(handle.destroy))
+            if not isinstance(handle, _DestroyOnce):  # PyTorch's handles raise if destroyed twice
+                self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
         kernels = (record.split("/") for record in implemented)
         # If a hook raises, such as `detach` of a user's rule, the stack still calls the remaining
         # callbacks, last one first, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
             stack.enter_context(
-                calls_held({f"{namespace}::{name}" for namespace, name, _ in kernels})
+                calls_blocked({f"{namespace}::{name}" for namespace, name, _ in kernels})
             )
             if self.m is not None:
                 stack.callback(self.m.reset)
@@ -197,10 +197,10 @@ class _Contents(NamedTuple):
 def follow(library: torch.library.Library) -> None:
     """Make PyTorch call `end` when it destroys or collects a library."""
     handles = library._registration_handles
-    if not (handles and isinstance(handles[0], _End)):
+    if not (handles and isinstance(handles[0], _DestroyAll)):
         names = library._op_defs, library._op_impls
         contents: Any = _Contents(library.m, handles, *map(weakref.ref, names))
-        handles.insert(0, cast(Any, _End(contents)))
+        handles.insert(0, cast(Any, _DestroyAll(contents)))
 
 
 def end(library: torch.library.Library) -> None:

@@ -106,7 +106,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     if inplace not in forms_in_graphs(functional._name):
         return False
     first, *others = [each.meta.get("val") for each in _inputs(node)]
-    if not _look_alike(first, node.meta.get("val")) or not _is_dense(first):
+    if not _have_same_metadata(first, node.meta.get("val")) or not _is_dense(first):
         return False
     # If another argument shares memory with the first, the kernel might overwrite it before
     # reading it.
@@ -169,7 +169,7 @@ def _storage(tensor: Any) -> int:
     return address
 
 
-def _look_alike(first: Any, result: Any) -> bool:
+def _have_same_metadata(first: Any, result: Any) -> bool:
     # `guard_or_false` compares symbolic sizes without adding guards.
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow import
 

@@ -181,7 +181,7 @@ class Library(OwnLibrary):
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
         kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        with registration_lock, short_errors, libraries.calls_held([f"{self.ns}::{name}"]):
+        with registration_lock, short_errors, libraries.calls_blocked([f"{self.ns}::{name}"]):
             super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,

@@ -87,9 +87,7 @@ def _why_no_kernel(call: Call) -> str:
     table = dispatch.kernel_table(str(call.name))
     for backend in _native_module().backends:
         if backend in table:
-            return (
-                f"its kernel for {dispatch.spelled_key(backend)} {_kernel_problem(call, backend)}"
-            )
+            return f"its kernel for {dispatch.format_key(backend)} {_kernel_problem(call, backend)}"
     return "it has no kernel for a device whose tensors native calls take"
 
 
@@ -101,7 +99,7 @@ def _why_not_its_kernel(call: Call) -> str:
     table = dispatch.kernel_table(str(call.name))
     key = next((key for key in keys if key in table and not _passes(call, key)), None)
     if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
-        return f"it has no kernel for {dispatch.spelled_key(keys[-1])}"
+        return f"it has no kernel for {dispatch.format_key(keys[-1])}"
     if key == "ADInplaceOrView" and call.schema.is_view:
         return "PyTorch's kernel for views must run"
     if call.definition is None and key not in _native_module().backends:
@@ -173,11 +171,11 @@ def _why_refused(call: Call) -> str:
     written = arguments_alone(call.schema.written)[call.refused]
     return (
         f"{_refused(call)} does not have exactly the schema's type '{written}', but is "
-        f"{_spelled_type(value)}, so the dispatcher converts or rejects it"
+        f"{_format_type(value)}, so the dispatcher converts or rejects it"
     )
 
 
-def _spelled_type(value: Any) -> str:
+def _format_type(value: Any) -> str:
     """Format the type of a value for messages, with the types of the items of a list."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):

@@ -43,8 +43,7 @@ def find_kernels(
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None and dispatch.has_kernel(str(name), backend):
             problem = (
-                problem
-                or f"its kernel for {dispatch.spelled_key(backend)} is not a Python function"
+                problem or f"its kernel for {dispatch.format_key(backend)} is not a Python function"
             )
         if kernel is None or any(other is kernel for other in seen):
             continue
@@ -121,7 +120,7 @@ def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
 def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
     if hasattr(kernel, KERNEL_ATTRIBUTE):
         return "its kernel was registered with torchop, so its calls are native already"
-    spelled = dispatch.spelled_key(backend)
+    spelled = dispatch.format_key(backend)
     if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
         return f"a fallback for all operators is registered instead of a kernel for {spelled}"
     if not native.is_plain_kernel(name.packet, name.overload, backend):

@@ -187,9 +187,9 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
         source = arguments[dtype]
         dtype = source.dtype if isinstance(source, Tensor) else source
     if output.is_list:
-        return [fake_tensors.made_like(tensor, None, dtype, memory_format) for tensor in like]
+        return [fake_tensors.new_empty_like(tensor, None, dtype, memory_format) for tensor in like]
     if output.shape is None:
-        return fake_tensors.made_like(like, None, dtype, memory_format)
+        return fake_tensors.new_empty_like(like, None, dtype, memory_format)
     shape = output.shape(*(arguments[parameter] for parameter in output.parameters))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(size, (int, torch.SymInt)) for size in shape
@@ -198,4 +198,4 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
             f"{name}: shape for output {index} must return a tuple of ints, such as "
             f"(x.shape[0], 3), got {short_repr(shape)}."
         )
-    return fake_tensors.made_like(like, shape, dtype, memory_format)
+    return fake_tensors.new_empty_like(like, shape, dtype, memory_format)

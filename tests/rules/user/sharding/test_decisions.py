@@ -26,7 +26,7 @@ from tests._support.strategies import stable
 from tests.rules.user.sharding import ranks
 from torchop._compat import dtensor_moves
 from torchop._compat.dtensor import propagator
-from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs
+from torchop._compat.dtensor_strategies import Redistributable, decisive_specs, op_specs
 from torchop._rules.user.sharding.rule import SHARDING
 
 # The arguments of an operator, its rule, and the shapes that the tensors of a call may have.
@@ -127,7 +127,7 @@ def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
 
     try:
         if all_of_them:
-            specs = op_specs(op, rows, wrapped, Moving.ARGUMENTS)
+            specs = op_specs(op, rows, wrapped, Redistributable.ARGUMENTS)
         else:
             specs = decisive_specs(op, rows, wrapped)
     except (torchop.ShardingError, AssertionError) as error:  # for a keyword that was not moved
