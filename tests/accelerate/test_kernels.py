@@ -1,6 +1,6 @@
 """Accelerated calls run the kernel that the dispatcher would run.
 
-Uses private names: _compat.dispatch.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m torchop check`: tests of pytest, in workers that may crash.
 
-Uses private names: testing._extras.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The wheel torchop-native: installed where there is no compiler, found, and used.
 
-Uses private names: _native.extension.api, _native.extension.files, testing._extras.
+Uses private names.
 """
 
 from __future__ import annotations

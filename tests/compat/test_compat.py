@@ -1,6 +1,6 @@
 """Private names of PyTorch are in one package, which needs nothing of ours.
 
-Uses private names: _compat.
+Uses private names.
 """
 
 from __future__ import annotations

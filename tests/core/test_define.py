@@ -1,8 +1,6 @@
 """A definition happens as a whole or not at all, wherever it raises.
 
-Uses private names: _compat.libraries, _compat.registries, _compat.torch_ops, _core.define,
-_core.registry, _native.switch, _rules.fake.rule, _rules.functionalization.trace, _rules.inlining,
-_rules.kernels.rule.
+Uses private names.
 """
 
 from __future__ import annotations

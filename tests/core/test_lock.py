@@ -1,6 +1,6 @@
 """A forked child can register operators, whatever other threads of the parent were doing.
 
-Uses private names: _core.lock.
+Uses private names.
 """
 
 from __future__ import annotations

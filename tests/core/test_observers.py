@@ -1,6 +1,6 @@
 """Functions that are asked about a call: which arguments they get, and what is refused.
 
-Uses private names: _core.observers.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Plans: immutable pictures of the rules, swapped in one assignment.
 
-Uses private names: _rules, _rules.kernels.rule.
+Uses private names.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Any way of naming an operator leads to the same definition.
 
-Uses private names: _core.registry.
+Uses private names.
 """
 
 import warnings

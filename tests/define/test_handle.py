@@ -1,6 +1,6 @@
 """The handle: it has the identity of its function, and that of its operator.
 
-Uses private names: _compat.torch_ops.
+Uses private names.
 """
 
 import copy

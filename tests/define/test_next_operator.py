@@ -3,7 +3,7 @@
 A registration through another library keeps the entry of the dispatcher, which then keeps the
 overload that it gave to the first dispatch mode.
 
-Uses private names: _compat.deregistration.
+Uses private names.
 """
 
 import gc

@@ -1,6 +1,6 @@
 """What a caller of an operator that out_op defines may write into.
 
-Uses private names: _define.forms.kernels.
+Uses private names.
 """
 
 from __future__ import annotations

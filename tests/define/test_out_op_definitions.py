@@ -1,6 +1,6 @@
 """Definitions by out_op that are refused, as a whole, and their end.
 
-Uses private names: _define.out_op.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Packages with kernels in C++, which run where there is no Python.
 
-Uses private names: _compat.on_demand.
+Uses private names.
 """
 
 from __future__ import annotations

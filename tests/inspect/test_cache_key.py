@@ -1,6 +1,6 @@
 """What changes the keys of compile caches, by themselves and by `cache_key_tag`.
 
-Uses private names: _compat.compile_caches, _inspect.cache_key.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which code and constants a key for compile caches depends on.
 
-Uses private names: _inspect.cache_key, _inspect.code_digest.
+Uses private names.
 """
 
 from __future__ import annotations

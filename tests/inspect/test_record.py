@@ -1,4 +1,7 @@
-"""record: what a program calls, and with what. Uses private names: _inspect.record."""
+"""record: what a program calls, and with what.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The file of a recording: what comes back, and what is refused.
 
-Uses private names: _inspect.record.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Which operators a package registers. Uses private names: _native.switch."""
+"""Which operators a package registers.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

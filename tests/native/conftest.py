@@ -1,6 +1,6 @@
 """An operator; and for building: sources, compilers and caches that are nobody else's.
 
-Uses private names: _native.extension.api, _native.extension.files, _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

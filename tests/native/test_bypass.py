@@ -1,6 +1,6 @@
 """Calls that the dispatcher makes pass by our kernels that have nothing to do, and no others.
 
-Uses private names: _rules.autograd.rule, _rules.mutation.kernels.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a call runs, and what it was given, changes or goes while it runs.
 
-Uses private names: _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Of which devices native calls take tensors.
 
-Uses private names: _compat.dispatch, _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

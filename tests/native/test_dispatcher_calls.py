@@ -1,6 +1,6 @@
 """Calls in the dispatcher, while another thread changes or ends their operator.
 
-Uses private names: _core.lock, _native.plan, _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

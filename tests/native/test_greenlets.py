@@ -1,6 +1,6 @@
 """Greenlets that switch inside kernels: calls end in any order, and some never do.
 
-Uses private names: _hooks.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A handle is native in every way of calling it, and otherwise what it was before.
 
-Uses private names: _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Each mutant of `nox -s mutants` takes out a condition that is there, exactly once.
 
-Uses private names: _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradients on a PyTorch whose autograd nodes have fields that torchop does not know.
 
-Uses private names: _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

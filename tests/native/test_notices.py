@@ -1,6 +1,6 @@
 """What a program shows while native calls are compiled: in logs, notebooks and children.
 
-Uses private names: _native.extension.api.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Objects of torch.ops call our operators without a Python frame, and everything else as ever.
 
-Uses private names: _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

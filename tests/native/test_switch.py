@@ -1,6 +1,6 @@
 """Operators become native when the extension is there, and are what they were.
 
-Uses private names: _native.extension.recipe, _native.switch.
+Uses private names.
 """
 
 from __future__ import annotations

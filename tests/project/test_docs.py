@@ -3,7 +3,7 @@
 A page is a program: its Python blocks run in order, in one namespace. What a block prints must be
 shown, in an `output` block right after it, and what is shown must be what is printed.
 
-Uses private names: _rules.providers.tuned.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One package, loaded twice under two namespaces as the kernel hub does: `examples/kernel_hub`.
 
-Uses private names: _inspect.cache_key, _inspect.registrant.
+Uses private names.
 """
 
 from __future__ import annotations

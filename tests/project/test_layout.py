@@ -98,7 +98,10 @@ EXCEPTIONS = {
         "engines name devices by dispatch keys, and results may share memory with arguments",
         {"_compat.dispatch", "_core.library", "_define.declare", "_errors", "_schema.callables"},
     ),
-    "export": ("it compares results of operators in a mode of PyTorch", {"_compat.classes"}),
+    "export": (
+        "it compares results of operators in a mode of PyTorch",
+        {"_compat.classes", "_compat.operators"},
+    ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, "
         "and stores measurements in the cache folder",

@@ -1,6 +1,6 @@
 """What users install, what a package index shows of it, and how pages say to install it.
 
-Uses private names: testing._extras.
+Uses private names.
 """
 
 from __future__ import annotations

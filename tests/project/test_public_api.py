@@ -1,6 +1,6 @@
 """The public names: there, documented, in the reference, and called like torch.library's.
 
-Uses private names: _define.registrations.
+Uses private names.
 """
 
 from __future__ import annotations

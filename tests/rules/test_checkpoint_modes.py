@@ -1,6 +1,6 @@
 """What a compiler computes again in the backward under an activation memory budget.
 
-Uses private names: _rules.user.checkpoint_policy.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Effects: what compilers must neither drop nor reorder. Uses private names: _compat.registries."""
+"""Effects: what compilers must neither drop nor reorder.
+
+Uses private names.
+"""
 
 import pytest
 import torch

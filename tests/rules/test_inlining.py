@@ -1,6 +1,6 @@
 """Inlining: who sees the operator, and who sees what its function does.
 
-Uses private names: _compat.classes, _compat.registries, _rules.kernels.rule.
+Uses private names.
 """
 
 import contextlib

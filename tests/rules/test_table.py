@@ -1,6 +1,6 @@
 """What every compiled rule must have: whoever adds one is told here what is missing.
 
-Uses private names: _core.definition, _define.members, _rules.
+Uses private names.
 """
 
 from __future__ import annotations

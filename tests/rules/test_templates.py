@@ -1,6 +1,6 @@
 """The two example rules of docs/dev/add-a-rule.md are short and work.
 
-Uses private names: _core.definition, _define.registrations, _rules.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a function can be called as PyTorch will call it.
 
-Uses private names: _schema.callables.
+Uses private names.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """A hand-written schema against its function: what is refused, what is only said, what is fine.
 
-Uses private names: _schema.compare.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """infer_schema: from annotations to a schema, and what it says of a function that has none.
 
-Uses private names: _schema.tree.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What torchop reads in a parsed schema. Uses private names: _schema.defaults."""
+"""What torchop reads in a parsed schema.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

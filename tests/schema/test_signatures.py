@@ -1,6 +1,6 @@
 """The annotations of a function, however they are written and whatever the function is.
 
-Uses private names: _schema.signatures.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """checking: an operator that mutates what it does not declare is found by calling it.
 
-Uses private names: _core.checking, _rules.kernels.rule.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Samples that require grad: what a call would refuse to write is passed as a caller would."""
+"""Samples that require grad: what a call would refuse to write is passed as a caller would.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

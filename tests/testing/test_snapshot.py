@@ -1,6 +1,6 @@
 """Snapshots of inputs: every change is found, and nothing else is taken for one.
 
-Uses private names: testing._snapshot.
+Uses private names.
 """
 
 from __future__ import annotations

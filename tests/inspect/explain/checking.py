@@ -1,4 +1,7 @@
-"""That a call goes the way that explain says. Uses private names: _native.reasons."""
+"""That a call goes the way that explain says.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls that record a gradient, as explain tells them apart.
 
-Uses private names: _native.extension.recipe, _native.reasons.
+Uses private names.
 """
 
 from __future__ import annotations

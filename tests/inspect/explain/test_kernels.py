@@ -1,6 +1,6 @@
 """The kernel that a call runs, or why the dispatcher has to run it, as explain says.
 
-Uses private names: _native.reasons.
+Uses private names.
 """
 
 from __future__ import annotations

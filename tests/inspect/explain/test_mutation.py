@@ -1,6 +1,6 @@
 """Calls that mutate, as explain tells them apart.
 
-Uses private names: _compat.aliasing, _native.reasons.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One test for each reason that explain has; the call then takes that way.
 
-Uses private names: _native.extension.recipe, _native.reasons, _rules.autograd.derived.replay.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `check` finds on a device: nothing in right operators, and what calls leave behind.
 
-Uses private names: _core.snapshot, testing._check.checks.accelerator, testing._contents.
+Uses private names.
 """
 
 from __future__ import annotations

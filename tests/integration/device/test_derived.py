@@ -1,6 +1,6 @@
 """Derived formulas whose bodies draw random numbers on a device, and while a graph is captured.
 
-Uses private names: _compat.devices, _hooks, _rules.autograd.derived.replay.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is asked of a type of device is answered for any, and what may not be read is left alone.
 
-Uses private names: _compat.devices, _core.snapshot, testing._check.report.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Streams, waits and memory, on any accelerator: a call adds nothing to what its kernel does.
 
-Uses private names: testing._timing.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 What a kernel or a formula does is not part of an operator but of a call: the functions ask the
 script that is running. So operators with the same schema are made once.
 
-Uses private names: _native.reasons, _native.table.calls, _rules.autograd.rule.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `nox -s fuzz` compares more, from another place; `SEED` repeats a run.
 
-Uses private names: _native.reasons.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The comparison can fail: whatever one path does otherwise, it is seen.
 
-Uses private names: _native.reasons, _rules.kernels.rule.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Building in the foreground, and the functions of this process.
 
-Uses private names: _native.extension.api, _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

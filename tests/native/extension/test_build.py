@@ -1,6 +1,6 @@
 """Compiling: under a lock, in one step, and without a trace of what failed.
 
-Uses private names: _native.extension.build, _native.extension.files, _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

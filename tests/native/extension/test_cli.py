@@ -1,6 +1,6 @@
 """The command line.
 
-Uses private names: _compat.compile_caches, _native.extension.recipe, testing._extras.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files of compiled extensions: a cache that is private, where they are found, and loading.
 
-Uses private names: _native.extension.api, _native.extension.files, _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a process gets the extension, and what happens when it does not.
 
-Uses private names: _native.extension.api, _native.extension.build.
+Uses private names.
 """
 
 from __future__ import annotations

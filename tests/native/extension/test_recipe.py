@@ -1,6 +1,6 @@
 """What is compiled and how: the key, the flags and the compiler.
 
-Uses private names: _native.extension.api, _native.extension.recipe.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Waiting for the extension: what is returned and raised, in threads and in forked processes.
 
-Uses private names: _native.extension.api.
+Uses private names.
 """
 
 from __future__ import annotations

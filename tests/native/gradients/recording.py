@@ -1,6 +1,6 @@
 """Operators whose next call records its gradient natively, and both ways to make a call.
 
-Uses private names: _rules.autograd.rule.
+Uses private names.
 """
 
 from __future__ import annotations

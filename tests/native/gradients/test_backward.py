@@ -1,6 +1,6 @@
 """What the engine calls of a node that a native call made.
 
-Uses private names: _compat.autograd, _native.switch, _rules.autograd.rule.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The gradients that go into backward, and the checks on those that come out.
 
-Uses private names: _hooks, _rules.autograd.gradients.
+Uses private names.
 """
 
 import contextlib

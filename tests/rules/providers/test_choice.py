@@ -1,6 +1,6 @@
 """The choice for a call: the tables, in Python and in C++, say what asking would.
 
-Uses private names: _hooks, _rules.kernels.rule, _rules.providers.choice.
+Uses private names.
 """
 
 import contextlib

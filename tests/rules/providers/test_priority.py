@@ -1,6 +1,6 @@
 """Priority: which of several kernels of one operator runs, for whom, and what is said of it.
 
-Uses private names: _rules.providers.priority.
+Uses private names.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """`"tuned"` in an order: calls follow tables of measurements, and ignore those that do not fit.
 
-Uses private names: _core.lock, _rules.providers.measurements, _rules.providers.tuned.
+Uses private names.
 """
 
 from __future__ import annotations

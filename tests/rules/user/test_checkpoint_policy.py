@@ -1,6 +1,6 @@
 """Checkpoint policies, as selective activation checkpointing follows them.
 
-Uses private names: _compat.checkpointing, _compat.registries.
+Uses private names.
 """
 
 from __future__ import annotations

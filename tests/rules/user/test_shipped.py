@@ -3,7 +3,7 @@
 The test of a file in `_rules/user` has a table `VALUES`: for each rule of that file, something to
 register for an operator `(Tensor x) -> Tensor`.
 
-Uses private names: _define.members, _define.registrations, _rules.user.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names that users chose are values in the source of a call, whatever they look like.
 
-Uses private names: _schema.structure.source.
+Uses private names.
 """
 
 from __future__ import annotations

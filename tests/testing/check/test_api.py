@@ -1,4 +1,7 @@
-"""check: what it is called with, what it returns and raises, and what it expects."""
+"""check: what it is called with, what it returns and raises, and what it expects.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Findings: failures of one cause are one finding, and independent faults are several."""
+"""Findings: failures of one cause are one finding, and independent faults are several.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

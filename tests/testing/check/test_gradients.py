@@ -1,4 +1,7 @@
-"""Checks of incoming gradients, and of second derivatives with frozen inputs."""
+"""Checks of incoming gradients, and of second derivatives with frozen inputs.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Programs: arguments written so that they come out the same, and imports that are needed."""
+"""Programs: arguments written so that they come out the same, and imports that are needed.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

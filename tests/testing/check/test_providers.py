@@ -1,4 +1,7 @@
-"""Checks of providers: what is planned, what is said, and who is told."""
+"""Checks of providers: what is planned, what is said, and who is told.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Integers that say something of other arguments stay valid in every variant."""
+"""Integers that say something of other arguments stay valid in every variant.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Probes of results: unwritten memory, layouts, batches."""
+"""Probes of results: unwritten memory, layouts, batches.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Running a check: what it tells of an exception of the kernel, and of a crash."""
+"""Running a check: what it tells of an exception of the kernel, and of a crash.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

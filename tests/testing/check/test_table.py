@@ -1,4 +1,7 @@
-"""The table of checks: what it has, and the page that publishes it."""
+"""The table of checks: what it has, and the page that publishes it.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

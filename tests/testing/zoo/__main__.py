@@ -2,6 +2,8 @@
 
 `python -m tests.testing.zoo [--quick] [--results FILE] [--page] [NAME ...]`. With `--results`, the
 run can be interrupted, because operators that are already in the file do not run again.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """An effect is declared before a compiler asks for it, or refused.
 
-Uses private names: _compat.registries.
+Uses private names.
 """
 
 from __future__ import annotations

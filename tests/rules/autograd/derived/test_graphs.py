@@ -1,6 +1,6 @@
 """What a derived formula saves, and how its graph can be used.
 
-Uses private names: _rules.autograd.derived.replay.
+Uses private names.
 """
 
 import pytest

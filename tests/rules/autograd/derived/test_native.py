@@ -1,6 +1,6 @@
 """Derived formulas in native calls, compared with calls through the dispatcher.
 
-Uses private names: _rules.autograd.derived.replay.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a body finds around it: written into bytes, and put back.
 
-Uses private names: _compat.devices, _hooks, _rules.autograd.derived.replay.
+Uses private names.
 """
 
 import contextlib

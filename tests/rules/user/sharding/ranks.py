@@ -1,6 +1,6 @@
 """Simulated ranks for tests, and tensors that are placed on them by a word.
 
-Uses private names: _compat.simulated_ranks.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """DTensor decides for the placements that it would choose among all that a rule accepts.
 
-Uses private names: _compat.dtensor, _compat.dtensor_moves, _compat.dtensor_strategies,
-_rules.user.sharding.rule.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Rules that are ATen operators: the operator is sharded like these by DTensor.
 
-Uses private names: _compat.dtensor, _rules.user.sharding.
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The notation of sharding rules: what is read, and what is refused.
 
-Uses private names: _rules.user.sharding.notation.
+Uses private names.
 """
 
 from __future__ import annotations

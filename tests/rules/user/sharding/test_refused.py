@@ -1,6 +1,6 @@
 """Rules, tensors and operators that are refused, and in which words.
 
-Uses private names: _rules.user.sharding.
+Uses private names.
 """
 
 from __future__ import annotations
