@@ -212,7 +212,7 @@ class SchemaWarning(UserWarning):
 
 
 class OperatorNotFoundError(RuntimeError, AttributeError):
-    """No operator of this name is defined."""
+    """No operator with this name is defined."""
 
 
 class NativeUnavailableError(RuntimeError):
@@ -315,7 +315,7 @@ class Place(NamedTuple):
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop."""
     frame = sys._getframe()
-    # Also skip importlib, whose frames are on the stack while torchop is being imported.
+    # Skip importlib too: its frames are on the stack while torchop is being imported.
     while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))

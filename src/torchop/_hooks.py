@@ -56,7 +56,7 @@ class NoExtension:
 
 # The extension module after it was loaded, else the defaults.
 extension: Any = NoExtension
-# The class of handles. Set by `_define`.
+# The class of operator handles. Set by `_define`.
 handle_type: Any = None
 # Creates the `Follower` of a definition for another package's operator. Set by `_native`.
 new_follower: Callable[[Any], Any] = lambda definition: None  # noqa: E731 (replaced later)

@@ -60,7 +60,7 @@ class AcceleratedOperator(NamedTuple):
 class Acceleration:
     """The result of `accelerate`. Print it for a table of the operators.
 
-    The acceleration is in effect until `undo` is called, or until the end of a `with` block.
+    It is in effect until `undo` is called, or until the end of a `with` block.
 
     Example:
         >>> import torch, torchop
@@ -93,10 +93,10 @@ class Acceleration:
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Undo the acceleration. Does nothing if it was undone before.
+        """Stop accelerating the matching operators. Does nothing if called again.
 
-        Operators that match another active acceleration stay accelerated. Functions in `torch.ops`
-        that other code has replaced since are not restored.
+        Operators that match another active `Acceleration` stay accelerated. If other code has
+        replaced a function in `torch.ops` in the meantime, that function is not restored.
         """
         with registration_lock:
             if self in _active:
@@ -206,7 +206,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return why calls to an operator are not native; None for operators of torchop."""
+    """Return why calls to an operator are not native, or None for torchop's operators."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason

@@ -70,7 +70,7 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # Last, because `all_names` is slow.
+    # `all_names` is slow, so it comes last.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)

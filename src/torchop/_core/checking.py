@@ -38,7 +38,7 @@ class _Plan(Protocol):
     def outdate_plan(self) -> None: ...
 
 
-# Set while a thread is inside a block. Guarded by `registration_lock`.
+# Set while any thread is inside a `checking` block. Guarded by `registration_lock`.
 checker: Checker | None = None
 _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 

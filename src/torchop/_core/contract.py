@@ -186,7 +186,7 @@ def alias_error(
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # In reverse order, so the first of several identical inputs is the one in the message.
+    # The reverse order makes messages name the first of several identical inputs.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two outputs share memory, or an output and an input do"

@@ -27,16 +27,17 @@ make_handle: Any = None
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Define a validated operator.
 
-    An operator of the same name is replaced if it was created by `custom_op`. The new operator is
+    Replaces an existing operator with the same name if `custom_op` created it. The new operator is
     deregistered when `lib` is closed.
 
     Raises:
-        RuntimeError: an operator of the same name exists that `custom_op` did not create.
+        RuntimeError: an operator with the same name exists, and `custom_op` did not create it.
     """
     name = declaration.name
 
     def build() -> Definition:
-        # Not used as a decorator: warnings would report the wrapper's frame as the caller.
+        # `preserve_packet` is not used as a decorator, because warnings would then report the
+        # wrapper's frame as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
@@ -52,11 +53,11 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # Before any rule registers something, so closing the library removes all registrations, also
-    # after a failure and if `torch.library.custom_op` replaces the operator.
+    # This comes before the first registration of a rule, so that closing the library removes all
+    # registrations, even after a failure or if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # Last, because other threads can call the operator from here on.
+    # This comes after the kernels are installed, because other threads can now call the operator.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:

@@ -114,7 +114,7 @@ kinds: tuple[type[CompiledRule[Any]], ...] = ()
 # Installs the initial dispatcher kernels and mode rules of a new operator. May return a function to
 # call once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# Set by `_rules`, like `kinds`.
+# `_rules` sets this, like `kinds`.
 installers: tuple[Installer, ...] = ()
 
 
@@ -169,8 +169,8 @@ class Definition:
         # bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Created on first use, because most operators of a package are never called. A list needs
-        # a third of the memory of a dict.
+        # Rules are created on first use, because most operators of a package are never called. A
+        # list needs a third of the memory of a dict.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         # Dispatcher kernels that this definition registered, by dispatch key.

@@ -29,7 +29,7 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     # torch.get_rng_state and torch.set_rng_state would be traced by modes.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # Ordered by device index, like in C++ (`pack_plain`). As text, "cuda:10" precedes "cuda:2".
+    # Sort by device index, as `pack_plain` does in C++. As text, "cuda:10" would precede "cuda:2".
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 
-# PyTorch's registries are plain dicts and sets, and defining an operator changes several of them. A
-# subclass of RLock, because the C++ extension replaces `__enter__` of the class.
+# PyTorch's registries are plain dicts and sets, and defining an operator changes several of them,
+# so registrations hold this lock. It has its own class because the C++ extension replaces the
+# class's `__enter__`, and RLock is immutable.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 
 def _release_after_fork() -> None:
-    """Release the lock in a forked child if it was held by a thread that is not in the child."""
+    """Reset the lock in a forked child, unless the thread that forked holds it."""
     if not registration_lock._is_owned():
         registration_lock._at_fork_reinit()
 

@@ -81,7 +81,7 @@ def observer(
         function: the user's function.
         leading: names of arguments before the operator's arguments.
         result: the keyword by which PyTorch passes the operator's result. `function` receives it
-            only if it has a parameter of this name.
+            only if it has a parameter with this name.
 
     Returns:
         A function for PyTorch to call.

@@ -142,7 +142,7 @@ def definitions_of(name: OpName) -> list[Definition]:
 
 
 def known_names() -> set[str]:
-    """Return the names of operators created by either `custom_op`, or with rules of torchop."""
+    """Return the names of operators created by either `custom_op`, or with torchop's rules."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
@@ -208,7 +208,7 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     """Return the definition that holds the rules of a library for an operator."""
     schema = find_schema(name)
-    # Stored in the library, because the definition must live as long as the library.
+    # The library owns the definitions, because they must live as long as the library.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -221,7 +221,7 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
 
 
 def deregister_existing(name: OpName, site: Site) -> None:
-    """Deregister an existing operator of this name, and warn about the redefinition.
+    """Deregister an existing operator with this name, and warn about the redefinition.
 
     Raises RuntimeError if the operator was not created by `custom_op`.
     """

@@ -89,7 +89,7 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Computed here and not in `lookup`, because compilers trace lookups.
+        # `lookup` does not compute this, because compilers trace it.
         self._derives_values = type(self).of_derived is not Rule.of_derived
         # By operator name, oldest entry first. Lookups take no lock, so the tuples are replaced and
         # never modified.

@@ -52,9 +52,9 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
     """Define an operator by a class with kernels and rules as members.
 
-    The decorator replaces the class by the handle of the operator, a `CustomOp`. Members are
-    inherited from base classes, so operators can share rules. To remove an inherited member, set it
-    to None. Names with a leading underscore are ignored.
+    The decorator replaces the class with the operator's handle, a `CustomOp`. Members are inherited
+    from base classes, so operators can share rules. To remove an inherited member, set it to None.
+    Names with a leading underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

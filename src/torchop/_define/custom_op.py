@@ -104,13 +104,13 @@ def custom_op(
         ValueError: the name, an annotation, the schema, `mutates_args`, `effects` or `compile` is
             invalid. The operator is then not defined.
         NotImplementedError: a tensor is keyword-only.
-        RuntimeError: an operator of this name exists that was not defined by `custom_op`.
+        RuntimeError: an operator with this name exists, and `custom_op` did not define it.
 
     Warns:
         SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
             given. `torch.compile` will raise an error.
-        RedefinitionWarning: another function already defined an operator of this name. Running the
-            same definition again, in a reloaded module or a notebook cell, does not warn.
+        RedefinitionWarning: another function already defined an operator with this name. Running
+            the same definition again, in a reloaded module or a notebook cell, does not warn.
 
     Example:
         >>> import torch, torchop
@@ -216,7 +216,7 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # Before the operator is defined, because this function of PyTorch may raise.
+        # This PyTorch function may raise, so call it before the operator is defined.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

@@ -60,8 +60,8 @@ class CustomOp(Registrations, Generic[P, R]):
     `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
     `torch.library.register_*` accept handles.
 
-    The methods `register_*` work like the functions of the same name in `torch.library`. Each can
-    be used as a decorator.
+    The methods `register_*` work like the functions with the same names in `torch.library`. Each
+    can be used as a decorator.
 
     Attributes:
         overload: the `torch._ops.OpOverload` of the operator.
@@ -174,8 +174,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Not cached, because Dynamo would guard on the cache, and recompile after the first call
-        # fills it. torch.ops caches the overload anyway.
+        # This is not cached, because Dynamo would guard on the cache, and recompile after the first
+        # call fills it. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)

@@ -292,7 +292,7 @@ def checked_kernel(
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # Looked up by each call, because the operator may be defined or redefined after its kernel.
+        # Look up the operator on each call: it may be defined or redefined after its kernel.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check

@@ -88,7 +88,7 @@ def _form(method: str, what: str) -> Member:
     return Member(derive, takes, lambda value: isinstance(value, (bool, str)))
 
 
-# In registration order.
+# The order is the order of registration.
 MEMBERS: Mapping[str, Member] = {
     "forward": Member(),
     "signature": Member(),
@@ -159,7 +159,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a `torchop.Rule` of this name would shadow a member or a method of handles."""
+    """Return whether a `torchop.Rule` with this name would clash with a member or handle method."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

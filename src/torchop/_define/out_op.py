@@ -231,7 +231,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Let Inductor replace the functional operator by a form that writes into a planned buffer."""
-    # Weak references, because Inductor's table would keep the forms alive.
+    # Use weak references, because Inductor's table would otherwise keep the forms alive.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -344,7 +344,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # Not `| None`, because type checkers would then demand a check even with inplace=True.
+        # The type is not `| None`, because type checkers would demand a check even with
+        # inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

@@ -21,7 +21,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SameAs(Generic[Function]):
-    """Decorator that replaces a stub method by a function, if `CustomOpDef` has the method too.
+    """Decorator that replaces a stub method with a function if `CustomOpDef` has the method too.
 
     Workaround for Pyright: it ignores the types of a plain assignment if the base class declares
     the attribute, and loses type variables if the decorator is a function.

@@ -163,7 +163,7 @@ class OwnCalls(NativeCalls):
                     other.follower.attach()
 
     def _bypass_kernels(self) -> None:
-        """Let the dispatcher skip Python kernels of torchop that would only redispatch."""
+        """Let the dispatcher skip torchop's Python kernels where they would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
@@ -236,7 +236,7 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Return `function`, followed by the dispatcher's conversion of results."""
+    """Return a function that calls `function` and converts the result like the dispatcher."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 

@@ -112,7 +112,7 @@ class _FirstUse:
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # `handle(...)` would recurse if other code has replaced `__call__` by a function that
+            # `handle(...)` would recurse if other code has replaced `__call__` with a function that
             # calls this one.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)

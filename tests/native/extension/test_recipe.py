@@ -199,7 +199,7 @@ def test_cxx_comes_first_and_may_have_several_words(
 def test_cxx_that_is_not_there_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(path, "c++")
     monkeypatch.setenv("CXX", "icpx")
-    with pytest.raises(NativeUnavailableError, match="'icpx', which the environment variable CXX"):
+    with pytest.raises(NativeUnavailableError, match="'icpx' in the environment variable CXX"):
         find_compiler()
 
 
@@ -216,7 +216,7 @@ def test_working_directory_is_not_searched(
     with pytest.raises(NativeUnavailableError, match="there is no C"):
         find_compiler()
     monkeypatch.setenv("CXX", "icpx")
-    with pytest.raises(NativeUnavailableError, match="'icpx', which the environment variable CXX"):
+    with pytest.raises(NativeUnavailableError, match="'icpx' in the environment variable CXX"):
         find_compiler()
     monkeypatch.setenv("CXX", "./icpx")  # which says where it is
     assert find_compiler() == [str(tmp_path / "icpx")]

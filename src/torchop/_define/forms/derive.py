@@ -124,9 +124,9 @@ def define_member(
         devices: the device types of the kernel.
         tags: tags in addition to the tag of the form.
     """
-    # Without `torch.Tag.out`, because Inductor replaces the functional operator by the overload
-    # with this tag, and passes wrong arguments for most signatures. `_compat.planned_outputs`
-    # registers a correct replacement.
+    # The out= form does not get `torch.Tag.out`. Inductor would replace the functional operator
+    # with the tagged overload, and pass wrong arguments for most signatures.
+    # `_compat.planned_outputs` registers a correct replacement.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(

@@ -74,7 +74,7 @@ void append_settings(Bytes& to, const Accelerators& accelerators) {
   to.resize(to.size() + size - 1);
 }
 
-// Without `const_data_ptr<uint8_t>`, because GCC and Clang mangle that exported name differently.
+// Does not call `const_data_ptr<uint8_t>`, because GCC and Clang mangle that name differently.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }

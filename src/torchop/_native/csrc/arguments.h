@@ -316,7 +316,7 @@ class Values {
     return true;
   }
 
-  // Returns the index of a parameter, or the number of parameters if there is none of this name.
+  // Returns the index of a parameter, or the number of parameters if none has this name.
   size_t find(PyObject* name, size_t first) const {
     const size_t size = parameters_.size();
     for (size_t index = first; index < size; ++index) {

@@ -97,7 +97,7 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // Like PyTorch, which treats mark_dirty as a write that invalidates saved tensors.
+    // PyTorch also treats mark_dirty as a write, which invalidates saved tensors.
     impl_of(item)->bump_version();
   }
   return tensors;
@@ -354,7 +354,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     fields.is_variable_input = std::move(inputs.are_tensors);
     fields.input_info = std::move(inputs.infos);
     variables = std::move(inputs.variables);
-    // Set before the kernel runs, because setup_context may read it.
+    // This must be set before setup_context runs, which may read it.
     Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
       throw_python_error();

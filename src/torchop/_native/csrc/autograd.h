@@ -23,13 +23,13 @@ struct Gradient {
   // nullptr for formulas that do not need it.
   PyObject* before_kernel = nullptr;
   PyObject* recording = nullptr; // `Residuals::recording`; `before_kernel` may modify it
-  // True for formulas of torch.library. The inputs of the node are then the arguments that the
+  // True for torch.library's formulas. The inputs of the node are then the arguments that the
   // dispatcher passes (without trailing defaults), and one more object, as in
   // torch._library.autograd.
   bool as_dispatched = false;
   // True if the result may be one of the arguments. If false, `is_valid_result` rejects that.
   bool may_return_inputs = false;
-  // For formulas of torch.library with tensor lists: inputs(args) returns the flat list of inputs,
+  // For torch.library's formulas with tensor lists: inputs(args) returns the flat list of inputs,
   // and a function metadata(result) that computes `ctx._pt_metadata`. Otherwise nullptr.
   PyObject* inputs = nullptr;
 };

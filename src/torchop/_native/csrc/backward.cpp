@@ -20,8 +20,8 @@ namespace {
 // A cache of saved tensors while the formula of a node runs in this thread. With selective
 // checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
 //
-// Not on the C stack, because a greenlet switch inside a formula replaces the stack. The formulas
-// of several greenlets may return in any order.
+// It is not on the C stack, because a greenlet switch inside a formula replaces the stack. The
+// formulas of several greenlets may return in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;

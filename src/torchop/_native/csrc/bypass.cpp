@@ -1,10 +1,10 @@
 // bypass.cpp: skip Python kernels at Autograd and ADInplaceOrView in calls through the dispatcher.
 //
-// Calls go through the dispatcher under profilers and modes, and for tensor subclasses. The Python
-// kernels of torchop at these keys mostly have nothing to do but bump versions and redispatch, and
-// for this, all arguments are converted to Python and back. The C++ kernels in this file do the
-// same without Python, and call the Python kernels in all other cases. Under a profiler, this
-// halves the time of a call. This code runs without the GIL.
+// Calls go through the dispatcher under profilers and modes, and for tensor subclasses. torchop's
+// Python kernels at these keys usually just bump versions and redispatch, but the dispatcher must
+// convert all arguments to Python and back for them. The C++ kernels in this file do the same work
+// without Python, and call the Python kernels in all other cases. Under a profiler, this halves the
+// time of a call. This code runs without the GIL.
 #include "bypass.h"
 
 #include <memory>

@@ -1,4 +1,4 @@
-// bypass.h: skip Python kernels of torchop in calls through the dispatcher.
+// bypass.h: skip torchop's Python kernels in calls through the dispatcher.
 #pragma once
 
 #include <Python.h>

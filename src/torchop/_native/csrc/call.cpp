@@ -169,7 +169,7 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
-  // Like the dispatcher (DispatchKeyExtractor).
+  // The dispatcher computes the same key set (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED

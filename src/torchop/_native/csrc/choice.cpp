@@ -206,8 +206,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // Not a THPObjectPtr: if the thread is terminated during finalization, unwinding must not touch
-  // Python objects.
+  // `function` is not a THPObjectPtr, because if the thread is terminated during finalization,
+  // unwinding must not touch Python objects.
   Py_DECREF(function);
   return result;
 }

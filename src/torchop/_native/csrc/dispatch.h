@@ -147,7 +147,7 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
-  // keys. The Python kernels of torchop restore these keys, which native calls do not.
+  // keys. torchop's Python kernels restore these keys, but native calls do not.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
   // The same check as in the dispatcher. at::hasCallbacks() acquires a lock, which takes 40 ns.

@@ -142,7 +142,7 @@ __attribute__((noinline)) PyObject* dispatch_call(
   THPObjectPtr callee;
   if (dispatch == nullptr) {
     Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
-    // Owned, because another thread may replace `entry.dispatch` during the call.
+    // Take a reference, because another thread may replace `entry.dispatch` during the call.
     callee = THPObjectPtr(Py_NewRef(entry.dispatch));
     Py_END_CRITICAL_SECTION();
     dispatch = callee.get();

@@ -54,7 +54,7 @@ inline bool is_deregistered(const Entry& entry) {
 // Raises OperatorGoneError, with the reason if torchop deregistered the operator.
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
-// If the current exception is a RuntimeError, replaces it by `callee._explain_refusal(error)`,
+// If the current exception is a RuntimeError, replaces it with `callee._explain_refusal(error)`,
 // unless that returns None. The method of a handle returns an ArgumentError for a wrong argument.
 // The method of a packet returns an OperatorGoneError if an overload was deregistered during the
 // call.

@@ -41,9 +41,9 @@ struct Inputs {
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // read by compiled autograd
   torch::autograd::variable_list variables;         // empty if a kernel cannot return an input
-  // The structure of list arguments, nullptr without lists. For formulas of torchop, `layout` has
-  // the length of each list. For formulas of torch.library, `metadata` is a function from the
-  // result to `ctx._pt_metadata`.
+  // The structure of list arguments, nullptr without lists. For torchop's formulas, `layout` has
+  // the length of each list. For torch.library's formulas, `metadata` is a function from the result
+  // to `ctx._pt_metadata`.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
@@ -64,7 +64,7 @@ struct Inputs {
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
 
-  // For formulas of torchop: all positional arguments.
+  // Adds all positional arguments, for torchop's formulas.
   void add_all(const Values& values) {
     const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
@@ -82,8 +82,8 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // For formulas of torch.library: the arguments that the dispatcher passes, and one more object,
-  // for which the backward returns None.
+  // Adds the arguments that the dispatcher passes, for torch.library's formulas. These have one
+  // more input, for which the backward returns None.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -92,7 +92,7 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // For formulas of torch.library with lists: the inputs that `Gradient::inputs` returns.
+  // Adds the inputs that `Gradient::inputs` returns, for torch.library's formulas with lists.
   __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));

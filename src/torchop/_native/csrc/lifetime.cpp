@@ -101,7 +101,7 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Registered when the extension is loaded, before the first call is counted.
+// The listener is registered when the extension is loaded, before any call is counted.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
@@ -235,7 +235,7 @@ DispatcherCall::DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes)
 
 DispatcherCall::~DispatcherCall() {
   for (const LifetimePointer& lifetime : lifetimes_) {
-    // Not always the last call, because calls on several greenlets may end in any order.
+    // This may not be the last call, because calls on several greenlets may end in any order.
     const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
       return call.lifetime == lifetime.get();
     });

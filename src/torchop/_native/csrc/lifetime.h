@@ -27,8 +27,8 @@ struct Lifetime {
   std::atomic<size_t> inside = 0;  // number of calls in the dispatcher
   std::atomic<size_t> changes = 0; // number of changes, including changes that wait for calls
   // `awaited` counts the calls for which a change must wait: the calls inside, except calls that
-  // wait for a lock. After a timeout, it is replaced by a new counter, so later changes do not wait
-  // for the same calls again. `numbers` owns all counters.
+  // wait for a lock. After a timeout, it is replaced with a new counter, so later changes do not
+  // wait for the same calls again. `numbers` owns all counters.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
   // Keeps the memory of the operator alive if it was deregistered while a call was inside.

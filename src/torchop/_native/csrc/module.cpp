@@ -41,7 +41,7 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Like c10::parseDispatchKey, which does not support all backend keys, for example AutogradMTIA.
+// Parses a dispatch key. c10::parseDispatchKey does not support all keys, such as AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {

@@ -50,7 +50,7 @@ thread_local PreparedObjects prepared; // needs no lock
 auto& prepared = *new PreparedObjects();
 #endif
 
-// Runs `before_first_call` if it has not run for this object. It may replace `_op` by an Operator
+// Runs `before_first_call` if it has not run for this object. It may replace `_op` with an Operator
 // that counts calls. Returns 1 if it ran, 0 if not, and -1 with an exception set if it failed.
 int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();

@@ -267,7 +267,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // Owned separately, because `all_recordings` may be used after the plan was freed.
+    // `all_recordings` gets its own reference, because it may be used after the plan was freed.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};

@@ -109,8 +109,8 @@ inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// If `made` is an object of type `Residuals::type`, replaces it by the result and returns the tuple
-// of residuals. Otherwise returns nullptr. `made` is an owned reference before and after.
+// If `made` is an object of type `Residuals::type`, replaces it with the result and returns the
+// tuple of residuals. Otherwise returns nullptr. `made` is an owned reference before and after.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};

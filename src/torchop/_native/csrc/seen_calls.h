@@ -98,7 +98,7 @@ class CallKey {
 
   bool add_number(Tag tag, double number) {
     add_tag(tag);
-    // Bitwise, because 0.0 equals -0.0, and nan does not equal itself.
+    // Keys compare bitwise, because 0.0 equals -0.0, and nan does not equal itself.
     add_bytes(&number, sizeof(number));
     return true;
   }
@@ -182,7 +182,7 @@ class CallKey {
 };
 
 // A hash table with open addressing, which owns references to the functions. All keys are in one
-// array. The caller must replace a full table (see `has_capacity`) by an empty one, because some
+// array. The caller must replace a full table (see `has_capacity`) with an empty one, because some
 // programs never stop calling with new shapes. Not thread-safe.
 class SeenCalls {
  public:

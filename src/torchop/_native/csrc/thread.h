@@ -167,7 +167,7 @@ inline void measure_stack(Thread& here) {
 // frames, so a program that raises the recursion limit would crash.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // Unsigned, so the stack of a greenlet, at another address, compares as large enough.
+  // The difference is unsigned, so it is large for a greenlet, which has its stack elsewhere.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)

@@ -168,7 +168,7 @@ class Build:
         """Hold the file lock of the target, or yield False if the file system has no locks.
 
         The operating system releases the lock if the process dies. The lock file is never removed:
-        otherwise two processes could lock two different files of the same name.
+        otherwise two processes could lock two different files with the same name.
         """
         try:
             opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below

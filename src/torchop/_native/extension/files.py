@@ -97,8 +97,8 @@ def make_cache_folder() -> Path:
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # With an explicit mode, because folders above the cache must be private too, and the
-            # umask may allow more.
+            # `parents=True` would ignore the mode for folders above the cache, which must be
+            # private too.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:

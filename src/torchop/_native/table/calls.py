@@ -103,8 +103,8 @@ class TableCalls(NativeCalls):
         if accelerated.get(name) is self and not has_own_kernels(native, name):
             kernels, self.problem = others.find_kernels(native, name, overload, schema)
         else:
-            # Only kernels of torchop: they need another check of results than kernels of other
-            # packages, and a plan has only one.
+            # The plan has only torchop's kernels. Other packages' kernels need a different check of
+            # results, and a plan has only one.
             kernels, self.problem = ours.find_kernels(native, name, schema), None
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
@@ -244,7 +244,7 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # Excludes operators of PyTorch for which a kernel was overridden.
+    # This excludes PyTorch's own operators, for which a kernel may have been overridden.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 

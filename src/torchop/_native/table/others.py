@@ -102,8 +102,8 @@ def _finish(
         return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
     if stock is None:
         return lambda args, kwargs, result: convert(result), None
-    # Converted twice, because the result passes through two kernels, at Autograd and below it. The
-    # first conversion may return a value that the second one rejects.
+    # The dispatcher converts the result twice, because it passes through two kernels: at Autograd
+    # and below it. The second conversion may reject what the first one returns.
     return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 
