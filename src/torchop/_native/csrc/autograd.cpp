@@ -33,8 +33,8 @@ __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
     throw_python_error();
 }
 
-// Disables grad mode and forward grad mode, like autograd.Function does for `forward`. AutoGradMode
-// and AutoFwGradMode would read the thread-local state six times.
+// RAII guard that disables grad mode and forward grad mode, as autograd.Function does for
+// `forward`. AutoGradMode and AutoFwGradMode would read the thread-local state six times.
 class WithoutGrad {
  public:
   WithoutGrad() {

@@ -1,4 +1,4 @@
-// autograd_fallback.cpp: call PyTorch's autograd fallback around a native call.
+// autograd_fallback.cpp: run native calls inside PyTorch's autograd fallback.
 #include "autograd_fallback.h"
 
 #include <ATen/core/List.h>

@@ -34,7 +34,7 @@ auto find_unpacked(PyObject* ctx) {
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// Marks the formula of a node as running for the lifetime of the object.
+// RAII guard that marks the formula of a node as running.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {

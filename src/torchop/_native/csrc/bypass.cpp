@@ -128,8 +128,8 @@ class Bypass final : public c10::OperatorKernel {
   DispatchKey key_;
 };
 
-// Suppresses PyTorch's warning about overriding a kernel. PyTorch issues it once per process, and
-// `set_warnAlways` keeps this call from using it up.
+// RAII guard that suppresses PyTorch's warning about overriding a kernel. PyTorch issues it once
+// per process, so `set_warnAlways` ensures that a user's own override still warns.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {

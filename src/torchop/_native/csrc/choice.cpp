@@ -83,7 +83,7 @@ size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic)
   return no_index;
 }
 
-// Makes a selection in Python, caches it and returns the index. May clear the cache before.
+// Makes a selection in Python and caches it, after clearing a full cache. Returns the index.
 size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));

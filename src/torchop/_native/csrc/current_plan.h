@@ -13,9 +13,9 @@ inline bool is_usable(PyObject* plan) {
 
 #ifdef Py_GIL_DISABLED
 
-// Publishes the plan of a call in `thread.plans`, which keeps it alive, and marks the operator as
-// running. Compiles a plan if necessary. Converts to false, with an exception set, if the operator
-// was deregistered or compiling failed.
+// RAII guard that publishes the plan of a call in `thread.plans`, which keeps it alive, and marks
+// the operator as running. Compiles a plan if necessary. Converts to false, with an exception set,
+// if the operator was deregistered or compiling failed.
 class CurrentPlan {
  public:
   CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {

@@ -21,8 +21,8 @@ inline bool is_disabled() {
 
 // Opens this many blocks, or closes blocks if the number is negative.
 inline void change_blocks(int by) {
-  // When a thread ends, PyTorch acquires the GIL to free this object, which aborts during
-  // finalization of the interpreter. So 0 is a shared object that is never freed.
+  // PyTorch acquires the GIL to free this object when a thread ends, and that would abort the
+  // process during finalization of the interpreter. So 0 is a shared object that is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

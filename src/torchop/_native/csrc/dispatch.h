@@ -91,8 +91,8 @@ const c10::KernelFunction& autograd_fallback_kernel();
 
 // Finds the memory layout of PyTorch's class PythonKernelHolder, which no header declares. `plain`
 // and `with_keys` are operators with `function` as their only kernel, at CPU, registered without
-// and with `with_keyset=True`. Returns false for an unknown layout. Native calls are then
-// impossible.
+// and with `with_keyset=True`. Returns false if the layout is unknown. Native calls must then stay
+// off.
 bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 

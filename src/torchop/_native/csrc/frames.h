@@ -15,8 +15,8 @@ inline PyObject* set_eval_frame = nullptr;
 // The main interpreter. PyTorch does not support subinterpreters.
 inline PyInterpreterState* interpreter = nullptr;
 
-// Suspends Dynamo's callback in this thread for the lifetime of the object. If Dynamo was never
-// used, this is one comparison.
+// RAII guard that suspends Dynamo's callback in this thread. If Dynamo was never used, it costs one
+// comparison.
 class WithoutDynamo {
  public:
   WithoutDynamo() {

@@ -44,8 +44,8 @@ inline std::atomic<size_t> plans_to_free = 0;
 // Frees replaced plans that no call uses any more. May run Python code.
 void free_plans();
 
-// Marks this thread as reading a dispatch table for the lifetime of the object, which must be
-// short, because `wait_for_table_reads` spins.
+// RAII guard that marks this thread as reading a dispatch table. Its scope must be short, because
+// `wait_for_table_reads` spins.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -62,7 +62,7 @@ class TableRead {
 };
 
 // Waits until no thread reads a table that was marked as changing (`Lifetime::exists` or
-// `Lifetime::changes`). A thread that starts to read later notices that itself.
+// `Lifetime::changes`). Threads that start reading later check these members themselves.
 void wait_for_table_reads();
 
 // Makes an object immortal if other threads call it. Its references are then no longer counted.

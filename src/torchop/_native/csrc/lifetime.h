@@ -47,9 +47,8 @@ LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 // skipped, unless `all` is true: then their lifetimes are created.
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
 
-// Counts a call as inside the dispatcher for the lifetime of the object. The call may read the
-// tables of all these operators. The constructor waits for changes of the tables, with the GIL
-// released.
+// RAII guard that counts a call as inside the dispatcher, for all operators whose tables it may
+// read. The constructor waits for changes of these tables, with the GIL released.
 class DispatcherCall {
  public:
   explicit DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes);
@@ -61,9 +60,9 @@ class DispatcherCall {
   c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
-// Keeps calls on other threads out of the dispatcher while the tables of operators change. The
-// constructor waits for calls inside, with the GIL released. It has a timeout, because a call
-// inside may be waiting for this thread.
+// RAII guard that keeps calls on other threads out of the dispatcher while the tables of operators
+// change. The constructor waits for calls inside, with the GIL released. It has a timeout, because
+// a call inside may be waiting for this thread.
 class Change {
  public:
   explicit Change(std::vector<LifetimePointer> lifetimes);

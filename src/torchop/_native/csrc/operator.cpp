@@ -32,11 +32,11 @@ struct Operator {
   PyObject* owner;    // the OpOverload or OpOverloadPacket; only its address is used; not owned
   PyObject* entry;    // nullptr if this object only counts calls; owned
   PyObject* dispatch; // the replaced C++ function; owned
-  // With `entry`: the Operator of the next overload of a packet, or nullptr. Without `entry`: the
+  // If `entry` is set, the Operator of the packet's next overload, or nullptr. Otherwise, the
   // function to call if one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // Without `entry`: all overloads that PyTorch's function may try. Each is counted as inside the
-  // dispatcher during the call. Owned; nullptr with `entry`.
+  // If `entry` is nullptr, all overloads that PyTorch's function may try. The call is counted as
+  // inside the dispatcher for each of them. Owned; nullptr if `entry` is set.
   std::vector<LifetimePointer>* overloads;
 };
 

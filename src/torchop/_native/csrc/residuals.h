@@ -58,7 +58,7 @@ inline bool thread_records(PyObject* recording) {
 // operator with residuals. Also used by calls to operators without residuals.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// Saves the recording state of this thread and restores it on destruction. Requires the GIL.
+// RAII guard that saves and restores the recording state of this thread. Requires the GIL.
 class Recording {
  public:
   // Does nothing if `recording` is nullptr.

@@ -15,7 +15,7 @@
 
 namespace torchop {
 
-// The state of a thread, which only that thread writes. Without the GIL, other threads read `plans`
+// Per-thread state. Only the owning thread writes it. Without the GIL, other threads read `plans`
 // and `reads_table`.
 struct Thread {
   // The entries (borrowed) of the native calls that are running, innermost last. Not on the C
@@ -104,9 +104,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// Marks an operator as running on this thread for the lifetime of the object. An operator must not
-// be deregistered by its own kernel, and native calls have no Python frame by which to detect that.
-// Requires count < capacity.
+// RAII guard that marks an operator as running on this thread. A kernel must not deregister its own
+// operator, and native calls leave no Python frame from which to detect that. Requires count <
+// capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
