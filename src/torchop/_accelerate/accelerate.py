@@ -146,8 +146,8 @@ class Acceleration:
 def accelerate(*patterns: str) -> Acceleration:
     """Make calls to operators of other packages native.
 
-    Applies to operators with Python kernels that were registered by `torch.library.custom_op`, or
-    by `define` and `impl` of a `torch.library.Library`. A call through a handle, through
+    Applies to operators with Python kernels that were registered with `torch.library.custom_op`, or
+    with `define` and `impl` of a `torch.library.Library`. A call through a handle, through
     `torch.ops` or from a compiled graph becomes native if the dispatcher would only run the kernel
     and the wrappers of `custom_op`. All other calls fall back to the dispatcher.
 

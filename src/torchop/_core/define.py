@@ -76,7 +76,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
     Holds the registration lock, so no other thread can register anything in the meantime.
 
     Args:
-        what: describes the definitions in error messages, such as by a name.
+        what: a description of the definitions for error messages, such as a name.
         build: a function without arguments that defines operators and registers rules.
 
     Returns:

@@ -67,7 +67,7 @@ def record_place(library: torch.library.Library, name: OpName) -> None:
 
 
 def process_place(name: OpName) -> Place | None:
-    """Return the source line that defined an operator by `torchop.define` without `lib=`."""
+    """Return the source line that defined an operator with `torchop.define` and without `lib=`."""
     library = _process_libraries.get(name.namespace)
     places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
     return places.get(str(name))

@@ -192,7 +192,7 @@ def registration_site(name: OpName) -> str:
 
 
 def defining_module(name: OpName) -> str | None:
-    """Return the module that defined an operator by `torchop.define`, or None if unknown."""
+    """Return the module that defined an operator with `torchop.define`, or None."""
     place = process_place(name)
     return None if place is None else place.module
 

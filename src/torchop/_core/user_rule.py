@@ -53,8 +53,8 @@ class Rule(Generic[Value]):
     """A new kind of registration for operators, such as a cost formula.
 
     Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users
-    register values by `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` of the
-    class form, and read them by `cost.lookup(op)`. Deregistering the operator, or closing the
+    register values with `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` of
+    the class form, and read them with `cost.lookup(op)`. Deregistering the operator, or closing the
     library that was passed to the registration, removes the value.
 
     By default, a value is a function that takes the operator's arguments. Override `validate` to

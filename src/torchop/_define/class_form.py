@@ -1,6 +1,6 @@
-"""operator: define an operator and its rules by a class.
+"""operator: define an operator and its rules with a class.
 
-`read_class` collects and checks the members. Then the operator is defined like by `custom_op`, and
+`read_class` collects and checks the members. The operator is then defined as with `custom_op`, and
 the rules are registered through the handle.
 """
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Define an operator by a class with kernels and rules as members.
+    """Define an operator with a class that has kernels and rules as members.
 
     The decorator replaces the class with the operator's handle, a `CustomOp`. Members are inherited
     from base classes, so operators can share rules. To remove an inherited member, set it to None.

@@ -67,7 +67,7 @@ def custom_op(
     residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Turn a function into an operator, as a decorator or by a direct call.
+    """Turn a function into an operator, as a decorator or with a direct call.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name

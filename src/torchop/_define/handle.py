@@ -54,7 +54,7 @@ def _of_rule(kind: type[CompiledRule[Any]], read: Callable[[Any], Any]) -> prope
 
 
 class CustomOp(Registrations, Generic[P, R]):
-    """The handle of an operator: call it like the function, and register rules by its methods.
+    """The handle of an operator: call it like the function, and register rules with its methods.
 
     `torchop.custom_op` and the other definition functions return handles. `CustomOp` subclasses
     `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and

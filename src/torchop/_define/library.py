@@ -112,7 +112,7 @@ class Library(OwnLibrary):
     def define(
         self, schema: str, alias_analysis: str = "", *, tags: Tag | Iterable[Tag] = ()
     ) -> str:
-        """Define an operator by schema.
+        """Define an operator from a schema.
 
         Args:
             schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may

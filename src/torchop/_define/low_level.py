@@ -1,4 +1,4 @@
-"""define and impl: define operators by schema, and register kernels for any operator."""
+"""define and impl: define operators from schemas, and register kernels for any operator."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def define(
     lib: torch.library.Library | None = None,
     tags: Tag | Iterable[Tag] = (),
 ) -> Decorator | None:
-    """Define an operator by schema, without a kernel.
+    """Define an operator from a schema, without a kernel.
 
     The older form, `define(library, "name(Tensor x) -> Tensor", alias_analysis="")`, is a decorator
     that also registers the function as the kernel for all devices and for autograd.

@@ -230,7 +230,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator by a form that writes into a planned buffer."""
+    """Let Inductor replace the functional operator with a form that writes into its own buffer."""
     # Use weak references, because Inductor's table would otherwise keep the forms alive.
     members = weakref.ref(functional), weakref.ref(form)
 

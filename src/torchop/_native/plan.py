@@ -167,7 +167,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
-            return  # these kernels replace a device name by a torch.device before modes see it
+            return  # these kernels replace a device name with a torch.device before modes see it
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)

@@ -129,7 +129,7 @@ def _as_filled(
 def _has_simple_defaults(schema: Schema) -> bool:
     """Return whether the schema stores all defaults unchanged, as simple values.
 
-    Replacing an equal argument by the default then makes no difference.
+    Replacing an equal argument with the default then makes no difference.
     """
     return all(
         type(stored) in _SIMPLE and stored == argument.default
