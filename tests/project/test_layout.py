@@ -50,8 +50,8 @@ MOST_ENTRIES, MOST_LINES = 20, 455
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
 MOST_PYTHON_LINES = 29_800  # of the whole package
-MOST_CORE_LINES = 15_890  # of Python, in all packages that are not in the ring
-MOST_CPP_LINES = 5_850
+MOST_CORE_LINES = 15_550  # of Python, in all packages that are not in the ring
+MOST_CPP_LINES = 5_825
 # What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
 # from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
 # only they use belong to them.
