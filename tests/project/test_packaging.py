@@ -172,7 +172,7 @@ def places(pattern: re.Pattern[str], on_index: bool) -> set[str]:
 
 
 def test_pages_say_what_works_today() -> None:
-    assert len(places(FROM_CHECKOUT, on_index=False)) >= 9
+    assert len(places(FROM_CHECKOUT, on_index=False)) >= 8
     if not _extras.ON_INDEX:
         assert places(FROM_INDEX, on_index=False) == set()
 
