@@ -273,3 +273,14 @@ def test_a_form_that_is_derived_checks_its_library(namespace: str, method: str) 
 def test_a_user_rule_checks_its_library(namespace: str) -> None:
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         torchop.get_rule("inverse").register(define(namespace), torch.clone, lib="x")
+
+
+def test_a_repr_that_raises_is_replaced() -> None:
+    class Broken:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError
+
+    with pytest.raises(
+        torchop.RuleSignatureError, match=r"<Broken, whose repr\(\) raised ZeroDivisionError>"
+    ):
+        torchop.custom_op("messages::f", Broken(), mutates_args=())  # type: ignore[arg-type]

@@ -166,6 +166,19 @@ def test_a_later_kernel_of_torchops_takes_the_operator_over(namespace, accelerat
     assert torch.equal(op(T), T + 2)
 
 
+def test_a_destroyed_operator_is_no_longer_accelerated(namespace, accelerated):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x + 1, BACKEND)
+    overload = getattr(torch.ops, namespace).op.default
+    acceleration = accelerated()
+    overload(T)
+    assert [row.accelerated for row in acceleration.operators] == [True]
+    library._destroy()
+    assert type(overload._op).__name__ == "builtin_function_or_method"
+    assert acceleration.operators == ()
+
+
 def test_a_redefinition_is_accelerated_too(namespace, accelerated):
     def op(x: Tensor) -> Tensor:
         return x + 1

@@ -196,6 +196,19 @@ def test_what_native_calls_save_is_added_up(lines):
     assert saved == "In the recorded calls, this saves 12.00 us."
 
 
+def test_a_difference_within_the_noise_is_marked_and_saves_nothing(lines):
+    _, row, _, saved = lines(Measurement(1.0, Cost(3.0, 2.5, 0.5)))
+    assert row.split()[2:6] == ["8", "8", "3.00", "2.50"]
+    assert row.endswith("before and after differ by no more than the noise")
+    assert saved == "In the recorded calls, this saves 0.00 us."
+
+
+def test_the_table_says_why_calls_are_not_measured(lines):
+    _, row = lines(Measurement(0.5, None, "it is too large"))
+    assert row.split()[:4] == ["a::b", "yes", "8", "4"]
+    assert row.endswith("  not measured: it is too large")
+
+
 def test_calls_that_must_not_be_made_again_are_only_counted(monkeypatch):
     monkeypatch.setattr(report, "measure", lambda ops: {} if not ops else 1 / 0)
     recorded = torchop.record("*")

@@ -59,6 +59,15 @@ def test_a_module_that_crashes_when_it_is_imported_is_shown(
     assert f'File "{tmp_path}/crashes.py", line 2 in <module>\n' in done.stderr
 
 
+def test_a_module_that_ends_the_process_when_it_is_imported_is_named(tmp_path: Path) -> None:
+    forks = "import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()\n"
+    (tmp_path / "ends.py").write_text(f"{forks}from os import _exit\n_exit(0)\n")
+    done = run_module("torchop", "list", "ends", folder=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    place = f"{tmp_path}/ends.py:6"
+    assert done.stderr == f"Error: ends cannot be imported: it calls os._exit(0) ({place})\n"
+
+
 @pytest.mark.parametrize(
     ("program", "name"), [(["-m", "torchop"], "python -m torchop"), (["-c", COMMAND], "torchop")]
 )

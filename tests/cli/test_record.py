@@ -155,6 +155,30 @@ def test_an_exception_of_the_program_ends_it_as_python_does(
     assert lines[-1] == last
 
 
+def test_a_recording_that_cannot_be_written_is_reported(run, program, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ending = f"import os; os.rmdir({str(folder)!r})"
+    outcome = run("record", "-o", str(folder / "calls.json"), program(ending))
+    assert outcome.code == 1
+    assert "Error: the recording cannot be written: " in outcome.err
+    folder.mkdir()
+    failing = program(f"{ending}; sys.exit(7)")
+    assert run("record", "-o", str(folder / "calls.json"), failing).code == 7
+
+
+def test_a_program_that_cannot_start_is_reported(run, write, tmp_path):
+    out = str(tmp_path / "calls.json")
+    script = str(tmp_path / f"{write('program', '1 +')}.py")
+    for program, message in (
+        ([script], "SyntaxError: invalid syntax\n"),
+        (["-m", "no_such_module_at_all"], "ImportError: No module named no_such_module_at_all\n"),
+    ):
+        outcome = run("record", "-o", out, *program)
+        assert outcome.code == 1
+        assert outcome.err.endswith(message)
+
+
 def test_a_module_is_run(run, program, namespace, tmp_path):
     name = os.path.basename(program("print('file', sys.argv[0])")).removesuffix(".py")
     out = tmp_path / "calls.json"

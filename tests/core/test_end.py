@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.operator_schemas import normalize_function
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import torchop
 from tests._support.common import on_both
@@ -380,6 +380,25 @@ def test_declared_effect_ends_with_the_operator(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"op{SCHEMA}")
         assert effect(namespace) is None
+
+
+def test_flop_formula_ends_with_the_operator(namespace):
+    def count() -> int:
+        with FlopCounterMode(display=False) as mode:
+            packet(namespace)(T)
+        return mode.get_total_flops()
+
+    def make() -> Any:
+        return torchop.custom_op(
+            f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
+        )
+
+    op = make()
+    register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
+    assert count() == 7
+    op = quietly(make)
+    assert count() == 0
+    assert op(T).tolist() == [2, 2]
 
 
 def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(namespace):

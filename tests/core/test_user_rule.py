@@ -223,6 +223,18 @@ def test_the_name_of_a_rule_is_an_identifier(name: Any) -> None:
         torchop.Rule(name)
 
 
+def test_the_name_of_a_rule_is_not_private() -> None:
+    with pytest.raises(ValueError, match="must not start with an underscore"):
+        torchop.Rule("_cost")
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"no rule 'zzz'\. The rules are .*inverse.*torchop.Rule first"
+    ):
+        torchop.get_rule("zzz")
+
+
 @pytest.mark.parametrize("name", ["fake", "cuda", "schema", "inverse", "kernel"])
 def test_the_name_of_a_rule_means_nothing_else(name: str) -> None:
     with pytest.raises(ValueError, match=f"'{name}' already has a meaning"):

@@ -59,6 +59,15 @@ def test_handle_looks_like_its_function(namespace, attribute, expected):
     assert both.stock != expected
 
 
+def test_handle_has_the_signature_of_its_function(namespace):
+    def scenario(library, namespace):
+        return str(inspect.signature(define(namespace, library)))
+
+    both = on_both(scenario, namespace)
+    assert both.ours == str(inspect.signature(scale))
+    assert both.stock == "(*args, **kwargs)"
+
+
 def test_handle_of_a_function_without_a_name_takes_that_of_the_operator(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
@@ -227,6 +236,13 @@ def test_wrong_arguments_are_refused_with_the_schema(namespace, args, kwargs):
     op = define(namespace)
     with pytest.raises(RuntimeError, match=f"{namespace}::op"):
         op(*args, **kwargs)
+
+
+def test_handle_in_a_class_body_is_no_method(namespace):
+    class Holder:
+        op = define(namespace)
+
+    assert Holder().op(T).tolist() == [1, 1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -105,6 +105,16 @@ def test_closed_library_says_so(namespace, use):
         use(library)
 
 
+def test_closing_twice_is_closing_once(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.close()
+    with torchop.Library(namespace, "FRAGMENT") as later:
+        later.define("op(Tensor x) -> Tensor")
+        library.close()
+        assert is_defined(namespace)
+
+
 # --------------------------------------------------------------------------------------------------
 # define
 
@@ -291,6 +301,14 @@ def test_fallback_is_for_the_global_namespace(namespace):
         pytest.raises(RuntimeError, match="global namespace"),
     ):
         library.fallback(torchop.fallthrough_kernel, "CPU")
+
+
+def test_fallback_needs_a_key_and_a_function():
+    with torchop.Library("_", "IMPL") as library:
+        with pytest.raises(ValueError, match="needs a dispatch key"):
+            library.fallback(torchop.fallthrough_kernel)
+        with pytest.raises(TypeError, match="expects a function"):
+            library.fallback(3, "HPU")
 
 
 def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(namespace):

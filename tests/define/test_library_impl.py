@@ -236,3 +236,18 @@ def test_kernel_calls_what_was_there_when_it_was_found():
         library.impl("sin", lambda x: kernel.call_boxed(KEYS, x) + 5, BACKEND)
         assert torch.sin(T).tolist() == [5, 5]
         assert kernel.op_handle is not None
+
+
+@pytest.mark.parametrize(
+    ("op", "key", "error"),
+    [
+        ("aten::absent", "CPU", RuntimeError),
+        ("aten::sin", "Toaster", ValueError),
+        ("sin", "CPU", ValueError),
+        (3, "CPU", ValueError),
+        (torch.ops.aten.add, "CPU", ValueError),
+    ],
+)
+def test_kernel_that_cannot_be_found_is_refused(op, key, error):
+    with pytest.raises(error):
+        torchop.get_kernel(op, key)

@@ -246,6 +246,26 @@ def test_the_helpers_of_every_rule_are_part_of_the_key(
     assert identities[0] == identities[2] != identities[1]
 
 
+@pytest.mark.parametrize("way", ["packet", "namespace", "name of a namespace"])
+def test_an_operator_is_found_in_variables_of_the_module(namespace: str, way: str) -> None:
+    inner = _define(f"{namespace}::inner")
+    value = {
+        "packet": lambda: getattr(torch.ops, namespace).inner,
+        "namespace": lambda: getattr(torch.ops, namespace),
+        "name of a namespace": lambda: namespace,
+    }[way]()
+    text = {
+        "packet": "lambda x: v(x)",
+        "namespace": "lambda x: v.inner(x)",
+        "name of a namespace": "lambda x: getattr(torch.ops, v).inner(x)",
+    }[way]
+    outer = _define(f"{namespace}::outer")
+    outer.register_fake(eval(text, {"v": value, "torch": torch, "__name__": __name__}))
+    before = cache_key.identify([f"{namespace}::outer"])[0]
+    inner.register_fake(lambda x: torch.empty_like(x))
+    assert cache_key.identify([f"{namespace}::outer"])[0] != before
+
+
 _PROGRAM = """
 import functools, torch, torchop
 SCALES, TABLE = {"a", "b", "c", "d"}, {str: 1, int: functools.lru_cache(lambda x: x), "e": {1.5}}

@@ -50,6 +50,12 @@ def test_a_value_comes_back(path, value):
     assert count == loaded.calls("a::b") == 3
 
 
+def test_nan_comes_back(path):
+    recording(("a::b", CallRecord((math.nan,), {}), 1)).save(path)
+    [(call, _)] = Recorded.load(path)["a::b"]
+    assert math.isnan(call.args[0])
+
+
 def test_a_recording_comes_back(path, namespace):
     op = torch.library.custom_op(
         f"{namespace}::op",
@@ -148,6 +154,17 @@ def test_what_is_no_json_is_refused(path, text, reason):
 )
 def test_a_message_holds_little_of_the_file(path, text):
     assert len(refusal(path, text)) < 400
+
+
+def test_a_file_that_is_not_there_is_an_os_error(path):
+    with pytest.raises(FileNotFoundError):
+        Recorded.load(path)
+
+
+@pytest.mark.parametrize("version", [2, "1", True])
+def test_another_version_is_refused(path, version):
+    message = refusal(path, json.dumps({"torchop recording": version, "calls": {}}))
+    assert message.startswith(f" is a recording of version {version!r}, and this torchop reads ver")
 
 
 CALL = {"count": 1, "args": [], "kwargs": {}}

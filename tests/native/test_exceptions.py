@@ -146,6 +146,7 @@ MISUSE = {
     "non-differentiable 3": lambda ctx: ctx.mark_non_differentiable(3),
     "non_differentiable list": lambda ctx: setattr(ctx, "non_differentiable", [T]),
     "dirty_tensors string": lambda ctx: setattr(ctx, "dirty_tensors", "abc"),
+    "_pt_metadata 3": lambda ctx: setattr(ctx, "_pt_metadata", 3),
     "needs_input_grad 3": lambda ctx: setattr(ctx, "needs_input_grad", 3),
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import inspect
 import sys
 import threading
 import weakref
@@ -404,3 +405,16 @@ def test_second_overload_after_the_packet_was_switched_is_found(namespace):
     assert packet(T, T).tolist() == [2, 2]
     assert packet(T).tolist() == [1, 1]
     assert packet.two(T, T).tolist() == [2, 2]
+
+
+def test_attributes_of_a_native_handle_can_be_listed(op):
+    """What a debugger does; one of the slots holds no object."""
+    op(T)
+    names = dict(inspect.getmembers(op))
+    assert names["__name__"] == op.__name__
+    assert not {"_native_call", "_native_entry"} & set(dir(op))
+    if sys.version_info >= (3, 11):
+        op.__getstate__()
+    with pytest.raises(AttributeError):
+        del op._native_entry
+    assert op(T).tolist() == op(T).tolist()

@@ -60,7 +60,6 @@ OBJECTS: dict[str, Any] = {
 
 
 @pytest.mark.pairwise
-@pytest.mark.pairwise
 @pytest.mark.parametrize("what", OBJECTS)
 @pytest.mark.parametrize("kind", [REFERENCE, CONSTANT, f"{REFERENCE}?"])
 def test_the_kernel_gets_the_very_object(make, what, kind):
@@ -112,7 +111,6 @@ LOOKED_INTO: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.pairwise
 @pytest.mark.pairwise
 @pytest.mark.parametrize("what", LOOKED_INTO)
 @pytest.mark.parametrize("in_list", [False, True])

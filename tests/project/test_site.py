@@ -1,7 +1,8 @@
-"""The built documentation: warnings, links, and its Markdown form."""
+"""The built documentation: warnings, links, structure, contrast, and its Markdown form."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup, Tag
 
 pytestmark = pytest.mark.project
 
@@ -147,6 +149,44 @@ def test_pages_load_nothing_from_elsewhere(pages: dict[str, str]) -> None:
     assert loaded.search('<script async src="https://cdn.example/x.js"></script>')
     for page, html in pages.items():
         assert not loaded.search(html), page
+
+
+def test_pages_have_the_structure_that_screen_readers_need(pages: dict[str, str]) -> None:
+    # One template makes all pages of the API.
+    api = ("reference/api/torchop.CustomOp", "reference/api/torchop.register_fake")
+    for page in (name for name in pages if "/api/" not in name or name.startswith(api)):
+        soup = BeautifulSoup(pages[page], "html.parser")
+        html = soup.find("html")
+        assert isinstance(html, Tag)
+        assert html.get("lang") == "en", page
+        assert soup.title is not None, page
+        assert soup.title.get_text().strip(), page
+        assert soup.find("meta", attrs={"name": "viewport"}), page
+        assert len(soup.select("article h1")) <= 1, page
+        levels = [int(heading.name[1]) for heading in soup.select("article h1, h2, h3, h4")]
+        for before, after in itertools.pairwise(levels):
+            assert after <= before + 1, f"{page}: a heading of level {after} after {before}"
+        for image in soup.select("article img"):
+            assert image.get("alt"), f"{page}: {image}"
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of a colour such as #1f2328, as WCAG 2 defines it."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+# The backgrounds of furo's light and dark pages.
+@pytest.mark.parametrize(("suffix", "background"), [("", "#ffffff"), ("-dark", "#131416")])
+def test_texts_of_charts_have_contrast(site: Path, suffix: str, background: str) -> None:
+    for chart in (f"calls{suffix}.svg", f"kernels{suffix}.svg"):
+        drawing = (site / "_images" / chart).read_text(encoding="utf-8")
+        colours = set(re.findall(r"fill: (#[0-9a-f]{6})", drawing)) - {"#ffffff"}
+        assert colours
+        for colour in colours:
+            dark, light = sorted((luminance(colour), luminance(background)))
+            assert (light + 0.05) / (dark + 0.05) >= 4.5, (chart, colour)
 
 
 def test_the_page_of_an_object_begins_with_what_it_is_for(pages: dict[str, str]) -> None:

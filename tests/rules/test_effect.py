@@ -110,6 +110,11 @@ def test_effect_is_declared_at_the_definition(namespace, effects):
     )
     assert has_effects(op.overload)
     assert "effect ORDERED" in repr(op)
+    none = torchop.custom_op(
+        f"{namespace}::none", torch.clone, schema=SAME, mutates_args=(), effects="none"
+    )
+    assert "no effect" in repr(none)
+    assert not has_effects(none.overload)
 
 
 SAME = "(Tensor x) -> Tensor"

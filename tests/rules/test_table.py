@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.core.test_plan import REGISTRATIONS, define
@@ -77,3 +78,28 @@ def test_what_is_registered_is_shown(namespace: str, rule: str, register: Any) -
     text = op._definition.rule(kind).repr_text()
     assert text != before
     assert text in repr(op)
+
+
+def returning(*args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("rule", "arguments"),
+    [
+        ("fake", ()),
+        ("kernel", ("cpu",)),
+        ("autograd", ()),
+        ("jvp", ()),
+        ("vmap", ()),
+        ("torch_dispatch", (TorchDispatchMode,)),
+    ],
+)
+def test_registrations_return_the_function(
+    namespace: str, rule: str, arguments: tuple[Any, ...]
+) -> None:
+    op = define(namespace)
+    method, function = (getattr(each, f"register_{rule}") for each in (op, torchop))
+    assert method(*arguments, returning) is returning
+    assert method(*arguments)(returning) is returning
+    assert function(op, *arguments, returning) is returning
+    assert function(op, *arguments)(returning) is returning

@@ -302,6 +302,19 @@ def test_a_function_whose_body_runs_later_is_refused():
             torchop.testing.checking()(function)
 
 
+def test_a_block_may_be_left_in_another_thread():
+    block = torchop.testing.checking()
+    block.__enter__()
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert len(_checking._thread.open_blocks) == 0
+    assert _checking._blocks == 0
+    with pytest.raises(RuntimeError, match="was not entered"):
+        block.__exit__(None, None, None)
+    assert _checking._blocks == 0
+
+
 @pytest.mark.filterwarnings("ignore:.*beta state")
 def test_to_read_a_compressed_tensor_is_not_to_write_it(namespace: str) -> None:
     """PyTorch counts it as three writes below autograd, in which kernels run."""

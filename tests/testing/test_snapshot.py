@@ -195,6 +195,14 @@ LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
+def test_layout_counts(write: Callable[[Tensor], Any], verb: str, words: str) -> None:
+    said = change(write, torch.zeros(2, 3))
+    assert said is not None
+    assert f"the kernel {verb} its {words.format('')}" in said
+    assert "An operator must not change its arguments in this way." in said
+
+
+@pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
 @pytest.mark.parametrize(
     ("text", "args", "place"),
     [
@@ -241,6 +249,18 @@ def test_an_operator_tagged_inplace_view_may_change_the_layout() -> None:
     torchop.opcheck("aten::t_", (torch.zeros(2, 3),), test_utils="test_schema")
     with pytest.raises(torchop.UndeclaredMutationError, match="the shape of argument 'self'"):
         snapshot.check("aten::add_.Tensor")
+
+
+def test_metadata_counts() -> None:
+    said = str(change(lambda x: x.requires_grad_(), torch.zeros(2, 3)))
+    assert "the kernel changed its requires_grad, from False to True" in said
+
+
+def test_sparse_metadata_counts() -> None:
+    x = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,))
+    assert "coalesced flag" in str(change(lambda x: x._coalesced_(True), x))
+    x = torch.eye(2).to_sparse()._coalesced_(False)
+    assert "strides" in str(change(lambda x: x.add_(x), x))
 
 
 # --------------------------------------------------------------------------------------------------

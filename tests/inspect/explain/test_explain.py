@@ -106,6 +106,16 @@ def test_operator_of_a_closed_library(namespace):
         torchop.explain(op, T)
 
 
+def test_notebooks_show_a_list(namespace):
+    op = adding(namespace)
+    op(T)
+    shown = torchop.explain(op, T)._repr_html_()
+    assert shown.startswith(f"<p><b>{namespace}::op: native, because ")
+    assert shown.endswith("</li></ol>")
+    assert "&lt;lambda&gt;" in shown
+    assert "<lambda>" not in shown
+
+
 def test_without_the_extension():
     done = run_forked(
         """

@@ -174,6 +174,17 @@ def test_message_is_cut_and_cannot_control_a_terminal(make: Make, compiler: Comp
     assert all(character.isprintable() or character == "\n" for character in message)
 
 
+def test_file_that_cannot_be_executed(
+    make: Make, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "no-program"
+    script.write_text("")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(NativeUnavailableError, match=r"no-program cannot be run: Exec format"):
+        make().run_in_cache()
+
+
 def test_it_compiles_for_this_python(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "_call_path.so"
     Build(make_recipe(source), target).run()

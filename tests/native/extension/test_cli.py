@@ -6,6 +6,7 @@ Uses private names.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import torchop
 from tests._support.common import Outcome
 from torchop import __main__
 from torchop._compat import compile_caches
-from torchop._native.extension import recipe
+from torchop._native.extension import files, recipe
 from torchop.testing._extras import installing
 
 pytest.importorskip("click.testing")
@@ -116,9 +117,17 @@ def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.Monke
     ]
 
 
+VERDICTS = {
+    "idle": "is not compiled yet. The first call to an operator compiles it",
+    "failed": "cannot be used, for the reason above. Operators work without it",
+    "off": "is turned off by TORCHOP_NATIVE=0.",
+}
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "state"),
     [
+        ("TORCHOP_NATIVE", "auto", "idle"),
         ("TORCHOP_NATIVE", "require", "idle"),  # which compiles too
         ("TORCHOP_NATIVE", "prebuilt", "failed"),
         ("TORCHOP_NATIVE", "0", "off"),
@@ -126,14 +135,48 @@ def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.Monke
         ("CXX", "/absent/c++", "failed"),
     ],
 )
-@pytest.mark.usefixtures("compiler")
 def test_doctor_where_nothing_is_compiled(
-    setting: str, value: str, state: str, monkeypatch: pytest.MonkeyPatch
+    setting: str,
+    value: str,
+    state: str,
+    cache_folder: Path,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    log = compiler("exit 1")
     monkeypatch.setenv(setting, value)
     outcome = Outcome("doctor", "--json")
-    assert json.loads(outcome.out)["state"] == state
+    report = json.loads(outcome.out)
+    assert report["state"] == state
+    assert report["verdict"].startswith(f"The native call path {VERDICTS[state]}")
+    assert report["found"]["cache"] == f"{cache_folder}: not found"
     assert outcome.code == (0 if state == "idle" else 1)
+    assert log.read_text() == ""
+    assert not cache_folder.exists()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_doctor_of_a_read_only_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    access = os.access  # root may write everywhere, so only os.access can report a read-only folder
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    expected = f"{cache_folder}: does not exist, and {cache_folder.parent} is read-only. Set"
+    assert row(outcome.out, "cache").startswith(expected)
+
+
+@pytest.mark.usefixtures("needs_lock", "without_lock", "compiler")
+def test_doctor_of_a_python_without_the_gil(
+    in_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = Outcome("doctor")
+    assert files.MODULE not in sys.modules  # loading it would enable the GIL
+    assert outcome.code == 1
+    problem = "native calls need the GIL, and this Python runs without it"
+    assert row(outcome.out, "cache") == f"{in_cache.parent}: cannot be loaded: {problem}"
+    assert f"The native call path is not used, because {problem}. Operators work" in outcome.out
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: found, and can be loaded"
 
 
 def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compiler) -> None:

@@ -50,6 +50,23 @@ def test_no_home(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         files.cache_folder()
 
 
+@pytest.mark.parametrize("home", ["", ".", "home"])
+def test_relative_home_is_none(
+    home: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory may hold anybody's files, and nothing is put there."""
+    monkeypatch.delenv("TORCHOP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.chdir(tmp_path)
+    if home:
+        with pytest.raises(NativeUnavailableError, match=f"there is no home folder.*{REMEDY}"):
+            files.cache_folder()
+    else:
+        assert tmp_path not in files.cache_folder().parents
+    assert not list(tmp_path.iterdir())
+
+
 def test_folder_is_made_for_the_user_alone(cache_folder: Path) -> None:
     umask = os.umask(0)
     try:
@@ -127,6 +144,28 @@ def test_folder_above_that_others_can_rename_is_refused(
     below.parent.chmod(0o700)
 
 
+def test_folder_above_may_be_of_the_users_own_group(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    groups = {
+        1: (user, []),
+        2: (user, [user]),
+        3: (user, [user, "another"]),
+        4: ("staff", []),
+    }
+
+    def getgrgid(number: int) -> object:
+        name, members = groups[number]
+        return grp.struct_group((name, "x", number, members))
+
+    monkeypatch.setattr(grp, "getgrgid", getgrgid)
+    monkeypatch.setattr(files, "_is_users_own_group", files._is_users_own_group.__wrapped__)
+    own = [number for number in range(1, 6) if files._is_users_own_group(number)]
+    assert own == [1, 2]
+
+
 def test_folder_above_of_another_user_is_refused(
     cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,18 +204,23 @@ def test_read_only_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -
 # Where an extension is looked for, and in which order
 
 
-def test_order_is_environment_package_cache(
+def test_order_is_environment_package_wheel_cache(
     in_cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
     for folder in ("chosen", "prebuilt"):
         (tmp_path / folder).mkdir()
         shutil.copy(in_cache, tmp_path / folder)
+    wheel = files.WHEEL_FOLDERS[0] / "torchop_native"
+    wheel.mkdir(parents=True)
+    shutil.copy(in_cache, wheel)
     places = files.places(make_recipe(source))
-    assert [place.name for place in places] == ["TORCHOP_NATIVE_DIR", "package", "cache"]
+    names = ["TORCHOP_NATIVE_DIR", "package", "torchop-native", "cache"]
+    assert [place.name for place in places] == names
     assert [place.folder for place in places] == [
         tmp_path / "chosen",
         tmp_path / "prebuilt",
+        wheel,
         in_cache.parent,
     ]
     assert all(place.file == place.folder / in_cache.name for place in places if place.folder)

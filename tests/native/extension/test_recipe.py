@@ -170,6 +170,13 @@ def test_missing_headers_of_python_are_named(monkeypatch: pytest.MonkeyPatch) ->
         include_flags()
 
 
+def test_missing_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        NativeUnavailableError, match=r"contains no C\+\+ sources. Reinstall torchop"
+    ):
+        make_recipe(tmp_path)
+
+
 # --------------------------------------------------------------------------------------------------
 # The compiler
 
@@ -220,6 +227,12 @@ def test_working_directory_is_not_searched(
         find_compiler()
     monkeypatch.setenv("CXX", "./icpx")  # which says where it is
     assert find_compiler() == [str(tmp_path / "icpx")]
+
+
+def test_cxx_that_is_no_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ '-DX")
+    with pytest.raises(NativeUnavailableError, match="CXX is not a command: No closing quotation"):
+        find_compiler()
 
 
 def test_key_changes_with_the_flags_of_the_user_and_not_with_the_compiler(

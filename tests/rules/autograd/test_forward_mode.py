@@ -332,6 +332,21 @@ def test_wrong_tangents_are_refused(namespace, returned, message):
         jvp(op, (X, Y), (X, Y))
 
 
+def test_wrong_tangents_of_numbers_and_lists_are_refused(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[list[Tensor], Tensor]:
+        return [x.clone(), x.clone()], x.argmax()
+
+    for returned, message in (
+        (([X], None), "for output 0: expected None or a list of 2, got list"),
+        (([X, 1], None), r"for output 0\[1\]: expected a tensor"),
+        ((None, X), "for output 1: expected None, because it has no derivative"),
+    ):
+        op.register_jvp(lambda ctx, dx, returned=returned: returned)
+        with pytest.raises(torchop.GradientError, match=message):
+            jvp(op, (X,), (X,))
+
+
 def test_a_formula_with_other_parameters_is_refused(namespace):
     op = define(namespace)
     expected = r"op: jvp is called with \(ctx, tangent_of_x, tangent_of_y\)"

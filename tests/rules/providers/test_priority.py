@@ -4,6 +4,7 @@ Uses private names.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import linecache
 import logging
@@ -335,6 +336,25 @@ def test_a_fallback_that_is_intended_is_silent(namespace):
         assert value(op) == 1
 
 
+def test_warnings_name_each_provider_of_the_order_when_all_decline(namespace):
+    op = define(namespace, priority=["small", "large"])
+    op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
+    op.register_kernel(TYPE, adding(20), provider="large", supports=lambda x: len(x) < 100)
+    assert value(op, torch.zeros(5)) == 10
+    assert value(op, torch.zeros(50)) == 20
+    with pytest.warns(torchop.ProviderWarning) as caught:
+        assert value(op, torch.zeros(500)) == 1
+    assert [str(w.message).split("'")[1] for w in caught] == ["small", "large"]
+    intended = (
+        "It is in the order of the operator's author. If that is intended, end that order with "
+        "'reference'."
+    )
+    assert all(str(w.message).endswith(intended) for w in caught)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert value(op, torch.zeros(600)) == 1
+
+
 def test_passed_by_is_logged(namespace, caplog):
     op = define(namespace, priority=["absent", "reference"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
@@ -368,6 +388,18 @@ def test_strict_makes_falling_back_an_error(namespace):
             assert value(op, torch.zeros(1, 1)) == 1
         with torchop.priority(strict=False), pytest.warns(torchop.ProviderWarning):
             assert value(op, torch.zeros(1, 1)) == 1
+
+
+def test_a_device_without_a_reference(namespace):
+    op = torchop.custom_op(f"{namespace}::op", adding(1), mutates_args=(), device_types=OTHER,
+                           schema="(Tensor x) -> Tensor")  # fmt: skip
+    op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
+    with pytest.raises(torchop.MissingKernelError, match=r"no order names: ten\. Name one"):
+        value(op)
+    op.set_priority(["ten"])
+    assert value(op) == 10
+    with pytest.raises(torchop.MissingKernelError, match=r"can run this call \(ten: `supports`"):
+        op(torch.zeros(1, 1))
 
 
 def test_a_kernel_that_is_switched_off_leaves_the_function_of_the_definition(op):
@@ -422,6 +454,20 @@ def test_flags_that_are_none(flag, value):
         torchop.priority(**{flag: value})
 
 
+def test_a_block_that_is_exited_where_it_was_not_entered(op):
+    block = torchop.priority({op: ["ten"]})
+    with pytest.raises(RuntimeError, match="was exited, but it was not entered in this thread"):
+        block.__exit__(None, None, None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(block)
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            left = pool.submit(block.__exit__, None, None, None)
+            with pytest.raises(RuntimeError, match="not entered in this thread or task"):
+                left.result()
+        assert value(op) == 10
+    assert value(op) == 1
+
+
 # --------------------------------------------------------------------------------------------------
 # Seen
 
@@ -447,6 +493,21 @@ def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
         f"  5. last ({TYPE}): any comes before it",
         f"  unasked ({TYPE}): the order of torchop.priority does not name it",
         "  reference (every device): any comes before it",
+    ]
+
+
+def test_explain_distinguishes_kernels_of_other_devices(namespace):
+    op = define(namespace, priority=["tuned"])
+    op.register_kernel(OTHER, adding(10))
+    op.register_kernel(OTHER, adding(20), provider="gpu")
+    op.register_kernel(TYPE, adding(30), provider="ten")
+    found = torchop.explain(op, torch.zeros(1)).providers
+    assert [text.rpartition(" (/")[0] or text for text in found] == [
+        "1. tuned: no measurement matches the call",
+        f"gpu ({OTHER}): it is for other devices",
+        f"ten ({TYPE}): the order of the operator's author does not name it",
+        "reference (every device): runs",
+        f"reference ({OTHER}): it is for other devices",
     ]
 
 

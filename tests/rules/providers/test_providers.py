@@ -1,7 +1,9 @@
 """Providers: what they say of themselves, which calls they take, and the rules that they share."""
 
 import dataclasses
+import functools
 import gc
+import time
 
 import pytest
 import torch
@@ -195,21 +197,23 @@ def test_supports_gets_all_arguments_and_tensors_without_data(namespace):
 
 
 @pytest.mark.parametrize(
-    "supports",
+    ("supports", "read"),
     [
-        lambda x: bool(x.sum() > 0),
-        lambda x: x.sum().item() > 0,
-        lambda x: x.tolist() == [0],
-        lambda x: x.numpy()[0] > 0,
-        lambda x: x.data_ptr() % 16 == 0,
+        (lambda x: bool(x.sum() > 0), "the data"),
+        (lambda x: x.sum().item() > 0, "the data"),
+        (lambda x: x.tolist() == [0], "the data"),
+        (lambda x: x.numpy()[0] > 0, "the data"),
+        (lambda x: x.data_ptr() % 16 == 0, "the data"),
+        (lambda x: x.storage_offset() % 4 == 0, "storage_offset"),
+        (lambda x: not x.requires_grad, "requires_grad"),
+        (lambda x: x._version == 0, "_version"),
+        (lambda x: not x.is_pinned(), "is_pinned"),
     ],
 )
-def test_supports_that_reads_data(namespace, supports):
+def test_supports_may_read_metadata_alone(namespace, supports, read):
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-    match = (
-        rf"{namespace}::op: the provider 'fast': supports read the data of a tensor. It may read"
-    )
+    match = rf"{namespace}::op: the provider 'fast': supports read {read} of a tensor. It may read"
     for _ in range(2):
         with pytest.raises(torchop.ProviderError, match=match):
             value(op)
@@ -229,6 +233,23 @@ def test_supports_that_is_wrong(namespace, supports, words):
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
         value(op)
+
+
+def test_slow_supports_warns_once(namespace):
+    op = define(namespace, priority=["fast"])
+
+    def supports(x):
+        time.sleep(0.051 if x.shape[0] != 2 else 0)
+        return True
+
+    op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
+    for size in (1, 2, 3, 4):  # a quick one is between the first and the others
+        assert value(op, torch.zeros(size)) == 10
+    words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
+    with pytest.warns(torchop.ProviderWarning, match=words):
+        assert value(op, torch.zeros(5)) == 10
+    for size in (6, 7, 8, 9):
+        assert value(op, torch.zeros(size)) == 10
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
@@ -467,6 +488,22 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     assert value(compiled, torch.zeros(60)) == 1
     assert len(graphs) == 2
     assert "aten.sin.default" not in graphs[1]
+
+
+def test_a_priority_block_is_not_traced(namespace):
+    op = define(namespace)
+    op.register_kernel(TYPE, adding(10), provider="ten")
+
+    def function(x):
+        with torchop.priority({f"{namespace}::op": ["ten"]}):
+            return op(x)
+
+    compiled = functools.partial(torch.compile, function, backend="aot_eager")
+    with pytest.raises(
+        RuntimeError, match=r"cannot trace torchop\.priority.* Open the block around"
+    ):
+        compiled(fullgraph=True)(torch.zeros(1))
+    assert value(compiled()) == 10
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -357,6 +357,21 @@ def test_results_that_are_optional_or_numbers(namespace, is_there):
         assert_close(gradient, torch.full_like(X, 5 if is_there else 3))
 
 
+def test_a_tuple_of_one_result(namespace):
+    def forward(x: Tensor) -> tuple[Tensor]:
+        return (x * 2,)
+
+    def kernel(grad: Tensor, x: Tensor) -> Tensor:
+        return torch.from_numpy(grad.numpy() * 2)
+
+    op = torchop.custom_op(f"{namespace}::op", forward, mutates_args=())
+    op.register_fake(lambda x: (torch.empty_like(x),))
+    op.register_autograd(backward_kernel=kernel)
+    x = X.clone().requires_grad_()
+    for f in (op, op, compiled(op)):
+        assert_close(torch.autograd.grad(f(x)[0].sum(), x)[0], torch.full_like(X, 2))
+
+
 def test_operators_that_write(namespace):
     def kernel(grad: Tensor, x: Tensor, by: float) -> Tensor:
         return torch.from_numpy(grad.numpy() * by)

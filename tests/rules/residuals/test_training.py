@@ -309,6 +309,24 @@ def test_training_graphs_have_the_training_form(lse):
     assert_close(x.grad, 4 * (2 * x).softmax(-1))
 
 
+def test_inference_graphs_have_the_operator_alone(lse):
+    op = getattr(torch.ops, lse.op.name.partition("::")[0])
+    with torch.no_grad():
+        (forward,) = graphs(lambda x: lse.op(x) * 2, torch.randn(4, 3), training=False)
+    assert op.lse.default in forward
+    assert op.lse__with_residuals.default not in forward
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return lse.op(x, 2.0)
+
+    program = torch.export.export(Module(), (torch.randn(4, 3, requires_grad=True),))
+    for each in (program, program.run_decompositions()):
+        targets = {node.target for node in each.graph.nodes}
+        assert op.lse.default in targets
+        assert op.lse__with_residuals.default not in targets
+
+
 @pytest.mark.parametrize("policy", ["save", "recompute"])
 def test_a_policy_decides_whether_a_compiled_checkpoint_recomputes(lse, policy):
     lse.op.register_checkpoint_policy(policy)
@@ -478,6 +496,29 @@ def test_a_residual_that_hides_on_the_context_is_refused(namespace):
         x = leaf_of([1.0])
         (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
         assert gradient.item() == 2.0
+        with pytest.raises(MissingFormulaError, match="depends on a residual"):
+            gradient.backward()
+
+
+@pytest.mark.parametrize("view", [lambda t: t.view(1, -1), lambda t: t[:]], ids=["shape", "all"])
+def test_a_view_of_a_residual_is_guarded(namespace, view):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: torchop.residuals(x * x, x + x),
+        schema="(Tensor x) -> Tensor",
+        mutates_args=(),
+        residuals={"slope": Tensor},
+    )
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0].view_as(grad),
+        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(
+            view(residuals.slope)
+        ),
+    )
+    for _ in range(3):
+        x = leaf_of([3.0])
+        (gradient,) = torch.autograd.grad(op(x), x, create_graph=True)
+        assert gradient.item() == 6.0
         with pytest.raises(MissingFormulaError, match="depends on a residual"):
             gradient.backward()
 

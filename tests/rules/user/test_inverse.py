@@ -192,6 +192,13 @@ def test_an_inverse_takes_the_output_and_the_rest(shift: Any, namespace: str) ->
         shift.register_right_inverse(3)
 
 
+@pytest.mark.parametrize("schema", ["() -> Tensor", "(Tensor x) -> ()", "(*, int n) -> Tensor"])
+def test_there_must_be_something_to_undo(namespace: str, schema: str) -> None:
+    torchop.define(f"{namespace}::op", schema)
+    with pytest.raises(torchop.SchemaError, match=r"so the operator must have both\. Got "):
+        torchop.get_rule("inverse").register(f"{namespace}::op", lambda *args: None)
+
+
 # --------------------------------------------------------------------------------------------------
 # Wherever operators work
 

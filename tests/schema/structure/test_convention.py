@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests._support.devices import TYPE
 from torchop import GradientError, RuleSignatureError
 
 
@@ -316,3 +317,19 @@ def test_a_rule_of_another_signature_is_refused(namespace: str, rule: str) -> No
     with pytest.raises(RuleSignatureError, match=r"is called with \(.*wrong takes \(\)"):
         register[rule]()
     assert op(torch.ones(1), Layer(torch.ones(1))).item() == 1
+
+
+def test_vmap_autocast_and_opcheck_take_structures(namespace: str) -> None:
+    op = define(namespace)
+    x = torch.randn(2, 3)
+    for _ in range(2):
+        mapped = torch.vmap(lambda x: op(x, Layer(torch.ones(3), 2.0)))(x)
+        torch.testing.assert_close(mapped, x * 2)
+        op.register_vmap("sequential")
+    op.register_autocast(TYPE, torch.bfloat16)
+    with torch.autocast(TYPE):
+        assert op(torch.ones(1), Layer(torch.ones(1))).dtype is torch.bfloat16
+    op.register_autograd(as_mapping, setup_context=setup_context)
+    layer = Layer(torch.randn(3, requires_grad=True), 2.0)
+    results = torchop.opcheck(op, (torch.randn(3, requires_grad=True), layer))
+    assert set(results.values()) == {"SUCCESS"}

@@ -293,6 +293,22 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
     assert not runs
 
 
+def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
+    def body(x: Tensor) -> Tensor:
+        if x.sum() > 100:
+            raise ValueError("too much")
+        return x * 2
+
+    op = derived(namespace, body)
+    x = leaf_of(1000.0)
+    with counting(op) as calls, pytest.raises(ValueError, match="too much"):
+        op(x)
+    assert calls == {"native": 1}
+    y = op(leaf_of(1.0))
+    y.backward()
+    assert x.grad is None
+
+
 def test_lists_that_the_body_returns_are_those_of_the_dispatcher(namespace):
     parts: list[Tensor] = []
 

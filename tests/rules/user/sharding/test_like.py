@@ -237,6 +237,14 @@ def test_a_rule_that_replaces_the_one_of_dtensor_is_used(namespace: str, mesh: A
     assert words(op(x, 2)[0]) == "S0"
 
 
+def test_a_rule_does_not_lead_back_to_its_operator() -> None:
+    with torchop.Library("aten", "IMPL") as library:
+        register_sharding(aten.sin.default, aten.cos.default, lib=library)
+        for op in (aten.sin.default, aten.cos.default):
+            with pytest.raises(torchop.ShardingRuleError, match=r"sharded like aten::\w+ itself"):
+                register_sharding(op, aten.sin.default, lib=library)
+
+
 def test_a_rule_before_dtensor_is_imported() -> None:
     source = """
         import sys, torch, torchop
