@@ -62,6 +62,17 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which calls of operators without an autograd kernel record no gradient.
+
+    By default, the fallback in torch/csrc/autograd/autograd_not_implemented_fallback.cpp makes the
+    results require grad, and the backward warns.
+    """
+    from torch.testing._internal.optests import autograd_registration
+
+    return autograd_registration.set_autograd_fallback_mode("nothing")
+
+
 @contextlib.contextmanager
 def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
     """Make `device` the default device inside an operator's fake kernel.

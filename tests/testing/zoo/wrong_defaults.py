@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.testing.zoo.specimen import define, like, one, right, wrong
+from tests.testing.zoo.specimen import define, floats_only, like, one, right, wrong
 from tests.testing.zoo.wrong_memory import LIBRARY
 
 
 def scaled_by_three(x: Tensor, factor: float = 3.0) -> Tensor:
-    return (x * factor).contiguous()
+    floats_only("scaled_by_three", x)
+    return (x.detach() * factor).contiguous()
 
 
 def scaled_by_two(x: Tensor, factor: float = 2.0) -> Tensor:
-    return (x * factor).contiguous()
+    floats_only("scaled_by_two", x)
+    return (x.detach() * factor).contiguous()
 
 
 def _with_factor() -> list[Any]:
