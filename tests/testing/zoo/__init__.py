@@ -1,6 +1,6 @@
-"""Operators that are wrong on purpose, and right ones: what `check` is measured by.
+"""Wrong and right operators that measure `check`.
 
-`python -m tests.testing.zoo` runs every check on each, and stock `opcheck` beside it.
+`python -m tests.testing.zoo` runs every check on each operator.
 """
 
 from tests.testing.zoo import (

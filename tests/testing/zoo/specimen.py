@@ -1,4 +1,4 @@
-"""The register of the zoo: operators that are wrong on purpose, and right ones beside them."""
+"""Register the operators of the zoo, wrong and right ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Examples = Callable[[], list[Any]]
 
 
 class Specimen(NamedTuple):
-    """One operator: the check that must find it, or None if it is right."""
+    """An operator, and the check that must report it; None for a right operator."""
 
     op: Any
     examples: Examples
@@ -33,19 +33,19 @@ RIGHT: list[Specimen] = []
 def wrong(
     op: Any, check: str, examples: Examples, reference: Callable[..., Any] | None = None
 ) -> Any:
-    """Enters an operator that this check must find."""
+    """Register an operator that this check must report."""
     WRONG.append(Specimen(op, examples, check, reference))
     return op
 
 
 def right(op: Any, examples: Examples, reference: Callable[..., Any] | None = None) -> Any:
-    """Enters an operator of which no check may say anything."""
+    """Register an operator that no check may report."""
     RIGHT.append(Specimen(op, examples, None, reference))
     return op
 
 
 def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
-    """`zoo::name` with a fake kernel that runs the function, unless there is another one."""
+    """Define `zoo::name`. By default, the fake kernel calls the function."""
     fake = options.pop("fake", lambda *args, **kwargs: function(*args, **kwargs))
     mutates = options.pop("mutates_args", ())
     op = torchop.custom_op(f"zoo::{name}", function, mutates_args=mutates, **options)
@@ -55,24 +55,24 @@ def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
 
 
 def like(x: Tensor, *others: Any) -> Tensor:
-    """The fake kernel of an elementwise operator whose results are contiguous."""
+    """Return the fake result of an elementwise operator with contiguous results."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def floats_only(name: str, *tensors: Tensor) -> None:
-    """How a kernel refuses what is not of a floating-point dtype."""
+    """Raise TypeError for tensors that are not floating-point."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
 
 
 def raw(x: Tensor) -> Tensor:
-    """All of the memory in which a tensor lies: what a kernel sees that takes its address."""
+    """Return the storage of a tensor as a vector, like a kernel that ignores strides and offset."""
     return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    """A setup_context that saves the tensors among the inputs."""
+    """Save all tensors among the inputs, as a setup_context."""
     ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
 
 
@@ -81,13 +81,13 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a product, also of tensors that were broadcast."""
+    """Return the gradients of a product of broadcast tensors."""
     x, y = ctx.saved_tensors
     return (grad * y).sum_to_size(x.shape), (grad * x).sum_to_size(y.shape)
 
 
 # --------------------------------------------------------------------------------------------------
-# Examples: always the same numbers
+# Examples, with fixed numbers
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
