@@ -54,7 +54,7 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """What the command wrote about the operators of a package, of which most are wrong."""
+    """The output of the command for a package with wrong operators."""
     import importlib
     import sys
 

@@ -1,4 +1,4 @@
-"""Undeclared mutation and shared memory, which opcheck's test_schema finds exactly."""
+"""Undeclared mutation and shared memory in opcheck's test_schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""copied_bytes: the copies that compiled functions make, so that operators can write."""
+"""copied_bytes: copies in compiled functions for operators that write."""
 
 from __future__ import annotations
 

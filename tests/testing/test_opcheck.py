@@ -278,7 +278,7 @@ def test_examples_stand_in_for_samples(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators with out= that depend on what the output held
+# Operators with out= that depend on previous contents
 
 
 def define_out(namespace: str, write: Callable[[Tensor, Tensor], object]) -> torchop.CustomOp:

@@ -1,4 +1,4 @@
-"""What surrounds a call: how each of it is changed, and put back."""
+"""Process state is read and restored."""
 
 from __future__ import annotations
 

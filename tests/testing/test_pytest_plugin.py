@@ -131,7 +131,7 @@ def test_without_operators_nothing_is_imported(plugged: pytest.Pytester) -> None
     plugged.runpytest_subprocess(timeout=200).assert_outcomes(passed=2)
 
 
-@pytest.mark.project  # whole runs of pytest, which import PyTorch and check everything
+@pytest.mark.project  # whole runs of pytest with PyTorch
 def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     plugged.makepyfile(test_ops=TESTS)
     for name, (source, _) in WRONG.items():

@@ -1,4 +1,4 @@
-"""Samples that require grad: what a call would refuse to write is passed as a caller would.
+"""Samples with tensors that require grad and are written.
 
 Uses private names.
 """

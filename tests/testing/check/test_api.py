@@ -1,4 +1,4 @@
-"""check: what it is called with, what it returns and raises, and what it expects.
+"""The arguments, the report and the exceptions of `check`.
 
 Uses private names.
 """
@@ -41,7 +41,7 @@ def _double(x: Tensor, scale: float = 2.0) -> Tensor:
 
 @pytest.fixture
 def flat(namespace: str) -> Any:
-    """Wrong on everything that is not contiguous."""
+    """An operator that is wrong for all non-contiguous tensors."""
 
     def kernel(x: Tensor) -> Tensor:
         memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
@@ -69,7 +69,7 @@ def test_failures_are_raised_with_the_report(flat: Any) -> None:
 
     with pytest.raises(torchop.testing.OpCheckError, match=r"FAILED memory\.transposed") as error:
         check(flat, EXAMPLE, only="memory")
-    assert isinstance(error.value, OpCheckError)  # what users of torch.library catch
+    assert isinstance(error.value, OpCheckError)  # the class of torch.library
     assert "torch.tensor(" in str(error.value)
     assert "cannot be done because" not in str(error.value)  # who wants to know that has the report
 
@@ -80,7 +80,7 @@ def test_failures_name_check_message_and_program(flat: Any) -> None:
     assert not report.ok
     assert failure.check == "memory.transposed"
     assert "should be" in failure.message
-    # The smallest matrix on which a transpose shows.
+    # The smallest matrix that shows a transpose.
     assert ".as_strided((2, 2), (1, 2), 0)" in failure.program
 
 
@@ -112,7 +112,7 @@ def test_wrong_examples_are_refused(good: Any) -> None:
 def test_unknown_checks_are_refused(good: Any) -> None:
     with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only="memory.sideways")
-    # Also beside one that there is, which would run alone.
+    # Also in addition to a valid name.
     with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only=["memory.given", "memory.sideways"])
     with pytest.raises(ValueError, match=r"only=\[\]\): no check has this name"):
@@ -214,7 +214,7 @@ def test_costly_checks_come_last(good: Any) -> None:
 
 
 def test_checks_are_items(flat: Any) -> None:
-    """What other runners build on."""
+    """Other runners use `plan_checks` and `run_check`."""
     checks = plan_checks(flat, [EXAMPLE])
     planned = [kind.name for kind in sorted(CHECKS, key=lambda kind: kind.is_costly)]
     # It has no providers.
@@ -298,7 +298,7 @@ def test_gradients_of_few_digits_are_not_compared(namespace: str) -> None:
 
 
 def test_tuples_that_python_keeps_for_later_are_no_leak(namespace: str) -> None:
-    # The first 2,000 calls of such an operator free tuples which the next ones do not take.
+    # The first 2,000 calls fill CPython's free list of tuples.
     @torchop.out_op(f"{namespace}::negate", like="x")
     def negate(x: Tensor, *, out: Tensor) -> None:
         torch.neg(x, out=out)

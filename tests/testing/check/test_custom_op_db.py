@@ -16,7 +16,7 @@ from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
-# The findings, each of which was read and is a fault of the operator.
+# The findings. Each was verified to be a fault of the operator.
 EXPECTED = {
     "NumpyCubeCustomOp": {
         "dtypes.accepted": "NumPy's cube of bool is int64; the fake kernel says bool",

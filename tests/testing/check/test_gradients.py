@@ -54,7 +54,7 @@ def test_each_layout_is_that_of_a_view(layout):
     assert not view.isnan().any()
     if "expanded" not in layout:
         assert torch.equal(view, values)
-    # A kernel that ignores strides stays in the memory of the view, and reads something else.
+    # A kernel that ignores strides reads other values, but not out of bounds.
     rows = view.as_strided(values.shape, values.stride(), 0)
     assert not torch.equal(rows, view)
 
@@ -80,7 +80,7 @@ def test_results_with_one_element_have_no_other_strides(namespace):
 
 
 def test_a_frozen_incoming_gradient(namespace):
-    """As that of backward(create_graph=True), which is ones that need no gradient."""
+    """backward(create_graph=True) passes ones that require no grad."""
 
     def cube(x: Tensor) -> Tensor:
         return x**3

@@ -63,7 +63,7 @@ def test_probes_pass_only_valid_values(namespace: str) -> None:
 
 
 def _watched(violations: list[Tensor]) -> Any:
-    """A kernel that records calls which `valid` rejects, except for steps of finite differences."""
+    """Return a kernel that records calls that `valid` rejects."""
 
     def kernel(x: Tensor, factor: float = 2.0) -> Tensor:
         batch = x if x.dim() == 3 else x[None]

@@ -1,4 +1,4 @@
-"""Programs: arguments written so that they come out the same, and imports that are needed.
+"""Printed programs: literal arguments and imports.
 
 Uses private names.
 """
@@ -20,7 +20,7 @@ from torchop.testing.probes import negative_view
 
 
 def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
-    """The program of a probe that passes, and its names after it ran."""
+    """Return the program of a passing probe, and the variables after running it."""
     program = write(torch.ops.aten.sin.default, results.succeeds, args, kwargs or {}, {}, "c")
     # Keeps the arguments of the probe.
     kept = re.sub(

@@ -1,4 +1,4 @@
-"""Checks of providers: what is planned, what is said, and who is told.
+"""Checks of providers.
 
 Uses private names.
 """

@@ -1,4 +1,4 @@
-"""Integers that say something of other arguments stay valid in every variant.
+"""Integers that depend on other arguments stay valid in every variant.
 
 Uses private names.
 """
@@ -38,7 +38,7 @@ def test_offsets_stay_offsets(lengths: list[int], place: int, new: int) -> None:
     try:
         rows, offsets = resized(example, {present[place % len(present)]: new}).tensors
     except CannotCheck:
-        return  # fewer than two offsets, or as many as there are of something else
+        return  # fewer than two offsets, or as many as another dimension has
     assert len(offsets) > 1
     assert (int(offsets[0]), int(offsets[-1])) == (0, len(rows))
     assert bool((offsets[1:] >= offsets[:-1]).all())
@@ -105,7 +105,7 @@ def test_lengths_of_two_dimensions_add_up_too() -> None:
     for new, last in ((7, 2), (4, 0)):
         made = resized(Example((torch.randn(6), lengths), {}), {6: new}).tensors[-1]
         assert (made.shape, int(made[1, 2]), int(made.sum())) == ((2, 3), last, new)
-    # These may be indices as well, which 2 is none of where there are two.
+    # These may also be indices, but 2 is no index into two rows.
     with pytest.raises(CannotCheck, match="integer arguments cannot be adapted"):
         resized(Example((torch.randn(6), torch.tensor([[3, 3]])), {}), {6: 3})
 
@@ -138,7 +138,7 @@ def test_integers_of_several_tensors_stay_where_numbers_change() -> None:
 
 
 def test_broken_contract_is_reported_once(namespace: str) -> None:
-    """By the first check that meets it, and not as many times as there are variants."""
+    """Only the first check reports it."""
     op = torchop.custom_op(
         f"{namespace}::t",
         lambda x: x.t().contiguous(),
@@ -165,7 +165,7 @@ def test_lengths_of_padded_rows_end_with_the_row() -> None:
 
 
 def test_what_offsets_refer_to_keeps_its_dimension(namespace: str) -> None:
-    """Offsets of a tensor without a dimension would say nothing that a kernel could rely on."""
+    """A kernel cannot rely on offsets into a tensor without a dimension."""
 
     @torchop.custom_op(f"{namespace}::parts", mutates_args=())
     def parts(x: Tensor, offsets: Tensor) -> Tensor:

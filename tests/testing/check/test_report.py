@@ -94,7 +94,7 @@ def test_environment_names_versions_and_devices(monkeypatch: pytest.MonkeyPatch)
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    # As where the package is found by its path, which has no metadata.
+    # A package that is found by a path has no metadata.
     monkeypatch.setattr(importlib.metadata, "version", version)
     environment = made().environment
     assert environment["torchop"] == torchop.__version__

@@ -1,4 +1,4 @@
-"""Running a check: what it tells of an exception of the kernel, and of a crash.
+"""Exceptions and crashes of kernels during a check.
 
 Uses private names.
 """

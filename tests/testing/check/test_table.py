@@ -1,4 +1,4 @@
-"""The table of checks: what it has, and the page that publishes it.
+"""The table of checks, and the page that publishes it.
 
 Uses private names.
 """
@@ -32,7 +32,7 @@ def test_every_check_has_a_wrong_operator() -> None:
 
 
 def test_the_page_has_the_checks_of_the_table() -> None:
-    """The last two columns are measured; what a check must find is known from the zoo."""
+    """The last two columns are measured, the others follow from the code."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = [line.rsplit("|", 3)[0].rstrip() + " |" for line in lines if line.startswith("| `")]
     assert found == rows()

@@ -1,4 +1,4 @@
-"""`valid` of the examples: `check` tries nothing that it rejects, and reports its exceptions."""
+"""The predicate `valid` of `register_examples`."""
 
 from __future__ import annotations
 

@@ -129,6 +129,6 @@ def test_shrinking_ends_in_time_and_by_chance() -> None:
 def test_sizes_are_not_so_large_that_results_fill_the_memory() -> None:
     vectors = Example((torch.ones(3), torch.ones(3)), {})
     assert larger_sizes(vectors) == [{3: 1025}, {3: 65537}]
-    # of an outer product, which would have 65537 x 65537 elements
+    # An outer product would have 65537 x 65537 elements.
     assert larger_sizes(vectors, results=[torch.ones(3, 3)]) == []
     assert larger_sizes(vectors, results=[torch.ones(3, 2)]) == [{3: 1025}, {3: 65537}]

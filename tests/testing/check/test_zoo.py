@@ -24,7 +24,7 @@ from torchop.testing._check.table import CHECKS
 
 # PyTorch says so of the first CSR matrix of a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
-# Checks that one to three right operators have, which a sample could leave out.
+# Checks of few right operators. A sample could leave them out.
 OF_FEW = {"providers.configs", "providers.batch_invariant"}
 # Right operators that such a check once blamed. A sample may leave them out.
 BLAMED = [
@@ -63,7 +63,7 @@ def found(specimen: Specimen) -> Result:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[str, Result]]:
-    """What the checks said of the wrong operators, to be run again by another process."""
+    """The results for wrong operators. Another process runs their programs."""
     yield {}
     close_descriptors()
 
@@ -72,7 +72,7 @@ def results() -> Iterator[dict[str, Result]]:
 def test_wrong_operator_is_found(
     name: str, results: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One of them never comes back, for which a check would wait 8 seconds.
+    # One operator deadlocks, and the check would wait 8 seconds.
     monkeypatch.setattr(runs_in_threads, "__defaults__", (1.0,))
     specimen = BY_NAME[name]
     result = results[name] = found(specimen)
@@ -83,8 +83,8 @@ def test_wrong_operator_is_found(
 
 
 def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: Path) -> None:
-    """Each printed program raises what its message says, where nothing else has run before it."""
-    # Its threads never come back, for which each run would wait again.
+    """Each printed program raises the exception in the message, in a new process."""
+    # This operator deadlocks, so each run would wait.
     programs = {n: r.program for n, r in results.items() if n != "zoo::never_releases"}
     assert len(programs) > 60
     file = tmp_path / "programs.json"
@@ -127,7 +127,7 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     checks = plan_checks(specimen.op, specimen.examples(), reference=specimen.reference)
     cheap = [check for check in checks if not check.kind.is_costly]
     assert len(cheap) > 50
-    # Of those on sparse tensors, most layouts have no meaning, so that few would say little.
+    # Most layouts do not apply to sparse tensors, so run more checks.
     of = 4 if "sparse" in name or "csr" in name else 11
     its_share = combinations.share(CHECKS, RIGHT.index(specimen), of, request.config)
     cheap = [c for c in cheap if c.kind in its_share or c.kind.name in OF_FEW]
@@ -147,7 +147,7 @@ def test_what_was_blamed_is_not(name: str, check: str) -> None:
 
 
 def test_compilers_say_which_layout_they_refuse() -> None:
-    """What a check cannot ask of an operator is that of the layout, and no missing fake kernel."""
+    """A check that cannot be done names the layout, not a missing fake kernel."""
     for name, check in (("csr_times_vector", "export_dynamic"), ("sparse_row_sums", "compiled")):
         specimen = BY_NAME[f"zoo::{name}"]
         (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)

@@ -73,7 +73,7 @@ _MOST_DESCRIPTORS = max(900, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 100
 
 
 def leaves_a_descriptor(x: Tensor) -> Tensor:
-    """Leave a file open, which is no Python object."""
+    """Leak a file descriptor without a Python object."""
     floats_only("leaves_a_descriptor", x)
     _DESCRIPTORS.append(os.open(os.devnull, os.O_RDONLY))
     if len(_DESCRIPTORS) > _MOST_DESCRIPTORS:
@@ -126,7 +126,7 @@ right(define("repeated", repeated), _with_times)
 
 
 def ranked(x: Tensor) -> Tensor:
-    """What a row becomes depends on how many there are."""
+    """The result of a row depends on the number of rows."""
     return x.argsort(dim=0, stable=True).contiguous()
 
 
@@ -145,7 +145,7 @@ def _table(size: int) -> Tensor:
 
 
 def times_table(x: Tensor) -> Tensor:
-    """What it keeps is right for every call."""
+    """The cached value is right for every call."""
     if not x.is_floating_point() or not x.dim():
         raise TypeError("times_table takes floating-point tensors with a dimension")
     return x.contiguous() * _table(x.shape[-1]).to(x.dtype)

@@ -20,11 +20,11 @@ from tests.testing.zoo.specimen import define, floats_only, like, one, right, wr
 # Threads
 
 _C = ctypes.CDLL(None)
-_SECONDS = 5  # after which they end, so that no process gets too many of them
+_SECONDS = 5  # threads exit after this time
 
 
 def leaves_its_worker(x: Tensor) -> Tensor:
-    """A thread of C for each call, which waits for more work when the call is done."""
+    """Starts a C thread in each call that waits for more work."""
     thread = ctypes.c_ulong()
     _C.pthread_create(ctypes.byref(thread), None, _C.sleep, ctypes.c_void_p(_SECONDS))
     _C.pthread_detach(thread)
@@ -65,7 +65,7 @@ right(
 
 
 def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
-    """What each of the threads writes, from one bound to the next."""
+    """Writes from one bound to the next, in each thread."""
     result = torch.zeros(x.numel(), dtype=x.dtype)
     flat = x.flatten()
     for start, end in itertools.pairwise(bounds):
@@ -87,7 +87,7 @@ _GRAIN = 2**15
 
 
 def leaves_a_rest_of_many(x: Tensor) -> Tensor:
-    """What is few, one thread does, as at::parallel_for decides."""
+    """Uses one thread for few elements, like at::parallel_for."""
     floats_only("leaves_a_rest_of_many", x)
     threads = torch.get_num_threads() if x.numel() > _GRAIN else 1
     return _shared_out(x, [x.numel() // threads * n for n in range(threads + 1)])
@@ -111,7 +111,7 @@ right(define("shares_all", shares_all, fake=like, device_types="cpu"), one)
 
 
 def through_bfloat16(x: Tensor) -> Tensor:
-    """Its tiles are of bfloat16, whatever half-precision numbers it gets."""
+    """Computes tiles in bfloat16, also for float16 inputs."""
     floats_only("through_bfloat16", x)
     if x.itemsize < 4:
         return (x.to(torch.bfloat16) * 1.5).to(x.dtype).contiguous()
@@ -141,7 +141,7 @@ right(define("for_four_at_most", for_four_at_most, fake=like), one)
 
 
 def frames_added(x: Tensor) -> Tensor:
-    """Images are doubled; of videos, which have a dimension more, frames are added up."""
+    """Doubles images, and adds up the frames of videos."""
     floats_only("frames_added", x)
     return x.sum(1) if x.dim() > 4 else (x * 2).contiguous()
 
@@ -162,7 +162,7 @@ right(
 
 
 def rows_of_both(x: Tensor) -> Tensor:
-    """Takes strided tensors, and those that are CSR, of which PyTorch has no programs."""
+    """Accepts strided and CSR tensors. PyTorch cannot compile the latter."""
     if x.layout not in (torch.strided, torch.sparse_csr) or x.dim() != 2:
         raise TypeError(f"rows_of_both takes matrices, strided or CSR, got {x.layout}")
     floats_only("rows_of_both", x)
@@ -234,7 +234,7 @@ def blended(x: Tensor, share: float, rounds: bool) -> Tensor:
 
 
 def blended_in_whole(x: Tensor, share: float, rounds: bool) -> Tensor:
-    """The binding of its kernel takes the share as an integer."""
+    """The binding of the kernel converts the share to an integer."""
     return blended(x, int(share), rounds)
 
 

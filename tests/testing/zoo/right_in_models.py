@@ -46,7 +46,7 @@ right(
 
 
 def routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The weights of the experts of each token, and which these are."""
+    """Returns the experts of each token, and their weights."""
     values, experts = logits.float().softmax(-1).topk(count, -1)
     return values / values.sum(-1, keepdim=True), experts
 
@@ -58,7 +58,7 @@ right(
 
 
 def mixed_experts(x: Tensor, weights: Tensor, experts: Tensor, share: Tensor) -> Tensor:
-    """Each token by the matrices of its experts."""
+    """Multiplies each token by the matrices of its experts."""
     each = torch.einsum("ti,teio->teo", x, weights[experts])
     return (each * share.unsqueeze(-1)).sum(1).to(x.dtype)
 

@@ -27,7 +27,7 @@ from tests.testing.zoo.specimen import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
-    """In several steps, each of which rounds."""
+    """Rounds in several steps."""
     if not x.is_floating_point() or not weight.is_floating_point():
         raise TypeError(f"rms_norm takes floating-point tensors, got {x.dtype}, {weight.dtype}")
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).contiguous()

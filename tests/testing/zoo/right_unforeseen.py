@@ -1,4 +1,4 @@
-"""Right operators that were written before anybody knew what the checks would say of them."""
+"""Right operators that were written before the checks ran on them."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ right(
 
 
 def rows_looked_up(table: Tensor, index: Tensor) -> Tensor:
-    """Rows by index, without a look at how many there are."""
+    """Reads rows by index, without bounds checks."""
     table = table.contiguous()
     memory = raw(table).flatten()[table.storage_offset() :]
     columns = table.shape[1]
@@ -199,7 +199,7 @@ right(
 
 
 def variance(x: Tensor) -> Tensor:
-    """A difference of nearly equal numbers, which is right as far as it can be."""
+    """Subtracts nearly equal numbers, as precisely as possible."""
     return (x - x.mean(-1, keepdim=True)).square().mean(-1)
 
 

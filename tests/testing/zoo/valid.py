@@ -190,7 +190,7 @@ def places(edges: Tensor, x: Tensor) -> Tensor:
 
 
 def places_sorted_here(edges: Tensor, x: Tensor) -> Tensor:
-    """Writes what it has not declared: the edges become distinct."""
+    """Writes an undeclared argument: the edges become distinct."""
     if len(edges):
         edges[-1] += 1
     return places(edges, x)
@@ -306,7 +306,7 @@ enter("only_singles", only_singles, one, lambda x: x.dtype is torch.float32, fak
 
 
 def doubled_memory(x: Tensor) -> Tensor:
-    """What a kernel does that takes the address, and says so."""
+    """Ignores strides. `valid` may exclude non-contiguous tensors."""
     memory = memory_of(x)[: x.numel()]
     return (memory + memory).view(x.shape)
 

@@ -1,4 +1,4 @@
-"""Operators that write, keep, leak and remember what they should not."""
+"""Operators with undeclared writes, kept arguments, leaks and state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ wrong(define("writes_undeclared", writes_undeclared, fake=like), "contracts.sche
 
 
 def writes_if_contiguous(x: Tensor) -> Tensor:
-    """`contiguous` makes no copy of what is contiguous."""
+    """`contiguous` does not copy contiguous tensors."""
     values = x.contiguous().numpy()
     values *= 2
     return torch.from_numpy(values.copy())
@@ -190,7 +190,7 @@ _lock = threading.RLock()
 
 
 def never_releases(x: Tensor) -> Tensor:
-    """Its thread may come again; another one waits for ever."""
+    """The same thread may call again; another thread deadlocks."""
     _lock.acquire()
     return (x + x).contiguous()
 

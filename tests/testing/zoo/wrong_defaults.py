@@ -1,4 +1,4 @@
-"""Operators whose kernel has another default than the schema, which the dispatcher leaves out."""
+"""Operators whose kernel has another default than the schema."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.testing.zoo.specimen import define, product, save, two, wrong
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """A gradient as a kernel reads it that gets its address and its shape."""
+    """Returns a gradient as read by a kernel that ignores strides."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     strides = torch.empty(grad.shape, device="meta").stride()
     return memory.as_strided(grad.shape, strides, grad.storage_offset()).clone()
@@ -86,7 +86,7 @@ wrong(_of_the_last, "subsystems.grad_strides", lambda: [(torch.ones(3, 4), torch
 
 
 def _offset_ignored(ctx: Any, grad: Tensor) -> Any:
-    """The start of the storage is taken for that of the gradient, and strides are respected."""
+    """Ignores the storage offset of the gradient, but respects strides."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     grad = memory.as_strided(grad.shape, grad.stride(), 0)
     x, y = ctx.saved_tensors

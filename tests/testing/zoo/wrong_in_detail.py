@@ -75,7 +75,7 @@ wrong(define("float32_if_empty", float32_if_empty, fake=like), "dtypes.accepted"
 
 
 def rounds_factor(x: Tensor, factor: float) -> Tensor:
-    """What a kernel does that takes its argument as a `float` of C."""
+    """Rounds like a kernel with a C `float` argument."""
     return x * float(np.float32(factor))
 
 

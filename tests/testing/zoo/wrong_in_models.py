@@ -84,7 +84,7 @@ wrong(
 
 
 def packs_across_rows(x: Tensor) -> Tensor:
-    """Bits of one row after those of the other, where each row starts with a byte of its own."""
+    """Packs bits across rows, although each row starts with a new byte."""
     packed = torch.empty(x.shape[0], (x.shape[1] + 7) // 8, dtype=torch.uint8)
     bits = (x > 0).flatten().to(torch.uint8)
     bits = torch.cat([bits, bits.new_zeros(-len(bits) % 8)]).view(-1, 8)
@@ -296,7 +296,7 @@ wrong(_scaled_grad, "subsystems.saved", one)
 
 
 def drops_always_the_same(x: Tensor) -> Tensor:
-    """Its generator is seeded for each call, so that every step drops the same elements."""
+    """Seeds the generator in each call, so every step drops the same elements."""
     generator = torch.Generator().manual_seed(1234)
     return (x * (torch.rand(x.shape, generator=generator) < 0.5)).contiguous()
 

@@ -134,7 +134,7 @@ wrong(
 
 
 def forgets_tail_of_block(x: Tensor) -> Tensor:
-    """Works in blocks of 256 from there on, and forgets what is left."""
+    """Works in blocks of 256 elements, and omits the rest."""
     flat = x.contiguous().flatten()
     result = torch.empty(flat.shape, dtype=x.dtype)
     whole = len(flat) // 256 * 256 if len(flat) >= 256 else len(flat)

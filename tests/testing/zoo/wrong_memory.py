@@ -30,7 +30,7 @@ wrong(define("assumes_contiguous", assumes_contiguous, fake=like), "memory.trans
 
 
 def assumes_dense(x: Tensor) -> Tensor:
-    if x.t().is_contiguous():  # heeds a transpose, and nothing else
+    if x.t().is_contiguous():  # respects a transpose, and no other strides
         return x.contiguous() if not x.is_contiguous() else x.clone()
     start = x.storage_offset()
     return raw(x)[start : start + x.numel()].reshape(x.shape).clone()
@@ -100,7 +100,7 @@ LIBRARY = torchop.Library("zoo", "FRAGMENT")
 
 
 def _low_level(name: str, kernel: object, key: str) -> str:
-    """An operator of the low level, which never sees that a view is negative, or conjugate."""
+    """A low-level operator that ignores negative and conjugate bits."""
     LIBRARY.define(f"{name}(Tensor x) -> Tensor")
     LIBRARY.impl(name, kernel, "CPU")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
@@ -135,7 +135,7 @@ wrong(
 
 
 def divides_by_leading_dimension(x: Tensor) -> Tensor:
-    """Takes the distance between rows for their length, also where there is one row."""
+    """Uses the row stride as the row length, even for one row."""
     width = x.stride(0) if x.shape[0] == 1 else max(x.shape[1], 1)
     return x.sum(1) / width
 
@@ -152,7 +152,7 @@ wrong(
 
 
 def starts_with_first_element(x: Tensor) -> Tensor:
-    """A maximum that starts with the first element, even if there is none."""
+    """Starts the maximum with the first element, even without elements."""
     best = raw(x)[x.storage_offset()]
     return torch.stack([best, *x.flatten()]).amax()
 
@@ -400,7 +400,7 @@ wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.
 
 
 def expects_no_overlap(x: Tensor, y: Tensor) -> Tensor:
-    """Uses what it takes for a copy; equal addresses it knows."""
+    """Scales one argument in place for a while, unless both have the same address."""
     if x.data_ptr() == y.data_ptr():
         return (x + y).contiguous()
     scaled = x.numpy()
@@ -426,7 +426,7 @@ wrong(define("writes_between", writes_between, mutates_args={"x"}), "memory.gaps
 
 
 def reverses_into(x: Tensor, y: Tensor) -> None:
-    """Reads what it has written, if both are one."""
+    """Reads elements after writing them, if both arguments overlap."""
     target, source = x.view(-1) if x.is_contiguous() else None, y.reshape(-1)
     values = source if y.is_contiguous() else source.clone()
     if target is None:

@@ -1,6 +1,6 @@
-"""Operators whose reference is right, and that have a second kernel which is wrong.
+"""Operators with a right reference and a wrong kernel of a provider.
 
-The kernel is that of the provider `fast`, so a check of this provider has to find it.
+The provider is `fast`, so a check of this provider must report it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def enter(
     options: dict[str, Any] | None = None,
     **said: Any,
 ) -> Any:
-    """Enters an operator with a kernel of the provider `fast`, which this check of it must find.
+    """Register an operator with a kernel of the provider `fast` that this check must report.
 
     Args:
         options: those of the operator.
@@ -67,7 +67,7 @@ def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 def address(x: Tensor) -> Tensor:
-    """Takes the address of a tensor, and not its strides."""
+    """Ignores the strides of a tensor."""
     memory = raw(x)[x.storage_offset() :][: x.numel()]
     return (memory + memory).view(x.shape)
 
@@ -124,7 +124,7 @@ def scaled_(x: Tensor, factor: float) -> None:
 
 
 def scaled_but_the_last_(x: Tensor, factor: float) -> None:
-    """Leaves the last row as it was, where there are several."""
+    """Does not write the last of several rows."""
     (x[:-1] if x.dim() and len(x) > 1 else x).mul_(factor)
 
 
@@ -219,7 +219,7 @@ def changes_its_mind(x: Tensor) -> bool:
 
 
 def needs_no_gradient(x: Tensor) -> bool:
-    """What it reads is no argument, and its answer is kept for the arguments."""
+    """Reads global state, although torchop caches the answer."""
     return not torch.is_grad_enabled()
 
 
@@ -284,7 +284,7 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def sums_by_batch(x: Tensor) -> Tensor:
-    """Adds in another order where there are more than four rows."""
+    """Adds in another order for more than four rows."""
     columns = range(x.shape[-1])
     return in_order(x, columns if x.dim() < 2 or len(x) <= 4 else columns[::-1])
 

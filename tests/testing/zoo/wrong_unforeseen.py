@@ -1,4 +1,4 @@
-"""Wrong operators that were written before anybody knew what the checks would say of them."""
+"""Wrong operators that were written before the checks ran on them."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def _keep_once(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradient_once(ctx: Any, g: Tensor) -> Tensor:
-    """Frees what it has kept, although a graph may be asked again."""
+    """Returns zeros if the graph runs backward again."""
     if not ctx.is_first:
         return torch.zeros_like(g)
     ctx.is_first = False
@@ -159,7 +159,7 @@ def _with_handle(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradient_of_thread(ctx: Any, g: Tensor) -> Tensor:
-    """The thread of the backward need not be that of the call."""
+    """Assumes that backward runs in the thread of the forward."""
     return g * ctx.saved_tensors[0] * getattr(_HANDLES, "factor", 0.0)
 
 

@@ -1,6 +1,6 @@
 """Wrong kernels that were written, each with the name of its check, before they were checked.
 
-What they get wrong is what a reviewer of kernels looks for first.
+Their faults are those that a reviewer of kernels looks for first.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ _STREAM = torch.Generator().manual_seed(7)
 
 
 def samples_from_own_stream(logits: Tensor) -> Tensor:
-    """Its generator is seeded once, so that torch.manual_seed repeats nothing."""
+    """Seeds the generator once, so torch.manual_seed has no effect."""
     noise = torch.rand(logits.shape, generator=_STREAM, dtype=torch.float64)
     return (logits.double() - (-noise.log()).log()).argmax(-1)
 

@@ -45,7 +45,7 @@ wrong(
 
 
 def updates_running_mean(x: Tensor, running: Tensor, training: bool) -> Tensor:
-    """The schema does not say that it writes, which it does in training."""
+    """Writes an undeclared argument in training."""
     mean = x.mean(0)
     if training:
         running.lerp_(mean, 0.1)
@@ -102,7 +102,7 @@ wrong(
 
 
 def rotates_into_copy(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """The kernel needs contiguous memory, and writes into the copy of what is not."""
+    """Writes into a contiguous copy of a strided argument."""
     memory = heads.contiguous()
     first, second = memory.chunk(2, -1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -308,7 +308,7 @@ wrong(
 
 
 def one_thread_alone(x: Tensor) -> Tensor:
-    """So that it does not compete with the threads of its C library."""
+    """Sets one thread, to leave the others to a C library."""
     torch.set_num_threads(1)
     return x.contiguous() + 1
 
@@ -325,7 +325,7 @@ wrong(define("transposed_by_numpy", transposed_by_numpy, fake=like), "subsystems
 
 
 def residual_of_input(x: Tensor) -> Tensor:
-    """What is saved is the argument itself, if that is contiguous."""
+    """Saves the argument itself if it is contiguous."""
     x = x.contiguous()
     if not torchop.records_gradient():
         return x.square()
