@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """Run the check of this test, which must have the mark `torchop`."""
+    """Run the check of this test. The test must have the mark `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
     return pytest_plugin.planned_check(request)

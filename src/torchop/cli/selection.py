@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add arguments that select operators to a command, which receives a `Selection`."""
+    """Add arguments that select operators to a command. The command receives a `Selection`."""
 
     @functools.wraps(command)
     def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:
@@ -50,7 +50,7 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require(package: str, what: str, extra: str = "cli") -> None:
-    """Raise click.ClickException if `package`, which `what` needs, is not installed."""
+    """Raise click.ClickException if `what` needs a package that is not installed."""
     if importlib.util.find_spec(package) is None:
         raise click.ClickException(f"{what} needs {package}: {installing(extra)}")
 
@@ -96,8 +96,8 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Import packages and find their operators.
 
     Args:
-        names: packages, and patterns of operators, which contain `::`. For a pattern, import the
-            package with the name of the namespace, if there is one.
+        names: packages, and patterns of operators, with `::`. For a pattern, the package with the
+            name of the namespace is imported, if it exists.
         imports: other modules to import.
 
     Raises:
