@@ -12,20 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torchop is imported: every test sees the operators that users get, with native calls. Set
-# TORCHOP_NATIVE=0 to test without. The extension is compiled once, and kept in the working tree.
+# Before torchop is imported: tests run with native calls, as users' programs do. TORCHOP_NATIVE=0
+# tests without them. The extension is compiled once, into the working tree.
 os.environ.setdefault("TORCHOP_NATIVE", "require")
 os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".native_cache"))
-# Each of two test processes has a thread of OpenMP for each processor. They would wait for the next
-# piece of work by taking time of the processor, from the other process, and a test that needs large
-# tensors would take twice as much of it.
+# Idle OpenMP threads must not spin, because they would take processor time from the other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Inductor compiles in the process itself. Its pool, which each program of a test would start, has
-# processes that import PyTorch, and takes longer than what tests let it compile.
+# Inductor compiles in the process itself: starting its pool of processes takes longer than
+# compiling the small programs of tests.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Nor does it look for vector instructions, for which it compiles a program for each kind, and then
-# headers that make each program of a test take half as long again. An operator is called, and not
-# compiled.
+# Without vector instructions, Inductor compiles no programs that detect them and no headers for
+# them, which takes a third of the time. Operators are called, not compiled.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
@@ -39,8 +36,8 @@ from tests._support.forking import leave_guards_untimed
 from torchop.testing.process_state import process_state
 
 FOLDER = Path(__file__).parent
-# They look at all operators or objects of the process, which takes ten times as long when all of
-# the other tests have defined theirs.
+# These files iterate over all operators or objects of the process, which takes ten times as long
+# after the other tests.
 FIRST = (
     "inspect/test_registrant.py",
     "rules/fake/test_declared.py",
@@ -64,8 +61,7 @@ FIRST = (
     "cli/test_record.py",
     "inspect/test_record.py",
 )
-# Those that take ten seconds of a processor and more, so that no process is left with one of them
-# at the end. A new file that does belongs here.
+# Files that take ten CPU-seconds or more run next, so that no worker ends with one of them alone.
 LONGEST = (
     "project/test_site.py",
     "project/test_benchmarks.py",
@@ -93,12 +89,12 @@ LONGEST = (
     "project/test_threads.py",
 )
 
-# What a compiler makes lives until it has compiled. Python would look for garbage among it after
-# every 700 objects, which takes a twentieth of the time of such tests.
+# Objects of a compiler live until it has compiled, so frequent garbage collection is useless and
+# takes a twentieth of the time.
 gc.set_threshold(10_000, 20, 10)
 
-# pytest listens to all loggers that do not propagate. PyTorch writes each graph of a compile as
-# text, which is a tenth of the compile, as soon as somebody listens to this one.
+# pytest adds a handler to loggers that do not propagate. With a handler on this logger, PyTorch
+# formats each compiled graph, which takes a tenth of the compile time.
 logging.getLogger("torch.__trace").propagate = True
 
 _numbers = itertools.count()
@@ -112,10 +108,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Imports all tests without looking for garbage among what stays, a fourth of the time."""
-    # The first backward starts a thread for each accelerator there is, after which no fork of the
-    # process can run one. So it is here, where the stand-in is there and no fake tensor was: after
-    # one on a GPU, a build for CUDA counts that, too.
+    """Import all tests without garbage collection, which would take a fourth of the time."""
+    # The first backward starts a thread for each accelerator. After the first fake tensor on a GPU,
+    # a forked process could not start them, so run a backward before any test.
     torch.ones(1, requires_grad=True).sum().backward()
     gc.disable()
     try:
@@ -126,10 +121,10 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def _import_in_turns(config: pytest.Config) -> None:
-    """Imports all tests, where several processes do, beginning with other files in each.
+    """Import all tests, where several processes do, beginning with other files in each.
 
-    pytest rewrites the asserts of a file that it has not met before, which takes as long as to
-    import it, and keeps the result. All processes would do that for the same files at once.
+    pytest caches the rewritten asserts of a file. If all workers began with the same file, all of
+    them would rewrite it.
     """
     worker = getattr(config, "workerinput", None)
     if worker is None or [Path(name).resolve() for name in config.args] != [FOLDER]:
@@ -139,7 +134,7 @@ def _import_in_turns(config: pytest.Config) -> None:
     )
     start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for file in files[start:] + files[:start]:
-        # What cannot be imported, pytest tries again, and tells.
+        # pytest imports failing files again, and reports the error.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(FOLDER.parent).with_suffix("").parts))
 
@@ -155,36 +150,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def namespace() -> str:
-    """A namespace that no other test uses; operators live as long as the process.
+    """Return a namespace that no other test uses, because operators live as long as the process.
 
-    It is a number, not the name of the test: words of the name would turn up in error messages,
-    and then match what the test expects to find there.
+    It has a number instead of the name of the test, whose words could match expected messages.
     """
-    # To export a program, PyTorch asks each namespace of this list for decompositions, and the
-    # dispatcher for all operators each time, which took longer than the rest with those of hundreds
-    # of tests. They stay attributes of torch.ops. Those of this test join the list.
+    # torch.export searches every namespace in this list for decompositions. With the namespaces of
+    # hundreds of tests, that takes longer than exporting.
     torch.ops._dir[:] = ["aten"]
     return f"t{next(_numbers)}"
 
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_objects() -> None:
-    """Keeps collections from looking at what is there before the tests of a file.
+    """Exclude existing objects from garbage collection during the tests of a file.
 
-    That is all of PyTorch: a collection would take a second, and some tests make hundreds.
+    Collecting all objects of PyTorch takes a second, and some tests collect hundreds of times.
     """
     gc.collect()
     gc.freeze()
 
 
-# Variables that pytest and Inductor set for themselves.
+# Environment variables that pytest and Inductor change.
 _OF_OTHERS = re.compile(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+|TRITON_\w+")
 
 
 def _shared_state() -> dict[str, Any]:
-    """What the tests of a process share, without random numbers, which change on purpose."""
+    """Return the state that tests of a process share, except random numbers."""
     state = process_state(random_numbers=False)
-    del state["warnings.filters"]  # which pytest puts back, and what is imported adds to
+    del state["warnings.filters"]  # pytest restores it, and imports add to it
     for name, value in state.pop("os.environ").items():
         if not _OF_OTHERS.fullmatch(name):
             state[f"os.environ[{name!r}]"] = value
@@ -199,7 +192,7 @@ def _shared_state() -> dict[str, Any]:
 
 @pytest.fixture
 def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets a test run fake kernels in several threads at once.
+    """Let a test run fake kernels in several threads at once.
 
     PyTorch sets what torch.library.get_ctx returns for the whole process, and puts back after each
     fake kernel what it found before. So the context of a thread may stay when all have ended.
@@ -209,11 +202,11 @@ def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def unchanged_process() -> Iterator[None]:
-    """Fails a test that leaves the process changed: which tests come after it is chance."""
+    """Fail a test that changes the state of the process, because the order of tests varies."""
     before = _shared_state()
     yield
     after = _shared_state()
-    names = list(before)  # an accelerator that the test is the first to use is none of them
+    names = list(before)  # excludes accelerators that the test uses first
     changes = [(n, before[n], after.get(n)) for n in names if before[n] != after.get(n)]
     added = [n for n in after if n not in before and "accelerator" not in n]
     assert (changes, added) == ([], [])

@@ -1,4 +1,4 @@
-"""The registration helpers of inference engines: called as the engines call theirs."""
+"""The registration helpers of inference engines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def like_x(x: Tensor) -> Tensor:
 
 
 def engine(source: str, module: str) -> dict[str, Any]:
-    """What a module of an engine's package defines."""
+    """The module of an engine's package."""
     scope: dict[str, Any] = {"__name__": module}
     exec(source, scope)
     return scope

@@ -1,4 +1,4 @@
-"""Operators whose results share memory: calls do what they do with the helper of an engine."""
+"""Operators with results that share memory behave as with an engine's helper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engines_helper(
     fake_impl: Callable[..., Any],
     target_lib: torch.library.Library,
 ) -> None:
-    """What `direct_register_custom_op` of vLLM does."""
+    """Register an operator as `direct_register_custom_op` of vLLM does."""
     schema = torch.library.infer_schema(op_func, mutates_args=mutates_args)
     target_lib.define(op_name + schema)
     target_lib.impl(op_name, op_func, "CompositeExplicitAutograd")
@@ -114,7 +114,7 @@ def arguments(kernel: Callable[..., Any], sign: int, requires_grad: bool) -> lis
 
 
 def described(result: Any, args: list[Tensor]) -> list[Any]:
-    """What there is to see of results: which of them, and of the arguments, are the same object."""
+    """Describe results: their values, and which are the same object as arguments."""
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     everything = [*args, *results]
     return [

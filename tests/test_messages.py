@@ -1,4 +1,4 @@
-"""No message grows with what a user passed, and none carries its control characters."""
+"""Messages are short for any argument, and contain no control characters."""
 
 import dataclasses
 import inspect

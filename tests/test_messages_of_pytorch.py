@@ -1,4 +1,4 @@
-"""Words of `torch.library`'s messages that programs and tests look for: ours have them, too."""
+"""Messages contain the words of `torch.library`'s that programs look for."""
 
 from __future__ import annotations
 

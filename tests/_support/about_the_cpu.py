@@ -1,4 +1,4 @@
-"""The tests that are about the CPU, or what there is on it alone, by file: see `on_device.py`."""
+"""Tests that need the CPU or CPU-only features, by file; see `on_device.py`."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def reason(file: str, name: str, device_type: str) -> str | None:
-    """Why a test, in a file of this folder, is about the CPU; None if it is not."""
+    """Return the reason why a test needs the CPU, or None."""
     function, _, parameters = name.rstrip("]").partition("[")
     for reason, entries in TESTS.get(file, {}).items():
         if reason in NOT_ON_GPUS and device_type != "standin":
@@ -180,7 +180,7 @@ def reason(file: str, name: str, device_type: str) -> str | None:
 
 
 def of_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
-    """Why a test is about the CPU, if what it raised says so; None if it does not.
+    """Return the reason why a failed test needs the CPU, from its exception, or None.
 
     An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy, and
     Inductor has to look up what it knows of the device.

@@ -1,4 +1,4 @@
-"""What several test files need: operators, scenarios, programs, threads and command lines."""
+"""Helpers for many test files: operators, scenarios, programs, threads and command lines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ import torchop
 
 
 class Both(NamedTuple):
-    """What a scenario returned, or the exception it raised."""
+    """The result of a scenario, or the exception that it raised."""
 
     ours: Any
     stock: Any
 
 
 def on_both(scenario: Callable[[Any, str], Any], namespace: str) -> Both:
-    """Runs `scenario(library, namespace)` with torchop, and with torch.library.
+    """Run `scenario(library, namespace)` with torchop, and with torch.library.
 
     A test that asserts on both halves shows that its scenario can tell right from wrong.
     """
@@ -48,7 +48,7 @@ def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) 
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the type and the message of the exception that it raises."""
+    """Return the result of a call, or the type and message of its exception."""
     try:
         return call()
     except Exception as error:
@@ -83,7 +83,7 @@ needs_native = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
-    """Yields a dictionary that holds, after the block, the calls of the block by reason."""
+    """Yield a dictionary that holds, after the block, the calls of the block by reason."""
     calls: dict[str, int] = {}
     before = torchop.native.counters(op)
     yield calls
@@ -96,7 +96,7 @@ def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
 def run_program(
     source: str, *arguments: str, timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a Python of its own, whose end it may be; warnings are errors there too."""
+    """Run a program in a Python of its own, whose end it may be; warnings are errors there too."""
     return subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(source), *arguments],
         env={**os.environ, **environment},
@@ -112,7 +112,7 @@ _LACKING = re.compile(r"^.*(triton not found|No CUDA runtime).*\n", re.MULTILINE
 
 
 def without_notes_of_pytorch(text: str) -> str:
-    """What a program printed, without what PyTorch says of the machine."""
+    """Return the output of a program without PyTorch's notes about the machine."""
     return _LACKING.sub("", text)
 
 
@@ -142,7 +142,7 @@ THREADS = 8
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Runs `work(number)` in as many threads, starting together; returns what each returned."""
+    """Run `work(number)` in as many threads, starting together; return what each returned."""
     barrier = threading.Barrier(count)
     results: list[Any] = [None] * count
 
@@ -169,7 +169,7 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 
 
 class Outcome:
-    """What a command line wrote, and its exit code."""
+    """The output of a command line, and its exit code."""
 
     def __init__(self, *arguments: str) -> None:
         from click.testing import CliRunner
@@ -188,7 +188,7 @@ class Outcome:
 
 
 def close_operators(namespace: dict[str, Any]) -> None:
-    """Frees the names of operators, so that the next page can use them too."""
+    """Free the names of operators, so that the next page can use them too."""
     for value in namespace.values():
         if isinstance(value, torchop.CustomOp):
             value._definition.deregister("the page that defined it is over")

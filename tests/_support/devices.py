@@ -1,4 +1,4 @@
-"""Choose the device of tests that run on any: the CPU, or that of `tests/integration/device`."""
+"""Choose the device for tests that run on any device."""
 
 import os
 

@@ -107,7 +107,7 @@ class _Server:
                 assert self._reach(place)
 
     def _reach(self, place: str) -> bool:
-        """Connects with the server; False if there is none yet, or none any more."""
+        """Connect with the server; False if there is none yet, or none any more."""
         self._connection = socket.socket(socket.AF_UNIX)
         self._answers = self._connection.makefile()
         try:
@@ -126,7 +126,7 @@ class _Server:
     def run(
         self, timeout: float, *, stdout: str | None = None, **job: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program, and returns what it wrote and how it ended."""
+        """Run a program, and return what it wrote and how it ended."""
         with _file() as out, _file() as err:
             job["files"] = [os.devnull, stdout or out, err]
             self._connection.sendall(f"{json.dumps(job)}\n".encode())
@@ -157,7 +157,7 @@ class _Server:
 
 
 def _folder() -> str:
-    """Where sockets are: the path of one has at most 103 bytes on some systems."""
+    """Return the folder of sockets, whose paths have at most 103 bytes on some systems."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
@@ -202,7 +202,7 @@ _server = functools.cache(_Server)
 
 
 def leave_guards_untimed() -> None:
-    """Keeps Dynamo, once it is imported, from timing the guards of each graph that it compiles.
+    """Keep Dynamo, once it is imported, from timing the guards of each graph that it compiles.
 
     It flushes the caches of the processor before, which takes longer than to compile a small graph.
     The time goes into a log that nobody reads.
@@ -219,7 +219,7 @@ def run_forked(
     timeout: float = 120,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program that needs PyTorch; warnings are errors there too."""
+    """Run a program that needs PyTorch; warnings are errors there too."""
     return _run_source(_torch(), source, arguments, folder, timeout, environment)
 
 
@@ -231,7 +231,7 @@ def run_module(
     timeout: float = 120,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a module, as `python -m` does, in a folder; `stdout` is a file to write to."""
+    """Run a module, as `python -m` does, in a folder; `stdout` is a file to write to."""
     return _compilers().run(  # which most commands import
         timeout,
         stdout=stdout,
@@ -251,7 +251,7 @@ def run_compiling(
     timeout: float = 300,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program that needs PyTorch's compilers."""
+    """Run a program that needs PyTorch's compilers."""
     return _run_source(_compilers(), source, arguments, folder, timeout, environment)
 
 
@@ -277,7 +277,7 @@ def _run_source(
 def run_script(
     script: Path, *arguments: str, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a file with a program that needs PyTorch's compilers."""
+    """Run a file with a program that needs PyTorch's compilers."""
     return _compilers().run(
         timeout,
         source=script.read_text(encoding="utf-8"),

@@ -66,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_plugin_registered(plugin: object) -> None:
-    """Loads the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop.
+    """Load the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop.
 
     So tensors that are made while pytest imports other files of that name are on the device, too.
     """

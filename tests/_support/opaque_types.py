@@ -1,4 +1,4 @@
-"""Classes that are registered as opaque, whose objects PyTorch passes on, and hostile ones."""
+"""Classes registered as opaque types, and classes with hostile attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._opaque_base import OpaqueBase
 
 
 class Reference(OpaqueBase):
-    """What `torch.compile` takes as an input of a graph; PyTorch says "symbolic" since 2.15."""
+    """A graph input for `torch.compile`; PyTorch says "symbolic" since 2.15."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -20,7 +20,7 @@ class Reference(OpaqueBase):
 
 
 class Constant(OpaqueBase):
-    """What `torch.compile` bakes into a graph; PyTorch says "constant" since 2.15."""
+    """A constant of a graph for `torch.compile`; PyTorch says "constant" since 2.15."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
 
 def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.MarkDecorator | None:
-    """What the marker makes of a test on this release."""
+    """Return the effect of the marker on a test with this release."""
     is_there = _release(since) <= _release(torch.__version__)
     is_still_there = before is None or _release(torch.__version__) < _release(before)
     if is_there and is_still_there:
@@ -44,7 +44,7 @@ def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.Ma
 
 
 def is_older(release: str) -> bool:
-    """Whether the installed PyTorch is older than a release."""
+    """Return whether the installed PyTorch is older than a release."""
     return _release(torch.__version__) < _release(release)
 
 
@@ -58,7 +58,7 @@ OUT: Any = getattr(torch.Tag, "out", "torch.Tag.out")
 
 
 def of_form(tag: str, schema: str) -> dict[str, Any]:
-    """What makes an operator one of a form: the tag, or where there is none, the schema.
+    """Return the options for an in-place or out= operator: the tag, or a schema without tags.
 
     The second is for our operators alone; torch.library refuses what aliases an argument.
     """

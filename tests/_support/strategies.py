@@ -103,7 +103,7 @@ class Unsupported(NamedTuple):
 
 
 def make_function(source: str, **names: Any) -> Callable[..., Any]:
-    """Executes the source of a module that defines `f`, or another single function."""
+    """Execute the source of a module that defines `f`, or another single function."""
     future = _FUTURE if source.startswith(_FUTURE) else ""
     module: dict[str, Any] = {"__name__": "generated", **names}
     text = future + _HEADER + source.removeprefix(_FUTURE)
@@ -228,7 +228,7 @@ def _body(returns: str) -> str:
 
 @st.composite
 def parameters(draw: DrawFn, name: str, keyword_only: bool, must_default: bool) -> Parameter:
-    """One parameter; by position it may hold tensors, and by keyword it may not."""
+    """Generate a parameter, which may hold tensors only if it is positional."""
     kinds = [
         kind
         for kind in KINDS
@@ -277,7 +277,7 @@ def _written(parameter: Parameter) -> str:
 
 
 def what_to_write(near: str) -> str:
-    """How a message begins that says what to write instead."""
+    """Return the start of the suggestion in a message."""
     if near.startswith("Tensor, "):  # no type is near, so it names all
         return f"supported are {near}"
     return (
@@ -383,7 +383,7 @@ _function_names = st.sampled_from(["crop", "a_rather_long_name_for_a_function_" 
 
 
 def _start(text: str) -> str:
-    """As much of a long text as a message has to repeat."""
+    """Return the part of a long text that a message must repeat."""
     return text[:40]
 
 

@@ -15,7 +15,7 @@ from tests.accelerate.support import stock
 
 @pytest.fixture
 def accelerated(namespace: str) -> Iterator[Callable[[], torchop.Acceleration]]:
-    """Accelerates everything in the namespace until the test ends; returns the object for it."""
+    """Accelerate everything in the namespace until the test ends; return the object for it."""
     accelerations: list[torchop.Acceleration] = []
 
     def accelerate() -> torchop.Acceleration:
@@ -51,5 +51,5 @@ def op(namespace: str) -> Any:
 
 @pytest.fixture
 def seen() -> list[Any]:
-    """What a kernel, or a formula, saw."""
+    """The arguments that a kernel or a formula got."""
     return []

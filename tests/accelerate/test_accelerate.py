@@ -24,7 +24,7 @@ def is_native(op) -> bool:
 
 
 def state(op):
-    """Everything that accelerating changes."""
+    """Return all state that accelerating changes."""
     overload = op._opoverload
     packet = overload._overloadpacket
     table = torch.jit._builtins._get_builtin_table()

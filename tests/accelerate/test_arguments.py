@@ -1,4 +1,4 @@
-"""Arguments of operators of others, as the dispatcher hands them over."""
+"""Arguments of accelerated operators equal the dispatcher's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formulas of others see and do the same in accelerated calls."""
+"""Formulas of accelerated operators get the same arguments and return the same gradients."""
 
 from __future__ import annotations
 

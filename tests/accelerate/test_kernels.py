@@ -1,7 +1,4 @@
-"""Accelerated calls run the kernel that the dispatcher would run.
-
-Uses private names.
-"""
+"""Accelerated calls run the kernel that the dispatcher would run. Uses private names."""
 
 from __future__ import annotations
 
@@ -9,12 +6,11 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 import torchop
 from tests._support.common import needs_native
 from tests._support.devices import AUTOGRAD, BACKEND, OTHER, TYPE
-from tests.accelerate.support import T, stock
+from tests.accelerate.support import T
 from torchop._compat.dispatch import format_key
 
 pytestmark = needs_native
@@ -39,21 +35,6 @@ def test_a_disabled_kernel_does_not_run(accelerated, op):
         assert torch.equal(op(T), T + 1)
     assert torch.equal(op(T), T + 2)
     assert torchop.native.counters(op) == {"native": 3}
-
-
-def test_a_list_of_devices_keeps_what_torch_library_makes_of_it(namespace, accelerated):
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    # The kernel of one device looks up that of the device which came last.
-    handle = stock(namespace, op, device_types=[TYPE, OTHER])
-    handle.register_kernel(TYPE)(lambda x: x + 2)
-    before = handle(T)
-    accelerated()
-    assert torch.equal(handle(T), before)
-    assert torchop.native.counters(handle) == {"native": 1}
-    handle.register_kernel(OTHER)(lambda x: x + 3)
-    assert torch.equal(handle(T), T + 3)
 
 
 @pytest.mark.parametrize("is_older", [True, False])

@@ -1,4 +1,4 @@
-"""Operators of `torch.library.custom_op` that mutate tensors which require grad."""
+"""Accelerated operators that mutate tensors with requires_grad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of kernels of others are converted and checked as without acceleration."""
+"""Results of accelerated operators are converted and checked as by the dispatcher."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests._support.common import Outcome
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
-    """Runs a command in this process, which gets back what the programs that it runs change."""
+    """Run a command in this process, which gets back what the programs that it runs change."""
     pytest.importorskip("click.testing")
     monkeypatch.chdir(Path.cwd())
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
 def write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
 ) -> Iterator[Callable[[str, str], str]]:
-    """Writes a module that can be imported, in which NAMESPACE is that of the test."""
+    """Write a module that can be imported, in which NAMESPACE is that of the test."""
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 

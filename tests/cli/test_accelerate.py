@@ -1,4 +1,4 @@
-"""`python -m torchop accelerate`, and the table of what operators would gain."""
+"""`python -m torchop accelerate`, and its table of savings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = TensorRecord(torch.float32, (3,), "cpu", False)
 
 @pytest.fixture
 def save(tmp_path, namespace):
-    """Writes a recording of calls, given by the names of operators."""
+    """Write a recording of calls, given by the names of operators."""
 
     def save(file="calls.json", **calls):
         recorded = torchop.record("*")

@@ -78,7 +78,7 @@ alone.register_examples(lambda: [(torch.ones(2),)])
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measures in this process, and not for long."""
+    """Measure in this process, and not for long."""
 
     def answers_of(function, args, limit, modules):
         found = (each for each in function(*args) if not isinstance(each, str))

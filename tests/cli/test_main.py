@@ -1,4 +1,4 @@
-"""The command line as a whole: what is wrong before a command starts, and where output goes."""
+"""Errors before a command starts, and the output of all commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests._support.common import Outcome, run_program
+from tests._support.common import Outcome
 from tests._support.forking import run_forked, run_module
 
 # What the command `torchop` runs, which is made where the package is installed.
@@ -26,7 +26,7 @@ def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_a_wrong_environment_variable_is_no_traceback() -> None:
     """It is there before `python -m torchop` imports anything."""
     program = "import sys\nfrom torchop.__main__ import main\nsys.argv[1:] = ['list', 'x']\nmain()"
-    done = run_program(program, TORCHOP_NATIVE="banana")
+    done = run_forked(program, TORCHOP_NATIVE="banana")
     assert done.returncode == 2
     assert "Error: the environment variable TORCHOP_NATIVE is 'banana'" in done.stderr
     assert "Traceback" not in done.stderr

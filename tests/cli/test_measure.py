@@ -1,4 +1,4 @@
-"""What a call of an operator costs, measured in a process of its own, or why it is not measured."""
+"""Measuring calls in a child process, and the reasons for not measuring a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ X = TensorRecord(torch.float32, (3,), "cpu", False)
 
 
 def cost_of(op, *calls):
-    """What is measured of these kinds of calls, in this process."""
+    """Measure these kinds of calls in this process."""
     return list(measurements(op, [(call, 1) for call in calls]))[-1].cost
 
 
@@ -42,7 +42,7 @@ def module(package):
 
 @pytest.fixture
 def reason(module, namespace):
-    """Why an operator of which these calls were recorded is not measured; empty if it is."""
+    """Return the reason for not measuring these recorded calls, or an empty string."""
 
     def reason(op, *calls):
         try:

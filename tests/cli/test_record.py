@@ -30,7 +30,7 @@ sys.stdout.flush()
 
 @pytest.fixture
 def program(write, package, tmp_path):
-    """Writes a program, and returns its path."""
+    """Write a program, and return its path."""
 
     def program(more=""):
         name = write("program", PROGRAM.replace("PACKAGE", package) + more)

@@ -1,4 +1,4 @@
-"""Private names of PyTorch are in one package, which needs nothing of ours.
+"""Private names of PyTorch appear only in `_compat`, which imports nothing from torchop.
 
 Uses private names.
 """

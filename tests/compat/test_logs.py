@@ -1,4 +1,4 @@
-"""What TORCH_LOGS=torchop shows."""
+"""Output of TORCH_LOGS=torchop."""
 
 from __future__ import annotations
 

@@ -79,6 +79,6 @@ def names(namespace: str) -> set[str]:
 
 
 def all_names(namespace: str) -> set[str]:
-    """All that the dispatcher knows in a namespace, which takes long in a large process."""
+    """Return all names of a namespace in the dispatcher."""
     known = torch._C._dispatch_get_all_op_names()
     return {name for name in known if name.startswith(f"{namespace}::")}

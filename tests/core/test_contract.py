@@ -1,4 +1,4 @@
-"""What a kernel may return: the number and types of its schema, in fresh memory."""
+"""Kernels must return the number and types of results in the schema."""
 
 import contextlib
 import enum

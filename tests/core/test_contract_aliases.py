@@ -1,4 +1,4 @@
-"""Outputs in fresh memory: what shares memory is refused, and named."""
+"""Kernels must return fresh memory."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""A definition happens as a whole or not at all, wherever it raises.
-
-Uses private names.
-"""
+"""A definition happens as a whole or not at all, wherever it raises. Uses private names."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class Injection(NamedTuple):
     call: int
 
     def into(self, action: Callable[[], Any]) -> bool:
-        """Runs an action, and returns whether it came to this call."""
+        """Run an action, and return whether it came to this call."""
         owner, attribute = STEPS[self.step]
         before, calls = getattr(owner, attribute), 0
 

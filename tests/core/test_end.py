@@ -1,4 +1,4 @@
-"""The end of an operator: nothing of it is taken for the next one, and nothing keeps it alive."""
+"""Deregistered operators are freed, and later operators inherit nothing from them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_compilers(frozen_objects: None) -> None:
-    """Keeps the collections of these tests from looking at all that PyTorch's compilers import."""
+    """Keep the collections of these tests from looking at all that PyTorch's compilers import."""
     torch.compile(torch.sin, backend="aot_eager")(T)
     torch._dynamo.reset()
     gc.collect()
@@ -297,7 +297,7 @@ def test_replaced_operator_is_not_kept(namespace):
 
 
 def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float:
-    """How many objects are more for each operator that was defined under a new name, and ended."""
+    """Count the objects that remain of each operator defined with a new name and deregistered."""
     for number in range(rounds):
         make(number)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Functions that are asked about a call: which arguments they get, and what is refused.
+"""`torchop.extend.observer`: arguments of the function, and rejected signatures.
 
 Uses private names.
 """

@@ -1,4 +1,4 @@
-"""`torchop.extend.Operator`, and warnings of tools of others."""
+"""`torchop.extend.Operator`, and `torchop.extend.warn`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""custom_op under a name that is taken: what is replaced, and what the old operator says."""
+"""custom_op with the name of an existing operator."""
 
 import gc
 import warnings
@@ -59,7 +59,7 @@ def op(x):
 
 
 def from_source(namespace, amount, filename, module):
-    """What runs a cell of a notebook, or loads a module again."""
+    """Return a function that runs a notebook cell, or reloads a module."""
     variables = {"__name__": module}
     exec(compile(source(amount), filename, "exec"), variables)
     return torchop.custom_op(f"{namespace}::op", variables["op"], mutates_args=(), schema=SCHEMA)

@@ -300,7 +300,7 @@ def share(name: str) -> Share:
 
 
 def kinds(op: Any) -> dict[str, Any]:
-    """Everything that is derived from an operator, by kind."""
+    """Return the operators derived from an operator, by kind."""
 
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         return grad.clone()

@@ -1,4 +1,4 @@
-"""Attributes of a class that becomes an operator, which stand for arguments and registrations."""
+"""Class attributes that stand for arguments and registrations."""
 
 from __future__ import annotations
 

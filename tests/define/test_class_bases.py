@@ -1,4 +1,4 @@
-"""Base classes of a class that becomes an operator, and its names."""
+"""Base classes in the class form, and private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""operator: a class becomes the handle that custom_op would make of its members."""
+"""The class form defines the same operator as custom_op with the members."""
 
 from __future__ import annotations
 

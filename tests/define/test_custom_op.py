@@ -1,4 +1,4 @@
-"""custom_op: its forms, and definitions that fail."""
+"""Forms of custom_op, and failing definitions."""
 
 import functools
 import re

@@ -1,7 +1,4 @@
-"""The handle: it has the identity of its function, and that of its operator.
-
-Uses private names.
-"""
+"""Handles have the identity of their function and of their operator. Uses private names."""
 
 import copy
 import doctest
@@ -396,7 +393,7 @@ def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 def test_handle_whose_operator_ends_while_it_is_looked_up(namespace, monkeypatch):
-    """As another thread may end it: the handle does not return the next operator of the name."""
+    """Another thread may deregister it; the handle must not return the next operator."""
     op = adding(namespace)
     lookup = torch_ops.lookup_overload
 

@@ -1,4 +1,4 @@
-"""The handle: a CustomOpDef to everyone who knows those."""
+"""Handles work as `torch.library.CustomOpDef`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels by dispatch key, for operators of ours and of PyTorch, and kernels to call directly."""
+"""`Library.impl` for our operators and PyTorch's, and `get_kernel`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Operators that are gone: whoever still holds one is told, and nothing calls freed memory."""
+"""Objects of deregistered operators raise instead of calling freed memory."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def custom_op_in(library, namespace):
 
 
 def gone(namespace, make, define, end):
-    """Defines `ns::op` in a library, and ends the library; returns what callers still hold."""
+    """Define `ns::op` in a library, and ends the library; return what callers still hold."""
     library = make(namespace, "FRAGMENT")
     handle = define(library, namespace)
     held = [packet(namespace), packet(namespace).default, *([handle] if handle else [])]

@@ -1,4 +1,4 @@
-"""An operator under the name of one that is gone, to which a dispatch mode gets the overload.
+"""An operator with the name of a deregistered one, under dispatch modes.
 
 A registration through another library keeps the entry of the dispatcher, which then keeps the
 overload that it gave to the first dispatch mode.
@@ -66,7 +66,7 @@ DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_sto
 
 
 def kept_entry(namespace):
-    """Another library with a kernel for the operator."""
+    """A library whose kernel keeps the operator's entry in the dispatcher."""
     library = torch.library.Library(namespace, "IMPL")
     library.impl("op", lambda x: x, OTHER_BACKEND)
     return library

@@ -1,7 +1,4 @@
-"""What a caller of an operator that out_op defines may write into.
-
-Uses private names.
-"""
+"""Output buffers that callers of out_op operators may pass. Uses private names."""
 
 from __future__ import annotations
 

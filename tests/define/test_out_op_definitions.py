@@ -1,7 +1,4 @@
-"""Definitions by out_op that are refused, as a whole, and their end.
-
-Uses private names.
-"""
+"""Rejected definitions of out_op, and the lifetime of its operators. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""triton_op: decomposed by compilers, kept in exported programs, and registered like any other."""
+"""triton_op: decomposed by compilers, preserved in exported programs."""
 
 import importlib.util
 
@@ -136,14 +136,6 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
     assert torch.equal(compiled(X), (X + 1) * 2)
 
 
-def test_mutates_args_is_checked(namespace):
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    with pytest.raises(torchop.SchemaError, match="mutates_args"):
-        torchop.triton_op(f"{namespace}::op", op, mutates_args=("y",))
-
-
 def test_a_function_whose_variables_are_assigned_later(namespace, monkeypatch):
     def kernels_of(function):
         raise ValueError("Cell is empty")  # what PyTorch does where Triton is installed
@@ -151,10 +143,6 @@ def test_a_function_whose_variables_are_assigned_later(namespace, monkeypatch):
     monkeypatch.setattr(torch._library.triton, "get_inner_triton_kernels", kernels_of)
     monkeypatch.setattr("torchop._compat.compilers.find_spec", lambda name: name)
     assert torch.equal(define(namespace)(X), X.sin() * 2)
-
-
-def test_wrap_triton_is_that_of_pytorch():
-    assert torchop.wrap_triton is torch.library.wrap_triton
 
 
 @needs_triton

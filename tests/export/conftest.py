@@ -1,4 +1,4 @@
-"""One process that ships a program in every way that there is, for the tests of all of them."""
+"""A program exported in every supported format by one process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ SHIP = r"""
 
 
 def run_in(folder: Path, source: str, **environment: str) -> str:
-    """Runs a program in a folder, with the compile cache of that folder."""
+    """Run a program in a folder, with the compile cache of that folder."""
     done = run_compiling(
         textwrap.dedent(source),
         folder=folder,

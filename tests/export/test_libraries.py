@@ -1,7 +1,4 @@
-"""Packages with kernels in C++, which run where there is no Python.
-
-Uses private names.
-"""
+"""Packages with C++ kernels, which run without Python. Uses private names."""
 
 from __future__ import annotations
 
@@ -108,7 +105,7 @@ LOAD = """
 
 
 def _package(folder: Path, device: str, *operators: str) -> Path:
-    """What AOTInductor writes into a package about the operators that it calls."""
+    """Return the entry of a package about the operators that it calls."""
     path = folder / "model.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         nodes = [{"node": {"target": operator}} for operator in operators]
@@ -120,7 +117,7 @@ def _package(folder: Path, device: str, *operators: str) -> Path:
 
 
 def _register_in_cpp(namespace: str, operator: str, key: str) -> None:
-    """Registers a kernel as a line of a file of C++ does, as far as the dispatcher knows."""
+    """Register a kernel as a line of a file of C++ does, as far as the dispatcher knows."""
     library = torch._C._dispatch_library("IMPL", namespace, key, "kernels.cpp", 8)
     library.impl(operator, key, lambda x, *rest: x.clone())
     _LIBRARIES.append(library)  # the kernel goes with it

@@ -1,4 +1,4 @@
-"""Programs whose operators have providers: which ones they had is in the file."""
+"""Exported programs store the providers that their operators had."""
 
 import io
 

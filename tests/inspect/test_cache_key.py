@@ -1,7 +1,4 @@
-"""What changes the keys of compile caches, by themselves and by `cache_key_tag`.
-
-Uses private names.
-"""
+"""Keys of compile caches, and `cache_key_tag`. Uses private names."""
 
 from __future__ import annotations
 

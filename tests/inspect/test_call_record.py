@@ -1,4 +1,4 @@
-"""What is recorded of a call, and the examples that can be made of it."""
+"""Call records, and the examples made from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.testing import TensorRecord, TypeRecord
 
 @pytest.fixture
 def recorded_arguments(namespace):
-    """What is recorded of the arguments of one call of an operator with any kind of argument."""
+    """Record a call of an operator with any kind of argument."""
 
     def record(schema, *args, **kwargs):
         name = f"{namespace}::op"

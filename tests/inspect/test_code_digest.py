@@ -1,7 +1,4 @@
-"""Which code and constants a key for compile caches depends on.
-
-Uses private names.
-"""
+"""The code and constants that digests for compile caches cover. Uses private names."""
 
 from __future__ import annotations
 

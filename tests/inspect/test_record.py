@@ -1,7 +1,4 @@
-"""record: what a program calls, and with what.
-
-Uses private names.
-"""
+"""record: the calls of a program and their arguments. Uses private names."""
 
 from __future__ import annotations
 

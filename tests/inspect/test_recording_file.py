@@ -1,7 +1,4 @@
-"""The file of a recording: what comes back, and what is refused.
-
-Uses private names.
-"""
+"""Saving and loading recordings, and rejected files. Uses private names."""
 
 from __future__ import annotations
 

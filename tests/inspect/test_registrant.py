@@ -1,7 +1,4 @@
-"""Which operators a package registers.
-
-Uses private names.
-"""
+"""The operators that a package registers. Uses private names."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def kernel(x):
 
 @pytest.fixture
 def make_module(tmp_path, monkeypatch, namespace):
-    """Writes and imports a module, given its name and source."""
+    """Write and imports a module, given its name and source."""
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 

@@ -1,7 +1,4 @@
-"""An operator; and for building: sources, compilers and caches that are nobody else's.
-
-Uses private names.
-"""
+"""An operator, and sources, compilers and caches for builds. Uses private names."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def op(namespace: str) -> torchop.CustomOp[..., Any]:
 
 @pytest.fixture(params=["custom_op", "low_level", "stock_custom_op", "stock_low_level"])
 def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[Any, str], Made]]:
-    """Makes an operator of a kernel and a schema, and calls it with `warm_up` once."""
+    """Make an operator of a kernel and a schema, and calls it with `warm_up` once."""
     makers = Makers(namespace)
 
     def make(kernel: Any, schema: str, *warm_up: Any) -> Made:
@@ -83,14 +80,14 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Makes `source` what torchop compiles when nothing else is said."""
+    """Make `source` what torchop compiles when nothing else is said."""
     monkeypatch.setattr(recipe, "CSRC", source)
     return source
 
 
 @pytest.fixture
 def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes Python say that it runs without the global interpreter lock."""
+    """Make Python say that it runs without the global interpreter lock."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
 
 
@@ -111,7 +108,7 @@ Compiler = Callable[[str], Path]
 
 @pytest.fixture
 def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Makes CXX a shell script, which runs the lines given; returns the log, a line for each run.
+    """Make CXX a shell script, which runs the lines given; return the log, a line for each run.
 
     In the script, `$target` is the file to make.
     """

@@ -1,4 +1,4 @@
-"""Calls that require grad of operators that have nothing registered for autograd."""
+"""Calls with requires_grad of operators without autograd registration."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def tensors() -> list[Tensor]:
-    """Of each kind that autograd treats in its own way."""
+    """Return tensors of each kind that autograd distinguishes."""
     base, other = leaf(3, 2), leaf(3, 2)
     with torch.no_grad():
         view_without_grad = base[0]
@@ -100,7 +100,7 @@ def arguments(kind: str, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observed(op: Any, kind: str, x: Tensor) -> list[Any]:
-    """What can be observed of a call, and of the backward pass after it."""
+    """Return the observations of a call and its backward pass."""
     args, kwargs = arguments(kind, x)
     inputs = _pytree.tree_leaves((args, kwargs))
     result = outcome(lambda: op(*args, **kwargs))

@@ -1,7 +1,4 @@
-"""Calls that the dispatcher makes pass by our kernels that have nothing to do, and no others.
-
-Uses private names.
-"""
+"""Dispatcher calls skip our kernels that have nothing to do. Uses private names."""
 
 from __future__ import annotations
 

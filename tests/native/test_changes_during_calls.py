@@ -1,7 +1,4 @@
-"""What a call runs, and what it was given, changes or goes while it runs.
-
-Uses private names.
-"""
+"""Registrations and deletions during a call. Uses private names."""
 
 from __future__ import annotations
 
@@ -177,7 +174,7 @@ def test_an_operator_may_not_end_in_the_first_call_of_an_object(namespace, way):
 @WAYS
 @pytest.mark.parametrize("defined_again", [False, True])
 def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined_again):
-    """As of two threads that look a name up at once: one of their objects is lost."""
+    """Two threads that look a name up at once create two objects, and one is lost."""
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.custom_op(
         f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=UNARY, lib=library
@@ -219,7 +216,7 @@ def test_an_operator_of_others_in_the_namespace_stays_theirs(namespace):
 
 
 def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
-    """One object stands for two here, as no allocator promises to take a place again."""
+    """One object stands for two, because allocators need not reuse an address."""
     overload = OpOverload.__new__(OpOverload)
     with contextlib.suppress(AttributeError):
         overload(T)  # it has no function
@@ -235,7 +232,7 @@ def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
 def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits, gone):
-    """What else such a call raises stays as it is."""
+    """Other exceptions of such a call are unchanged."""
     entered, closed = threading.Event(), threading.Event()
 
     class Number:

@@ -1,4 +1,4 @@
-"""A kernel that calls its operator without end raises RecursionError, whatever Python's limit."""
+"""Endless recursion in kernels raises RecursionError."""
 
 from __future__ import annotations
 

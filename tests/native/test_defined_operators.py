@@ -1,4 +1,4 @@
-"""Native calls of operators of `Library.define` with registrations such as `register_kernel`."""
+"""Native calls of operators from `Library.define` with later registrations."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Of which devices native calls take tensors.
-
-Uses private names.
-"""
+"""Devices that native calls accept. Uses private names."""
 
 from __future__ import annotations
 

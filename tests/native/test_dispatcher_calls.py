@@ -1,4 +1,4 @@
-"""Calls in the dispatcher, while another thread changes or ends their operator.
+"""Registration and deregistration wait for dispatcher calls in other threads.
 
 Uses private names.
 """

@@ -1,4 +1,4 @@
-"""What gets the extension: the first use of an operator, and nothing before it."""
+"""The first use of an operator loads the extension."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ assert torchop.native.counters(op) == {"native": 1}
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """How each use went: nothing, or the traceback."""
+    """Return an empty string or the traceback, for each use."""
     done = run_forked(PROGRAM, json.dumps(PROGRAMS), TORCHOP_NATIVE="auto")
     outcomes: dict[str, str] = json.loads(assert_clean(done))
     return outcomes

@@ -1,7 +1,4 @@
-"""Greenlets that switch inside kernels: calls end in any order, and some never do.
-
-Uses private names.
-"""
+"""Greenlets that switch inside kernels. Uses private names."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
 
 
 def deep(depth: int, call: Callable[[], Any]) -> Any:
-    """Makes a call from far down the C stack."""
+    """Make a call from far down the C stack."""
     return call() if depth == 0 else functools.partial(deep, depth - 1, call)()
 
 

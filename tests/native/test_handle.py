@@ -1,4 +1,4 @@
-"""A handle is native in every way of calling it, and otherwise what it was before.
+"""Handles are native in every way of calling, and keep their Python behaviour.
 
 Uses private names.
 """
@@ -31,7 +31,7 @@ T = torch.zeros(2)
 def op(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, amount: float = 1.0) -> Tensor:
-        """Adds an amount."""
+        """Add an amount."""
         return x + amount
 
     op.register_fake(lambda x, amount=1.0: torch.empty_like(x))

@@ -1,4 +1,4 @@
-"""What is registered after native calls holds for the next one."""
+"""Registrations after native calls apply to the next call."""
 
 from __future__ import annotations
 

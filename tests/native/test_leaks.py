@@ -1,4 +1,4 @@
-"""Calls leave nothing behind: no memory, no reference, no object.
+"""Calls leak no memory, references or objects.
 
 `nox -s leaks` makes a million calls of each kind; a test run has time for fewer.
 """
@@ -40,7 +40,7 @@ ALLOWANCE = 400_000
 
 
 class _Statistics(ctypes.Structure):
-    """What the allocator of C says of itself."""
+    """Statistics of the C allocator."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -116,7 +116,7 @@ def kept_of_libraries(scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPat
 
 @contextlib.contextmanager
 def same_references(*objects: Any):
-    """That as many references to each object are there after the block as before."""
+    """Check that as many references to each object are there after the block as before."""
     gc.collect()
     before = [sys.getrefcount(item) for item in objects]
     yield
@@ -128,7 +128,7 @@ def same_references(*objects: Any):
 
 
 def test_a_leak_is_found():
-    """Of one object, and of one reference: the tests below can fail."""
+    """A leak of one object or one reference fails the checks below."""
     kept = []
     with pytest.raises(AssertionError, match="blocks in"):
         assert_flat(lambda: kept.append(object()), 20_000)
@@ -140,7 +140,7 @@ T = torch.zeros(2, device=DEVICE)
 
 
 class Operators:
-    """One operator of each kind, all by formula differentiable that can be."""
+    """One operator of each kind, with a formula where possible."""
 
     def __init__(self, namespace: str) -> None:
         def define(name, kernel, schema, **options):
@@ -335,7 +335,7 @@ def test_calls_that_the_dispatcher_refuses(ops, kind):
 
 
 def live(*names: str) -> Counter:
-    """How many objects there are of the native path's classes."""
+    """Count the live objects of native classes."""
     gc.collect()
     kinds = Counter(type(item).__name__ for item in gc.get_objects())
     return Counter({name: kinds[name] for name in names})
@@ -448,7 +448,7 @@ def test_operators_that_end_leave_nothing_behind(namespace, define, monkeypatch)
 
 @pytest.mark.needs_gil("classes are freed, of which an operator that records a gradient has two")
 def test_operators_that_end_under_new_names_leave_no_objects(namespace):
-    """One name in PyTorch's tables of C++ is what is left of an operator."""
+    """A deregistered operator leaves one name in PyTorch's C++ tables."""
     X.grad = torch.zeros(2)
     kinds = "Definition", "CustomOp", "OpOverload", "Entry", "Plan", "function", "cell"
     counts = []

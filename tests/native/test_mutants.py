@@ -1,4 +1,4 @@
-"""Each mutant of `nox -s mutants` takes out a condition that is there, exactly once.
+"""Each mutant of `nox -s mutants` removes a condition that exists exactly once.
 
 Uses private names.
 """

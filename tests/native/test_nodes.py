@@ -1,7 +1,4 @@
-"""Gradients on a PyTorch whose autograd nodes have fields that torchop does not know.
-
-Uses private names.
-"""
+"""Gradients on a PyTorch with unknown autograd nodes. Uses private names."""
 
 from __future__ import annotations
 

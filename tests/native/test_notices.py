@@ -1,15 +1,9 @@
-"""What a program shows while native calls are compiled: in logs, notebooks and children.
-
-Uses private names.
-"""
+"""Notices while the extension is compiled. Uses private names."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -17,7 +11,7 @@ import pytest
 
 import torchop
 from tests._support.common import assert_clean, needs_native, without_notes_of_pytorch
-from tests._support.forking import run_forked
+from tests._support.forking import run_compiling, run_forked
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 
 pytestmark = needs_native
@@ -94,19 +88,13 @@ def test_in_a_notebook(environment: dict[str, str]) -> None:
 
 def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str]) -> None:
     compiler = Path(environment["CXX"])
-    compiler.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    compiler.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
     without_waiting = PROGRAM.replace("print(torchop.native.wait())", "")
-    done = subprocess.run(
-        [sys.executable, "-c", without_waiting],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    done = run_compiling(without_waiting, **environment)
+    assert done.returncode == 0, done.stderr
     notice, warning = without_notes_of_pytorch(done.stderr).split("\n", 1)
     assert notice == NOTICE_IN_BACKGROUND
-    assert warning.count("no room") == 1
+    assert warning.count("no space left") == 1
     assert "NativeBuildWarning: torchop's native call path is not available" in warning
 
 

@@ -1,4 +1,4 @@
-"""Native calls with objects, which the dispatcher passes on whatever their class is."""
+"""Native calls with opaque objects."""
 
 from __future__ import annotations
 

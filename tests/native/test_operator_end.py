@@ -19,14 +19,14 @@ T = torch.zeros(2)
 
 # A library tries to close once: each test gets one try.
 def assert_closing_is_refused(op, call):
-    """That a native call which closes the library of its operator raises."""
+    """Check that a native call which closes the library of its operator raises."""
     with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call to it"):
         call()
     assert calls == {"native": 1}
 
 
 def assert_is_closed_later(op, library, x):
-    """That the operator works, and was not forgotten when its library could not be closed."""
+    """Check that the operator works, and was not forgotten when its library could not be closed."""
     assert op(x).tolist() == [1, 1]
     library._destroy()
     with pytest.raises(torchop.OperatorGoneError, match="was closed"):

@@ -1,4 +1,4 @@
-"""Lists of tensors that may be left out: the dispatcher does not look into them for its keys."""
+"""Optional lists of tensors, which the dispatcher ignores for its keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Objects of torch.ops call our operators without a Python frame, and everything else as ever.
-
-Uses private names.
-"""
+"""Calls of torch.ops objects without Python frames. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that somebody else registers over ours: calls run what the dispatcher would."""
+"""Calls run kernels that other libraries register over ours."""
 
 from __future__ import annotations
 

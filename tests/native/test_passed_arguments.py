@@ -1,4 +1,4 @@
-"""What a kernel is given does not depend on the path of the call.
+"""Kernels get the same arguments on every path.
 
 A kernel of ours is always given the defaults of the schema. Any other kernel is given what the
 dispatcher passes: without what equals a default, so that its own defaults stand in.
@@ -63,7 +63,7 @@ KERNELS = [wrapped, signed, _Instance, partial]
 
 
 def values(call: Callable[[], Tensor]) -> list[float]:
-    """What four calls return, of which the last goes to the dispatcher."""
+    """Return the results of four calls, the last through the dispatcher."""
     native = [call().item() for _ in range(3)]
     with torchop.native.disabled():
         return [*native, call().item()]

@@ -1,4 +1,4 @@
-"""Native calls with instances of subclasses of int, float and str, which kernels get as plain."""
+"""Native calls convert instances of subclasses of int, float and str."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Native calls when a process ends, and in the child of a fork."""
+"""Native calls at interpreter exit and in forked children."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever resets the C++ library behind a Library tells nobody, and the operators are gone."""
+"""Operators of a C++ library that was reset raise."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Overload(NamedTuple):
         return f"({', '.join(parts)}) -> Tensor"
 
     def signature(self) -> tuple[tuple[str, str, bool], ...]:
-        """What TorchScript knows overloads by; it forgets just one of several that are equal."""
+        """Return the signature by which TorchScript identifies overloads."""
         arguments = torch._C.parse_schema(f"op{self.schema()}").arguments
         return tuple((each.name, str(each.type), each.kwarg_only) for each in arguments)
 

@@ -1,7 +1,4 @@
-"""Operators become native when the extension is there, and are what they were.
-
-Uses private names.
-"""
+"""Operators become native once the extension is loaded. Uses private names."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ PREAMBLE = """
 
 @pytest.fixture
 def switching(tmp_path: Path):
-    """Runs a program that begins without the extension, and decides itself when it is there."""
+    """Run a program that begins without the extension, and decides itself when it is there."""
     signal, compiler = tmp_path / "signal", tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n'

@@ -1,4 +1,4 @@
-"""A thread that ends inside a kernel, because Python does, ends alone."""
+"""Python exits while threads are inside kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/reference/differences.md names a test for every claim, and those tests exist."""
+"""docs/reference/differences.md names existing tests for every claim."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def collect(path: Path) -> list[Block]:
 
 
 def run_page(path: Path) -> int:
-    """Runs the blocks of a page, and returns how many there are.
+    """Run the blocks of a page, and return how many there are.
 
     Raises:
         AssertionError: a block raised, or printed something else than the page shows.
@@ -140,7 +140,7 @@ def _run_doctest(test: doctest.DocTest) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
-    """Forgets what other pages compiled, defined and configured."""
+    """Forget what other pages compiled, defined and configured."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     sys.modules[page.__name__] = page  # Dynamo and pickle look functions up by their module

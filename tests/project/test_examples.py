@@ -1,4 +1,4 @@
-"""The examples and the demo, each run as its reader would run it."""
+"""The examples and the demo run."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The servers from which the programs of tests are forked, when something ends too early."""
+"""The servers that fork the programs of tests."""
 
 import os
 import socket

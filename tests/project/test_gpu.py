@@ -1,4 +1,4 @@
-"""What `nox -s gpu` runs, as far as that can be seen where there is no GPU."""
+"""`nox -s gpu`, as far as it can be tested without a GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The layout of the package: imports run one way, every folder and file has its place, a ring of
-tools needs no private name of the core, and the lines of code have three limits.
+"""Imports between packages, the place of every file, and limits on lines of code.
 
 Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
 """
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.project
 
 PACKAGE = Path(torchop.__file__).parent
 CSRC = PACKAGE / "_native/csrc"
-# From the ground up. A package imports from itself and from those in the rows before its own.
+# From the bottom up. A package imports only itself and packages in earlier rows.
 LAYERS = (
     ("_errors",),
     ("_hooks",),
@@ -50,12 +49,11 @@ MOST_ENTRIES, MOST_LINES = 20, 455
 # Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
 # needs more merges or removes something else, or raises the limit in a commit that says why.
 MOST_PYTHON_LINES = 29_800  # of the whole package
-MOST_CORE_LINES = 15_550  # of Python, in all packages that are not in the ring
+MOST_CORE_LINES = 15_550  # of Python, in all packages that are not tools
 MOST_CPP_LINES = 5_825
-# What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
-# from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
-# only they use belong to them.
-RING = (
+# The core does not import tools. They use public names and `torchop.extend`, as third-party tools
+# do. A file of `_compat` that only tools use belongs to them.
+TOOLS = (
     "__main__",
     "_accelerate",
     "_inspect",
@@ -68,26 +66,26 @@ RING = (
     "sphinx",
     "testing",
 )
-# Where the core offers what is in the ring: `torchop`, and the methods of handles.
+# Modules of the core that publish tools: `torchop`, and the methods of handles.
 OFFERS = {"torchop", "torchop._define.registrations"}
-# What the rooms of the ring use of the core besides, and why.
+# The modules of the core that tools may import besides, and the reasons.
 EXCEPTIONS = {
     "_accelerate": (
-        "it has native calls made for operators that others defined",
+        "it enables native calls for operators of other packages",
         {"_compat", "_core.lock", "_core.registry", "_native", "_schema"},
     ),
     "_inspect": (
-        "it tells what the rules, the plan and the dispatcher would do with a call",
+        "it reports what the rules, the plan and the dispatcher would do with a call",
         {"_compat", "_core.definition", "_core.registry", "_core.user_rule", "_errors", "_native"}
         | {"_rules", "_schema"},
     ),
     "_rules.providers": (
-        "what chooses between the kernels of providers becomes a part of plans",
+        "the choice between providers is a part of call plans",
         {"_compat", "_core", "_errors", "_hooks", "_rules.kernels", "_schema"},
     ),
     "_rules.user": (
-        "they tell parts of PyTorch that have no public place for it, and their functions "
-        "`register_...` are typed as those of the core",
+        "they register values in private registries of PyTorch, and their functions "
+        "`register_...` have the types of the core's",
         {"_compat", "_rules.checkpoint_modes", "_rules.residuals", "_schema.callables"},
     ),
     "cli": (
@@ -116,7 +114,7 @@ EXCEPTIONS = {
         },
     ),
 }
-# What is in a file, but is no code.
+# Tokens that are not code.
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -126,12 +124,12 @@ NO_CODE = {
     tokenize.NEWLINE,
     tokenize.NL,
 }
-# Why an import may wait until a function runs; it stands on its line.
+# A comment on the line of a late import gives the reason.
 REASON = re.compile(r"#\s*\S")
 
 
 class Import(NamedTuple):
-    """One import of a module of ours, or of a name in it."""
+    """An import of a module of torchop, or of a name in it."""
 
     importer: str
     imported: str
@@ -158,7 +156,7 @@ def imports(package: Path) -> list[Import]:
 
 @functools.cache
 def of_torchop() -> list[Import]:
-    """Those of the package itself, which several tests look at."""
+    """Return the imports of the package."""
     return imports(PACKAGE)
 
 
@@ -249,8 +247,8 @@ def test_late_names_are_imported_for_type_checkers() -> None:
     assert {name for names in named.values() for name in names} <= set(torchop.__all__)
 
 
-def ring(found: list[Import]) -> dict[str, str]:
-    """The modules of the ring, each with its room: those of `RING`, and what only these import.
+def modules_of_tools(found: list[Import]) -> dict[str, str]:
+    """Return the modules of tools, each with its tool.
 
     A file of `_compat` that `torchop` alone imports connects PyTorch with a tool, so it is one too.
     """
@@ -258,33 +256,33 @@ def ring(found: list[Import]) -> dict[str, str]:
     for each in found:
         users.setdefault(each.importer, set())
         users.setdefault(each.imported, set()).add(each.importer)
-    rooms = {name: room for name in users if (room := room_of_the_ring(name))}
+    tools = {name: tool for name in users if (tool := tool_of(name))}
     files = {name for name in users if name.startswith("torchop._compat.") and users[name]}
-    while alone := {n for n in files - rooms.keys() if users[n] - OFFERS <= rooms.keys()}:
-        rooms.update(dict.fromkeys(alone, "_compat"))
-    return rooms
+    while alone := {n for n in files - tools.keys() if users[n] - OFFERS <= tools.keys()}:
+        tools.update(dict.fromkeys(alone, "_compat"))
+    return tools
 
 
-def room_of_the_ring(module: str) -> str:
-    """The room of `RING` that a module is in; an empty string for others."""
+def tool_of(module: str) -> str:
+    """Return the entry of `TOOLS` that contains a module, or an empty string."""
     path = module.removeprefix("torchop.")
-    return next((room for room in RING if f"{path}.".startswith(f"{room}.")), "")
+    return next((tool for tool in TOOLS if f"{path}.".startswith(f"{tool}.")), "")
 
 
 def of_the_core(found: list[Import]) -> list[Import]:
-    """The imports of private names of the core by the rooms of the ring."""
-    rooms, private = ring(found), []
+    """Return the imports of private names of the core by tools."""
+    tools, private = modules_of_tools(found), []
     for each in found:
         path = f"{each.imported}.{each.name}".removeprefix("torchop.").split(".")
         is_private = any(part.startswith("_") and not part.endswith("__") for part in path)
-        is_of_a_tool = rooms.get(each.importer, "_compat") != "_compat"
-        if is_of_a_tool and is_private and each.imported not in rooms and not is_public(each):
+        is_of_a_tool = tools.get(each.importer, "_compat") != "_compat"
+        if is_of_a_tool and is_private and each.imported not in tools and not is_public(each):
             private.append(each)
     return private
 
 
 def is_public(each: Import) -> bool:
-    """Whether `torchop` has the name too, which it may be importing just now."""
+    """Return whether `torchop` has the name too, which it may be importing just now."""
     if each.name not in torchop.__all__:
         return False
     module = importlib.import_module(each.imported)
@@ -293,29 +291,29 @@ def is_public(each: Import) -> bool:
 
 def test_the_core_imports_no_tools() -> None:
     found = of_torchop()
-    rooms = ring(found)
+    tools = modules_of_tools(found)
     wrong = [
         f"{each.importer}:{each.line} imports {each.imported}"
         for each in found
-        if each.imported in rooms and each.importer not in {*rooms, *OFFERS}
+        if each.imported in tools and each.importer not in {*tools, *OFFERS}
     ]
     assert wrong == []
 
 
 def test_tools_use_public_names() -> None:
     found = of_torchop()
-    used: dict[str, set[str]] = {room: set() for room in EXCEPTIONS}
+    used: dict[str, set[str]] = {tool: set() for tool in EXCEPTIONS}
     unexpected = []
     for each in of_the_core(found):
-        room = room_of_the_ring(each.importer)
-        _, allowed = EXCEPTIONS.get(room, ("", set()))
+        tool = tool_of(each.importer)
+        _, allowed = EXCEPTIONS.get(tool, ("", set()))
         module = each.imported.removeprefix("torchop.")
         known = {name for name in allowed if f"{module}.".startswith(f"{name}.")}
-        used.setdefault(room, set()).update(known)
+        used.setdefault(tool, set()).update(known)
         if not known:
             unexpected.append(f"{each.importer}:{each.line} imports {module}.{each.name}")
     assert unexpected == [], "use a public name or torchop.extend, or see EXCEPTIONS"
-    assert {room: allowed for room, (_, allowed) in EXCEPTIONS.items()} == used
+    assert {tool: allowed for tool, (_, allowed) in EXCEPTIONS.items()} == used
 
 
 def test_a_private_name_of_the_core_is_found() -> None:
@@ -326,26 +324,26 @@ def test_a_private_name_of_the_core_is_found() -> None:
     private_file = importing("cli.schema", "_compat.dispatch", "")
     public = importing("cli.schema", "_errors", "SchemaError")
     extended = importing("cli.schema", "extend", "Schema")
-    of_the_ring = importing("cli.schema", "_inspect.explain", "")
+    of_a_tool = importing("cli.schema", "_inspect.explain", "")
     core = importing("_core.registry", "_compat.dispatch", "")
     alone = importing("cli.check", "_compat.on_demand", "")
-    found = [private, private_file, public, extended, of_the_ring, core, alone]
+    found = [private, private_file, public, extended, of_a_tool, core, alone]
     assert of_the_core(found) == [private, private_file]
 
 
 def test_importing_torchop_imports_the_core_alone() -> None:
     program = "import sys, torchop; print(*sys.modules)"
     loaded = run_forked(program).stdout.split()
-    rooms = {room_of_the_ring(name) for name in loaded if name.startswith("torchop.")}
-    assert rooms == {"", "_rules.providers", "_rules.user"}
+    tools = {tool_of(name) for name in loaded if name.startswith("torchop.")}
+    assert tools == {"", "_rules.providers", "_rules.user"}
 
 
 def test_the_core_is_small() -> None:
-    rooms = ring(of_torchop())
+    tools = modules_of_tools(of_torchop())
     count = sum(
         python_lines(path.read_text(encoding="utf-8"))
         for name, path in sources(PACKAGE).items()
-        if name not in rooms and not room_of_the_ring(name)  # which may import nothing of ours
+        if name not in tools and not tool_of(name)  # which may import nothing of ours
     )
     assert count <= MOST_CORE_LINES
 
@@ -422,12 +420,12 @@ def test_the_tree_names_every_file() -> None:
     text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"```text\ntorchop/\n(.*?)```", text, re.DOTALL)
     modules = {part for name in sources(PACKAGE) for part in name.split(".")[1:]}
-    # One room's helpers are said to be there; these have files of their own to say what they do.
-    rooms = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
+    # ARCHITECTURE.md mentions the helpers of these packages without their names.
+    packages = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
     helpers = {
         name.rpartition(".")[2]
         for name in sources(PACKAGE)
-        if any(f".{room}" in f".{name.removeprefix('torchop.')}" for room in rooms)
+        if any(f".{package}" in f".{name.removeprefix('torchop.')}" for package in packages)
     }
     assert modules - helpers - names_in(tree) == set()
 

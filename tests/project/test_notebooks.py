@@ -1,4 +1,4 @@
-"""The notebooks, run in Jupyter: they show what they have stored."""
+"""The notebooks run in Jupyter and reproduce their stored outputs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client() -> Iterator[Any]:
 
 
 def shown(notebook: Any) -> list[tuple[str, list[list[str]]]]:
-    """What each cell prints, and the types of what else it shows."""
+    """Return the output of each cell, and the types of its other results."""
     return [
         (
             # Jupyter may store what a cell prints in one piece or in several.

@@ -1,7 +1,4 @@
-"""What users install, what a package index shows of it, and how pages say to install it.
-
-Uses private names.
-"""
+"""Wheels, the source distribution, and installation instructions. Uses private names."""
 
 from __future__ import annotations
 
@@ -113,7 +110,7 @@ def shown(**urls: str) -> str:
 
 
 def targets(text: str) -> list[tuple[str, str]]:
-    """Where the links and pictures of a page lead, with their kind."""
+    """Return the targets of links and pictures of a page, with their kind."""
     tokens = [t for block in MarkdownIt("commonmark").parse(text) for t in block.children or ()]
     links = [("link", str(t.attrs["href"])) for t in tokens if t.type == "link_open"]
     return links + [("picture", str(t.attrs["src"])) for t in tokens if t.type == "image"]

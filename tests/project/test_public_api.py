@@ -1,7 +1,4 @@
-"""The public names: there, documented, in the reference, and called like torch.library's.
-
-Uses private names.
-"""
+"""Public names are documented and have the signatures of torch.library. Uses private names."""
 
 from __future__ import annotations
 
@@ -204,7 +201,7 @@ def test_every_error_has_a_section_that_says_what_to_do() -> None:
 
 
 def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
-    """Why a call that `stock` accepts would not mean the same for `ours`.
+    """Return the differences between two signatures that break calls of `stock`.
 
     Ours may have more parameters, after those that can be passed by position, or keyword-only; and
     it may take by keyword, under any name, what `stock` takes by position only.

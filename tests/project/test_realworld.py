@@ -1,4 +1,4 @@
-"""The checks of `nox -s realworld`: that they find what is wrong. No package is needed for that."""
+"""The comparisons of `nox -s realworld` detect differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The marker of tests that a release of PyTorch cannot pass: such a test has to fail there."""
+"""The marker `needs_torch` requires a failure on older releases."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def test_documentation_builds_without_a_warning_or_a_network(site: Path) -> None
 
 @pytest.fixture(scope="module")
 def other_site(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the build said of a site with a broken link, in a project that has addresses; and it."""
+    """Build a site with a broken link, and return the output and the site."""
     root = tmp_path_factory.mktemp("other")
     docs = root / "docs"
     for folder in DOCS.glob("_*"):

@@ -1,4 +1,4 @@
-"""Type checkers understand operators: what is right passes, and what is wrong does not.
+"""Type checkers accept correct uses of operators and reject wrong ones.
 
 The samples in `typing/` are checked, not executed. Each line of a sample that has to be an error is
 marked with `# ERROR`, and no other line may be one.
@@ -23,7 +23,7 @@ SAMPLES = Path(__file__).parent / "typing"
 
 
 class Report(NamedTuple):
-    """What a checker said of the samples: errors and revealed types, by file and line."""
+    """The output of a type checker: errors and revealed types, by file and line."""
 
     checker: str
     errors: dict[tuple[str, int], str]

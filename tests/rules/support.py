@@ -1,4 +1,4 @@
-"""What the tests of several rules need: operators without rules, calls, and refusals."""
+"""Helpers for tests of several rules."""
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def on_fake(op) -> Tensor:
 
 
 def assert_only_ours_refuses(namespace, scenario, error, *words):
-    """Asserts that torchop refuses what `torch.library` accepts, in a message with these words."""
+    """Assert that torchop refuses what `torch.library` accepts, in a message with these words."""
     both = on_both(scenario, namespace)
     assert not isinstance(both.stock, Exception)
     assert isinstance(both.ours, error)

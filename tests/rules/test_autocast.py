@@ -1,4 +1,4 @@
-"""Autocast rules: what is cast, what is not, and what the kernel runs in."""
+"""Autocast rules."""
 
 from typing import List, Optional
 

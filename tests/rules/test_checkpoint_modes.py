@@ -1,7 +1,4 @@
-"""What a compiler computes again in the backward under an activation memory budget.
-
-Uses private names.
-"""
+"""Recomputation in the backward under an activation memory budget. Uses private names."""
 
 from __future__ import annotations
 
@@ -19,7 +16,11 @@ from tests.integration.compile.graphs import fresh_compiler
 from torchop._rules.user.checkpoint_policy import register_checkpoint_policy
 
 RANDOM = (torch.Tag.nondeterministic_seeded,)
-BUDGETS = (0.0, 0.1, 0.5, 1.0)
+BUDGETS = [
+    0.0,
+    0.5,
+    *(pytest.param(budget, marks=pytest.mark.exhaustive) for budget in (0.1, 1.0)),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +119,10 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget",
+    [0.0, 0.5, *(pytest.param(budget, marks=pytest.mark.exhaustive) for budget in (0.1, 1.0))],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_numbers_of_the_backward_are_those_of_the_result(namespace, kind, budget):
     drop = kind(namespace)
@@ -179,7 +183,7 @@ POLICIES: dict[str, tuple[Any, bool]] = {
 }
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("budget", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive), 0.5])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_says_what_is_saved(namespace, name, budget):
     policy, saves = POLICIES[name]

@@ -1,7 +1,4 @@
-"""Effects: what compilers must neither drop nor reorder.
-
-Uses private names.
-"""
+"""Compilers neither drop nor reorder calls with an effect. Uses private names."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""Inlining: who sees the operator, and who sees what its function does.
-
-Uses private names.
-"""
+"""Inlining: compilers trace the function, programs contain the operator. Uses private names."""
 
 import contextlib
 import copy

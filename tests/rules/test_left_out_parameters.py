@@ -1,5 +1,4 @@
-"""Kernels and rules without the last parameters of an operator, which the dispatcher passes only
-where a call gives them another value than their default."""
+"""Kernels and rules without the last parameters of an operator."""
 
 from __future__ import annotations
 

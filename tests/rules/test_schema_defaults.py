@@ -1,4 +1,4 @@
-"""Every function registered for an operator sees the defaults of its schema, as Python objects."""
+"""Functions registered for an operator get the defaults of its schema."""
 
 import pytest
 import torch

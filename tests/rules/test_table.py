@@ -1,7 +1,4 @@
-"""What every compiled rule must have: whoever adds one is told here what is missing.
-
-Uses private names.
-"""
+"""Requirements for every compiled rule. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""infer_schema: from annotations to a schema, and what it says of a function that has none.
-
-Uses private names.
-"""
+"""infer_schema: schemas from annotations, and rejected functions. Uses private names."""
 
 from __future__ import annotations
 
@@ -173,7 +170,7 @@ def test_every_unsupported_signature_is_refused_in_few_words(
 
 
 def has_structure(name: str, function: Callable[..., Any]) -> bool:
-    """Whether `custom_op` takes what a schema alone cannot express."""
+    """Return whether `custom_op` takes what a schema alone cannot express."""
     try:
         return not FunctionTree(name, function, ()).is_plain
     except SchemaError:

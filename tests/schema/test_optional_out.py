@@ -1,4 +1,4 @@
-"""Maybe-out operators, which no schema can describe, and operators that only look like them."""
+"""Maybe-out operators, which schemas cannot describe."""
 
 from __future__ import annotations
 

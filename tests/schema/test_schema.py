@@ -1,7 +1,4 @@
-"""What torchop reads in a parsed schema.
-
-Uses private names.
-"""
+"""Reading a parsed schema. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The annotations of a function, however they are written and whatever the function is.
-
-Uses private names.
-"""
+"""Annotations of functions, in every spelling. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""checking: an operator that mutates what it does not declare is found by calling it.
-
-Uses private names.
-"""
+"""`checking` detects undeclared mutation. Uses private names."""
 
 from __future__ import annotations
 

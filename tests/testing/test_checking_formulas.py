@@ -1,4 +1,4 @@
-"""checking: formulas that write into their gradients, or into what the caller has, are found."""
+"""`checking` detects formulas that write into gradients or into the caller's tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Snapshots of inputs: every change is found, and nothing else is taken for one.
-
-Uses private names.
-"""
+"""Snapshots of inputs detect every change, and report no others. Uses private names."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ TWO = schema("(Tensor x, Tensor(a!) out) -> ()")
 
 
 def change(write: Callable[..., Any], *args: Any, of: Schema = ONE, **kwargs: Any) -> str | None:
-    """What a snapshot says of `write(*args, **kwargs)`; None if it does not object."""
+    """Return the change that a snapshot reports for `write(*args, **kwargs)`, or None."""
     snapshot = Snapshot(of, args, kwargs)
     with torch.no_grad():
         write(*args, **kwargs)

@@ -1,7 +1,4 @@
-"""That a call goes the way that explain says.
-
-Uses private names.
-"""
+"""Check that a call takes the path that explain reports. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""explain says which way a call takes, of whatever names an operator."""
+"""explain reports the path of a call, for each way of naming an operator."""
 
 from __future__ import annotations
 

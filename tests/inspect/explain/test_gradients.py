@@ -1,7 +1,4 @@
-"""Calls that record a gradient, as explain tells them apart.
-
-Uses private names.
-"""
+"""explain for calls that record a gradient. Uses private names."""
 
 from __future__ import annotations
 

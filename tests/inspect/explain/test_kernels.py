@@ -1,7 +1,4 @@
-"""The kernel that a call runs, or why the dispatcher has to run it, as explain says.
-
-Uses private names.
-"""
+"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls that mutate, as explain tells them apart.
-
-Uses private names.
-"""
+"""explain for calls that mutate. Uses private names."""
 
 from __future__ import annotations
 

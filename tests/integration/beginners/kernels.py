@@ -1,4 +1,4 @@
-"""Mistakes in what a kernel does and returns."""
+"""Mistakes in kernels and their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a beginner writes wrongly, and what the message must have.
+"""A beginner's mistake, and the required parts of its message.
 
 Each function that is entered here makes one mistake, in the words of somebody who has not read the
 documentation. What it raises has to name the operator, or the function that was to become one, the
@@ -17,7 +17,7 @@ import torchop
 
 
 class Mistake(NamedTuple):
-    """What a beginner does, and what the message must have."""
+    """A beginner's mistake, and the required parts of its message."""
 
     make: Callable[[str], Any]
     kind: type[BaseException]
@@ -31,7 +31,7 @@ MISTAKES: dict[str, Mistake] = {}
 def mistake(
     kind: type[BaseException], *, cause: str, fix: str
 ) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Enters a function of a namespace; `cause` and `fix` are words of the message."""
+    """Add a function of a namespace; `cause` and `fix` are words of the message."""
 
     def enter(make: Callable[[str], Any]) -> Callable[[str], Any]:
         MISTAKES[make.__name__] = Mistake(make, kind, cause, fix)

@@ -1,4 +1,4 @@
-"""Whether a message alone tells a beginner how to go on."""
+"""Messages for beginners' mistakes name the operator, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INTERNAL = re.compile(
 
 
 class Said(NamedTuple):
-    """What a beginner reads: the class of the exception or warning, its text and its notes."""
+    """A message as a beginner reads it: the class, the text and the notes."""
 
     kind: type[BaseException]
     text: str
@@ -46,7 +46,7 @@ _IN_A_COMPILER = re.compile(
 
 
 def said(make: Callable[[str], Any], namespace: str) -> Said:
-    """Makes the mistake, and returns what is raised or else warned of."""
+    """Make the mistake, and return what is raised or else warned of."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
         for kind in (torchop.RedefinitionWarning, torchop.SchemaWarning):

@@ -1,4 +1,4 @@
-"""A compiler without memories for every test, and what Dynamo traces."""
+"""Reset compilers before each test, and list the functions that Dynamo traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at what a compiler made of a function."""
+"""Inspect the graphs of compiled functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WITHOUT_CPP = ["aot_eager", pytest.param("inductor", marks=pytest.mark.without_c
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forgets compiled code before and after, and keeps the compilers' disk caches out of it.
+    """Forget compiled code before and after, and keeps the compilers' disk caches out of it.
 
     Those are keyed by the name of an operator, not by its rules, so that a test would see the
     gradients of the test that had the name in an earlier run.

@@ -17,7 +17,7 @@ FORMS = ["plain", "with a result", "inplace", "out"]
 
 
 def accumulate(target: Tensor, x: Tensor) -> Tensor:
-    """What all of them do: it reads what it writes, so its order and its memory matter."""
+    """Read and write the target, so that order and memory matter."""
     return target.mul_(2).add_(x)
 
 

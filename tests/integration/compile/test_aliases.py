@@ -1,4 +1,4 @@
-"""Copies that Inductor takes out, beside an operator that reads them and writes their origin."""
+"""Inductor removes copies, but not those that an operator reads while it writes the original."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMS = ["plain", "inplace", "out"]
 
 
 def reverse(target: Tensor, source: Tensor) -> Tensor:
-    """Writes the elements one by one, so that it matters if both have the same memory."""
+    """Write the elements one by one, so that it matters if both have the same memory."""
     for i in range(len(source)):
         target[i] = source[len(source) - 1 - i]
     return target
@@ -178,7 +178,7 @@ def test_a_copy_in_a_list_is_found(namespace, where):
 
 
 def _clones(function: Callable[..., Any], *args: Any) -> int:
-    """How many copies by our operator a program has when it is compiled."""
+    """Count the copies that torchop adds to a compiled program."""
     _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *args)
     return code.count("torch.ops.torchop.clone.default(")
 

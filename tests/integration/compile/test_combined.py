@@ -1,4 +1,4 @@
-"""Operators in what else the compiler has: the second table of `docs/how-to/torch-compile.md`."""
+"""Operators with other compiler features: the second table of `docs/how-to/torch-compile.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators under torch.compile: what is in the graph, what is not, and what is computed."""
+"""Graphs and results of compiled operators."""
 
 from __future__ import annotations
 
@@ -160,15 +160,3 @@ def test_a_graph_of_a_handle_that_is_replaced_is_compiled_again(namespace):
     define_cube(f"{namespace}_other")
     with pytest.raises(torchop.OperatorGoneError):
         compiled(torch.ones(2))
-
-
-def test_a_handle_held_in_a_list_and_chosen_by_index_is_in_the_graph(namespace):
-    cube, other = define_cube(namespace), define_cube(f"{namespace}_other")
-    recorder = Recorder()
-
-    @torch.compile(backend=recorder, fullgraph=True)
-    def function(x: Tensor, which: int) -> Tensor:
-        return [cube, other][which](x)
-
-    function(torch.ones(2), 1)
-    assert recorder.targets == [other.overload]

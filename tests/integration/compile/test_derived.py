@@ -84,22 +84,6 @@ def test_a_graph_has_one_operator_forward_and_one_backward(namespace):
     assert not any("cos" in name for name in names)
 
 
-def test_a_graph_without_gradients_has_the_operator_itself(namespace):
-    op = wave(f"{namespace}::wave")
-    recorder = AotRecorder()
-    torch.compile(lambda x: op(x, x)[0], fullgraph=True, backend=recorder)(torch.rand(3))
-    assert operators(recorder.forward[0]) == [op.overload]
-
-
-def test_a_second_derivative_of_a_compiled_graph_is_refused_by_pytorch(namespace):
-    op = wave(f"{namespace}::wave")
-    x = torch.rand(3, requires_grad=True)
-    y = compiled(lambda x: op(x, x)[0])(x)
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        grad.sum().backward()
-
-
 # --------------------------------------------------------------------------------------------------
 # Random numbers
 
@@ -133,20 +117,6 @@ def test_two_calls_that_look_the_same_stay_two_if_the_operator_is_random(namespa
     assert torch.equal(x.grad, first)
 
 
-def test_the_stream_after_training_is_that_of_eager_mode(namespace):
-    op = dropout(f"{namespace}::dropout")
-
-    def train(function):
-        torch.manual_seed(7)
-        x = torch.ones(50, requires_grad=True)
-        y = function(x)
-        y.sum().backward()
-        return y.detach(), x.grad, torch.rand(2)
-
-    for ours, eager in zip(train(compiled(op)), train(op), strict=True):
-        assert torch.equal(ours, eager)
-
-
 def test_a_checkpoint_in_a_compiled_graph(namespace):
     op = wave(f"{namespace}::wave")
 
@@ -172,16 +142,6 @@ def test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers(namespace):
 
 # --------------------------------------------------------------------------------------------------
 # Transforms, export, autocast, lifetimes
-
-
-def test_transforms_of_torch_func_compile(namespace):
-    op = wave(f"{namespace}::wave")
-
-    def function(x, y):
-        return torch.func.grad(lambda x: op(x, y)[0].sum())(x)
-
-    x, y = torch.rand(3), torch.rand(3)
-    assert_close(compiled(function)(x, y), x.cos() * y)
 
 
 def test_gradients_of_each_element_compile_with_a_vmap_rule(namespace):
@@ -299,14 +259,6 @@ def test_compiled_autograd_trains_lists_and_several_results_in_one_graph(namespa
         with torch._dynamo.compiled_autograd._enable(compiler):
             loss.backward()
         assert_close([tensor.grad for tensor in inputs], list(expected))
-
-
-def test_fake_tensors_are_trained_without_data(namespace):
-    op = wave(f"{namespace}::wave")
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(3, 4, requires_grad=True)
-        op(x, x)[0].sum().backward()
-        assert x.grad.shape == (3, 4)
 
 
 def test_autocast_in_a_compiled_graph(namespace):

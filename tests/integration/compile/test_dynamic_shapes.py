@@ -1,4 +1,4 @@
-"""Compiled calls whose sizes vary, or depend on data."""
+"""Compiled calls with symbolic and data-dependent sizes."""
 
 from __future__ import annotations
 

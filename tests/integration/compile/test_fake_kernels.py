@@ -1,4 +1,4 @@
-"""Compiled operators whose fake kernel returns an input, or one tensor for two outputs."""
+"""Compiled operators with fake kernels that return an input, or one tensor for two outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_outputs_described_by_one_fake_tensor_stay_separate(namespace, fake, bac
 
 
 def test_a_store_whose_fake_kernel_returns_the_caches_compiles_and_exports(namespace):
-    """As serving packages write it; a kernel must not return what it mutates, here as there."""
+    """Serving packages write it like this; kernels must not return tensors that they mutate."""
 
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::store", mutates_args=("keys", "values"))

@@ -1,4 +1,4 @@
-"""What Inductor allocates and copies for operators that write into large buffers."""
+"""Allocations and copies of Inductor for operators that write into large buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH = 512, 16
 
 
 class Costs(NamedTuple):
-    """What the generated code does beside calling operators."""
+    """Work in the generated code besides calling operators."""
 
     allocations: list[int]  # in elements
     kernels: int

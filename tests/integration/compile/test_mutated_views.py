@@ -1,4 +1,4 @@
-"""Compiled operators that mutate views whose elements are of another type."""
+"""Compiled operators that mutate views with another dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that mutate, in every form, under every compiler: results equal those of eager mode."""
+"""Compiled operators that mutate, in every form, equal eager mode."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) 
 
 
 def test_an_argument_may_have_a_name_like_that_of_mode(namespace: str) -> None:
-    """What is traced for the list with None has a name of its own for `mode`, and for no other."""
+    """The helper for the list with None renames `mode`, and no other argument."""
 
     def write(xs: list[Tensor | None], *, mode_: int) -> None:
         for x in xs:

@@ -13,20 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests._support.devices import BACKEND, TYPE
+from tests._support.devices import TYPE
 from tests.integration.compile.cases import define_cube
 from tests.integration.compile.graphs import Recorder
-
-
-def test_compiling_does_not_depend_on_whether_the_operator_ran_before(namespace):
-    cube = define_cube(namespace)
-    recorder = Recorder()
-    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
-    compiled(torch.ones(2))
-    cube(torch.ones(2))
-    cube(torch.ones(2, requires_grad=True))
-    compiled(torch.ones(2))
-    assert len(recorder.graphs) == 1
 
 
 def test_a_kernel_registered_after_compilation_runs_without_compiling_again(namespace):
@@ -85,16 +74,6 @@ def test_formulas_that_hold_tensors_are_distinguished(namespace):
         op.register_autograd(formula)  # would raise an error
         revisions.append(op._definition.revision)
     assert revisions[0] < revisions[1]
-
-
-def test_a_compiled_function_may_ask_a_handle_for_what_it_lacks(namespace):
-    cube = define_cube(namespace)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def function(x: Tensor) -> Tensor:
-        return x if hasattr(cube, "a_mark_of_a_decorator") else cube(x)
-
-    assert_close(function(torch.full((2,), 2.0)), torch.full((2,), 8.0))
 
 
 # What Dynamo does to make an attribute of a tensor known to be absent; it hides the warning itself,
@@ -157,27 +136,6 @@ def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, throu
     x = torch.full((2,), 0.5, requires_grad=requires_grad)
     assert_close(compiled(x), frame(op, x))
     assert _functions(recorder) <= {"mul", "opaque.default"}
-
-
-def test_an_unprotected_kernel_is_traced(namespace):
-    """The test above can fail: this is what Dynamo does below a frame, if it may."""
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define("bare(Tensor x) -> Tensor")
-    library.impl("bare", lambda x: torch.erfinv(x), BACKEND)
-    recorder = Recorder()
-    op = getattr(torch.ops, namespace).bare.default
-    torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
-    assert "erfinv" in _functions(recorder)
-
-
-def test_a_kernel_of_a_library_is_not_traced_either(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("protected(Tensor x) -> Tensor")
-        library.impl("protected", lambda x: torch.erfinv(x), BACKEND)
-        recorder = Recorder()
-        op = getattr(torch.ops, namespace).protected.default
-        torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
-        assert "erfinv" not in _functions(recorder)
 
 
 def _functions(recorder: Recorder) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a compiled function is compiled again for: the table of `docs/how-to/torch-compile.md`."""
+"""The recompilations that `docs/how-to/torch-compile.md` lists."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ CALLS = {
 def _graphs(
     define: Callable[..., Any], name: str, calls: _Calls, dynamic: bool | None = None
 ) -> str:
-    """How many graphs are compiled for the calls."""
+    """Count the graphs that are compiled for the calls."""
 
     def function(x: Tensor, a: Any) -> Tensor:
         return x.clone()

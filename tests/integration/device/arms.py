@@ -20,30 +20,30 @@ Scenario = Callable[[Callable[..., Any]], Any]
 
 
 class Seen(NamedTuple):
-    """What an arm showed."""
+    """The observations of one run."""
 
     outcome: Any
     trace: list[str]
     calls: Counter[str]
 
     def waits(self) -> Counter[str]:
-        """Why the host waited for a device, and how often."""
+        """Count the waits of the host for a device, by reason."""
         return Counter(line for line in self.trace if line.startswith("host waits"))
 
 
 def native(scenario: Scenario, namespace: str) -> Seen:
-    """What a scenario does with native calls."""
+    """Run a scenario with native calls."""
     return _run(scenario, torchop.custom_op, namespace, "native")
 
 
 def dispatched(scenario: Scenario, namespace: str) -> Seen:
-    """What a scenario does through the dispatcher."""
+    """Run a scenario through the dispatcher."""
     with torchop.native.disabled():
         return _run(scenario, torchop.custom_op, namespace, "dispatched")
 
 
 def stock(scenario: Scenario, namespace: str) -> Seen:
-    """What a scenario does with `torch.library.custom_op`."""
+    """Run a scenario with `torch.library.custom_op`."""
     return _run(scenario, torch.library.custom_op, namespace, "stock")
 
 

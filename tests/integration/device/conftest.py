@@ -1,4 +1,4 @@
-"""Tests on a device that is not there, so that what holds for any device is tested without one.
+"""Run tests on a simulated device.
 
 The device is `standin`, a PrivateUse1 backend of two devices; see `standin/`. A process can have
 one such backend and keeps it, so these tests have processes of their own: `pytest tests` leaves

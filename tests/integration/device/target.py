@@ -1,4 +1,4 @@
-"""The device that the tests of this folder run on: the stand-in, or the one that is really there.
+"""The device of the tests in this folder: the simulated one, or a GPU.
 
 `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device` runs them on a GPU, and
 leaves out what is about the stand-in itself; `nox -s gpu` does that and more. Where there is one
@@ -35,12 +35,12 @@ _notes: list[str] = []
 
 
 def module() -> ModuleType:
-    """What `torch.cuda` is for CUDA."""
+    """Return the device's equivalent of `torch.cuda`."""
     return torch.get_device_module(TYPE)
 
 
 def note(line: str) -> None:
-    """Adds a line to the trace, so that a kernel of a test shows in it."""
+    """Add a line to the trace, so that a kernel of a test shows in it."""
     if IS_STANDIN:
         standin.note(line)
     else:
@@ -48,7 +48,7 @@ def note(line: str) -> None:
 
 
 def current_place() -> str:
-    """Where work of this thread goes now: the device and its stream, such as `1.0`."""
+    """Return the current device and stream of this thread, such as `1.0`."""
     if TYPE == "cpu":
         return "cpu"
     index, stream = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
@@ -57,7 +57,7 @@ def current_place() -> str:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, what was noted, and where the host waited.
+    """Yield a list that holds, after the block, what was noted, and where the host waited.
 
     The stand-in also tells what ran, and where.
     """
@@ -75,7 +75,7 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, why the host waited for a device: each time."""
+    """Yield a list that holds, after the block, why the host waited for a device: each time."""
     if IS_STANDIN:
         with standin.host_waits() as waits:
             yield waits

@@ -1,4 +1,4 @@
-"""Calls on a device: native ones do what the dispatcher does, and what stock PyTorch would do."""
+"""Native calls on a device equal the dispatcher and torch.library."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _double(x: Tensor) -> Tensor:
 
 @functools.cache
 def side_stream() -> torch.Stream:
-    """One for all arms, because every stream has another number."""
+    """Return one stream for all runs, because streams have different numbers."""
     return torch.Stream(SECOND)
 
 

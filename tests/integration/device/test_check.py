@@ -1,7 +1,4 @@
-"""What `check` finds on a device: nothing in right operators, and what calls leave behind.
-
-Uses private names.
-"""
+"""`check` on a device. Uses private names."""
 
 from __future__ import annotations
 
@@ -414,7 +411,7 @@ def test_memory_shared_through_dlpack(namespace: str) -> None:
 
 
 def _wrapped(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Another storage of the same memory, as that of a tensor from DLPack."""
+    """Return a tensor with another storage of the same memory, as from DLPack."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole)).untyped_storage()
 

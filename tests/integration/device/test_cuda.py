@@ -1,4 +1,4 @@
-"""What only a GPU can show: graphs of kernels, Inductor's, packages, Triton, and their memory."""
+"""Tests that need a GPU: CUDA graphs, Inductor, packages, Triton and memory."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_peak_of_memory_is_not_above_that_of_stock(namespace: str) -> None:
 
 
 def _peak(op: Any) -> int:
-    """How many bytes more a program of calls takes at one time, whose tensors end with it."""
+    """Return the peak of memory that a program allocates."""
     x = torch.ones(1 << 22, device="cuda", requires_grad=True)
     op(x, x).sum().backward()
     x.grad = None

@@ -1,4 +1,4 @@
-"""Derived formulas whose bodies draw random numbers on a device, and while a graph is captured.
+"""Derived formulas with random numbers on a device, and during graph capture.
 
 Uses private names.
 """

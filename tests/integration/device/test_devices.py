@@ -1,7 +1,4 @@
-"""What is asked of a type of device is answered for any, and what may not be read is left alone.
-
-Uses private names.
-"""
+"""Properties of device types. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stock PyTorch does not have, on a device: native calls do what the dispatcher does."""
+"""Features without an equivalent in torch.library, on a device."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_an_accelerated_operator_of_the_low_level(namespace):
 @target.needs_accelerator
 @pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
 def test_a_provider_for_one_of_the_devices(namespace):
-    """What was decided for one device is not taken for another one, with all else the same."""
+    """A choice for one device does not apply to another one."""
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -174,7 +174,7 @@ def test_a_provider_for_one_of_the_devices(namespace):
 
 
 def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op: Any) -> None:
-    """That the same happens, and by two native calls."""
+    """Check that the same happens, and by two native calls."""
 
     def seen() -> Any:
         with target.trace() as trace:

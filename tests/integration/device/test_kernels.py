@@ -1,4 +1,4 @@
-"""Kernels on a device whose backend runs operators on the CPU that it has no kernel for."""
+"""Kernels on a device whose backend falls back to the CPU."""
 
 from __future__ import annotations
 

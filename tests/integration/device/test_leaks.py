@@ -1,4 +1,4 @@
-"""Calls leave nothing behind on a device either: the tests of `tests/native`, with fewer calls."""
+"""Calls on a device leak nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.native.test_leaks import (  # noqa: F401  # tests
 
 @pytest.fixture(autouse=True)
 def fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the kernels call runs on the CPU, at a hundred times the cost."""
+    """Kernels run on the CPU, which takes a hundred times as long."""
     if "TORCHOP_LEAK_CALLS" not in os.environ:
         monkeypatch.setattr(leaks, "CALLS", 500)
         monkeypatch.setattr(leaks, "SLOW_CALLS", 200)

@@ -1,4 +1,4 @@
-"""What somebody else registers for the device: native calls meet it, as the dispatcher does."""
+"""Native calls respect kernels that other libraries register for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of `torchop check` and others, for modules that ask for the device."""
+"""Child processes of `torchop check` use the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs do with a device around calls, three ways: memory, graphs, streams and modes."""
+"""Programs with memory, graphs, streams and modes of a device, run in three ways."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are recorded do on a device what they do without being recorded."""
+"""Recording does not change calls on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DTensors whose shards are on a device, on ranks that are simulated."""
+"""DTensors with shards on a device, on simulated ranks."""
 
 from __future__ import annotations
 

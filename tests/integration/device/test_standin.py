@@ -1,4 +1,4 @@
-"""The device itself: what tests of other things rely on."""
+"""The simulated device behaves as the other tests assume."""
 
 from __future__ import annotations
 

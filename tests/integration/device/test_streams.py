@@ -1,7 +1,4 @@
-"""Streams, waits and memory, on any accelerator: a call adds nothing to what its kernel does.
-
-Uses private names.
-"""
+"""Calls add no synchronization or memory to their kernel's. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generated calls: which arguments, passed how."""
+"""Generate calls: arguments, and how they are passed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Descriptions of values that are equal exactly if nobody can tell the values apart."""
+"""Describe values so that descriptions are equal only for indistinguishable values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Described = Any
 
 
 class Names:
-    """What tensors are called, which tells one object from an equal one."""
+    """Names of tensors, by identity."""
 
     def __init__(self) -> None:
         # The tensor is kept with its name: another object must not get its id.
@@ -45,7 +45,7 @@ def _storage(tensor: Tensor) -> int | None:
 
 
 def thread_state() -> Described:
-    """What a function finds out about the thread that it is called in."""
+    """Return the state of the current thread."""
     return {
         "grad": torch.is_grad_enabled(),
         "forward grad": torch._C._is_fwd_grad_enabled(),
@@ -60,7 +60,7 @@ def thread_state() -> Described:
 
 
 def describe(value: Any, names: Names) -> Described:
-    """Describes a value, with the contents of its tensors."""
+    """Describe a value, with the contents of its tensors."""
     if isinstance(value, Tensor):
         # Not to be seen, and not to be changed, by the modes and subclasses that are tested.
         with torch._C.DisableTorchFunction():
@@ -120,7 +120,7 @@ def _or_error(read: Any) -> Any:
 
 
 def describe_node(node: Any) -> Described:
-    """Describes a node of autograd and, by name, the nodes that come after it."""
+    """Describe a node of autograd and, by name, the nodes that come after it."""
     if node is None:
         return None
     described = {

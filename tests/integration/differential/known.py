@@ -36,7 +36,7 @@ HANGS: tuple[Known, ...] = (
 
 
 def hangs(example: Example) -> bool:
-    """Whether an example is known not to end."""
+    """Return whether an example is known not to end."""
     return any(known.when(example) for known in HANGS)
 
 

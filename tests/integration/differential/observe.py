@@ -1,4 +1,4 @@
-"""Runs a call, and records everything that anybody can see of it."""
+"""Run a call and record its observable effects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Example(NamedTuple):
 
 
 def observe(example: Example, operator: Operator) -> dict[str, Described]:
-    """Runs an example, and describes what happened."""
+    """Run an example, and describes what happened."""
     names = Names()
     arguments = Arguments(example.call)
     for index, tensor in enumerate(arguments.tensors):
@@ -147,7 +147,7 @@ def _without_addresses(value: Described) -> Described:
 
 
 def differences(one: Described, other: Described, path: str = "") -> list[str]:
-    """Where two descriptions differ, one line for each place."""
+    """Return a line for each difference of two descriptions."""
     if isinstance(one, dict) and isinstance(other, dict):
         lines = []
         for key in dict.fromkeys([*one, *other]):

@@ -1,4 +1,4 @@
-"""Generated operators, as they are made: their functions report what they see.
+"""Create generated operators whose functions report their arguments.
 
 What a kernel or a formula does is not part of an operator but of a call: the functions ask the
 script that is running. So operators with the same schema are made once.
@@ -81,12 +81,12 @@ class Operator:
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:
-        """Gives the kernel the defaults of the schema, as new objects."""
+        """Pass the kernel the defaults of the schema, as new objects."""
         _set_defaults(self.spec, self.function, lambda parameter: parameter.default_value)
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
-        """Changes the kernel as nobody is told of, until the block ends."""
+        """Change the kernel as nobody is told of, until the block ends."""
         self.restore_defaults()
         if self.spec.kernel == "replaced defaults":
             _set_defaults(self.spec, self.function, _other_default)
@@ -188,7 +188,7 @@ _numbers = itertools.count()
 
 
 def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
-    """Makes an operator, of `torch.library` if `stock`."""
+    """Make an operator, of `torch.library` if `stock`."""
     maker: Any = torch.library if stock else torchop
     name = f"differential::op{next(_numbers)}"
     if spec.registration != "custom_op":
@@ -355,7 +355,7 @@ class Workshop:
         return self._kept[key]
 
     def release(self, operator: Operator) -> None:
-        """Undoes what only one example may see."""
+        """Undo what only one example may see."""
         operator.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the kernel and the formula of one call do, and the report of what they saw."""
+"""The actions of the kernel and the formula in one generated call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integration.differential.spec import OperatorSpec
 
 
 class GeneratedError(Exception):
-    """What kernels and formulas raise, so that nobody else's exception is taken for it."""
+    """An exception that only generated kernels and formulas raise."""
 
 
 class Interrupt(BaseException):
@@ -31,7 +31,7 @@ class OurTensor(Tensor):
 
 
 class Script(NamedTuple):
-    """What happens inside of one call."""
+    """The actions inside one call."""
 
     result: str = "fresh"
     writes: str = "all"  # what it mutates: or "nothing"
@@ -81,7 +81,7 @@ def current() -> Running:
 
 
 def run_kernel(spec: OperatorSpec, origin: str, arguments: dict[str, Any]) -> Any:
-    """What every kernel of a generated operator does."""
+    """Run as the kernel of a generated operator."""
     running = current()
     script = running.script
     running.report(origin, describe(arguments, running.names), thread_state())
@@ -254,7 +254,7 @@ ODD_RESULTS += ("raises StopIteration",)
 def run_setup_context(
     spec: OperatorSpec, ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any
 ) -> None:
-    """What every setup_context does."""
+    """Run as the setup_context of a generated operator."""
     running = current()
     script = running.script
     seen = {
@@ -289,7 +289,7 @@ def run_setup_context(
 
 
 def run_backward(spec: OperatorSpec, ctx: Any, grads: Any) -> Any:
-    """What every backward does."""
+    """Run as the backward of a generated operator."""
     running = current()
     script = running.script
     saved = ctx.saved_tensors if spec.formula == "setup_context" else ()

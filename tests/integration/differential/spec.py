@@ -1,4 +1,4 @@
-"""What a generated operator is: its schema, and its rules."""
+"""Specification of a generated operator: schema and rules."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ FORMS = ["plain", *(form for form in ("inplace", "out") if hasattr(torch.Tag, fo
 
 
 class OperatorSpec(NamedTuple):
-    """All there is to say of an operator but its name."""
+    """The specification of an operator, except its name."""
 
     parameters: tuple[Parameter, ...]
     returns: str

@@ -118,7 +118,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
 
 
 def is_comparable(example: Example) -> bool:
-    """Whether stock operators have what an example needs."""
+    """Return whether stock operators have what an example needs."""
     operator = example.operator
     if operator.formula == "derived" or (operator.formula != "none" and operator.mutates_args):
         return False
@@ -132,7 +132,7 @@ def is_comparable(example: Example) -> bool:
 
 
 def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line: str) -> bool:
-    """Whether an accelerated operator may differ so from itself before.
+    """Return whether an accelerated operator may differ so from itself before.
 
     A parameter may be called `self`. And since 2.14, PyTorch passes the list that a kernel writes
     into to setup_context too; native calls pass what the caller did.
@@ -144,7 +144,7 @@ def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line
 
 
 def outcome(seen: dict[str, Described]) -> Described:
-    """What the user gets, apart from the words of an error."""
+    """Return the result of a call without the text of errors."""
     if "error" in seen:
         return "an error"
     return [_essence(seen["result"]), _essence(seen["arguments"]), _essence(seen["backward"])]
@@ -164,6 +164,6 @@ def _essence(value: Described) -> Described:
 def is_deliberate(
     example: Example, ours: dict[str, Described], stock: dict[str, Described]
 ) -> bool:
-    """Whether a difference to stock is one of those that are wanted."""
+    """Return whether a difference to stock is one of those that are wanted."""
     messages = [str(seen.get("error", "")) + str(seen["backward"]) for seen in (ours, stock)]
     return any(entry.covers(example, *messages) for entry in DELIBERATE)

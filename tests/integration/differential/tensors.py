@@ -65,7 +65,7 @@ class TensorSpec(NamedTuple):
         return f"<{', '.join(w for w in words if w not in ('plain', 'no grad'))}>"
 
     def make(self) -> Tensor:
-        """Makes the tensor; two calls make equal ones."""
+        """Make the tensor; two calls make equal ones."""
         tensor = _MEMORIES[self.memory](self.dtype, self.shape)
         tensor = _FLAVOURS_BEFORE.get(self.flavour, lambda t: t)(tensor)
         if tensor.is_floating_point() or tensor.is_complex():

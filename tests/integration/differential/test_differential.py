@@ -46,7 +46,7 @@ RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}  # the latter only on an accelera
 
 
 class Tally:
-    """What the examples of a run were like."""
+    """Counts of the kinds of examples in a run."""
 
     def __init__(self) -> None:
         self.examples = self.native = self.stock = self.accelerated = self.skipped = 0
@@ -119,7 +119,7 @@ def test_native_calls_do_what_the_dispatcher_does(
 
 
 def check(example: Example, workshop: Workshop, tally: Tally) -> None:
-    """Runs an example both ways, and compares."""
+    """Run an example both ways, and compares."""
     if hangs(example):
         tally.skipped += 1
         return
@@ -153,7 +153,7 @@ def check(example: Example, workshop: Workshop, tally: Tally) -> None:
 
 
 def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[str, object]) -> None:
-    """Compares what the user gets with what `torch.library` would give."""
+    """Compare what the user gets with what `torch.library` would give."""
     if is_deliberate(example, ours, stock):
         return
     found = differences(outcome(ours), outcome(stock))
@@ -161,14 +161,14 @@ def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[st
 
 
 def observe_again(example: Example, operator: Operator, times: int) -> dict[str, object]:
-    """Runs an example so many times, and describes the last one."""
+    """Run an example so many times, and describes the last one."""
     if not operator.fills_defaults:
         operator.restore_defaults()  # they stand in, with all that was written into them
     return [observe(example, operator) for _ in range(times)][-1]
 
 
 def compare_accelerated(example: Example, operator: Operator, stock: dict[str, object]) -> bool:
-    """Compares a stock operator with itself, accelerated; returns whether a call was native."""
+    """Compare a stock operator with itself, accelerated; return whether a call was native."""
     times = 1 + example.script.grows_lists
     with torchop.accelerate(operator.name):
         accelerated = observe_again(example, operator, times)

@@ -1,7 +1,4 @@
-"""The comparison can fail: whatever one path does otherwise, it is seen.
-
-Uses private names.
-"""
+"""The differential comparison detects differences. Uses private names."""
 
 from __future__ import annotations
 
@@ -42,7 +39,7 @@ def example(spec: OperatorSpec, *values: Any, **script: Any) -> Example:
 
 
 def see(one: Example, other: Example, workshop: Workshop) -> str:
-    """Where two examples differ, as the comparison of two arms would say it."""
+    """Return the differences of two examples, as the comparison reports them."""
     first = observe(one, workshop.operator(one.operator))
     second = observe(other, workshop.operator(other.operator))
     return "\n".join(differences(first, second))
@@ -111,7 +108,7 @@ def test_a_difference_is_seen(
 
 @contextlib.contextmanager
 def _doctored(workshop: Workshop, spec: OperatorSpec, wrong: Callable[..., Any]) -> Iterator[None]:
-    """Puts another function into the native plan alone: a mistake of the native path."""
+    """Put another function into the native plan alone: a mistake of the native path."""
     definition = workshop.operator(spec).handle._definition
     compiled = definition.plan
     kernels = compiled[KernelRule]

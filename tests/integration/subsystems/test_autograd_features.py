@@ -1,4 +1,4 @@
-"""What autograd offers beyond a backward pass: it works with operators as with PyTorch's own."""
+"""Autograd features beyond the backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is imported: eager use never needs the compiler, and torchop needs nothing but torch."""
+"""Eager use imports no compiler, and torchop imports only torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests._support.common import assert_clean, run_program
+from tests._support.common import assert_clean
 from tests._support.forking import run_forked
 
 _USE = """
@@ -60,7 +60,7 @@ print("\\n".join(set(sys.modules) - before))
 
 
 def test_importing_torchop_imports_nothing_but_torch_and_the_standard_library() -> None:
-    added = set(assert_clean(run_program(_IMPORTED)).split())
+    added = set(assert_clean(run_forked(_IMPORTED)).split())
     packages = {name.partition(".")[0] for name in added}
     assert packages - set(sys.stdlib_module_names) <= {"torchop", "torch", "torchgen"}
     assert not {name for name in added if name.startswith("torch._dynamo")}

@@ -1,4 +1,4 @@
-"""Operators of which a result may be None: every rule sees None in the place of that result."""
+"""Rules of operators with optional results get None for them."""
 
 from __future__ import annotations
 

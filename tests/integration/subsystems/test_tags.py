@@ -1,4 +1,4 @@
-"""Tags reach the operator, and act: each test shows what a tag changes, and that it is the tag."""
+"""Tags reach the overload and change the behaviour of compilers."""
 
 from __future__ import annotations
 
@@ -218,17 +218,3 @@ def test_an_operator_compiles_where_only_compliant_operators_may(namespace):
     with torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True):
         torch.compile(lambda x: op(x), backend=recorder, fullgraph=True)(torch.ones(2))
     assert recorder.targets == [op.overload]
-
-
-def test_an_operator_that_was_only_defined_does_not_compile_there(namespace):
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor x) -> Tensor")
-        library.impl("op", _halve, "CompositeExplicitAutograd")
-        torchop.register_fake(f"{namespace}::op", lambda x: torch.empty_like(x), lib=library)
-        op = getattr(torch.ops, namespace).op.default
-        compiled = torch.compile(lambda x: op(x), backend="eager", fullgraph=True)
-        with (
-            torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True),
-            pytest.raises(torch._dynamo.exc.Unsupported, match="not PT2 compliant"),
-        ):
-            compiled(torch.ones(2))

@@ -19,7 +19,7 @@ from tests._support.devices import TYPE
 
 @pytest.fixture(autouse=True)
 def _switch_often() -> Iterator[None]:
-    """Lets Python switch between threads far more often than it does by itself."""
+    """Let Python switch between threads far more often than it does by itself."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield

@@ -1,7 +1,4 @@
-"""Compiling: under a lock, in one step, and without a trace of what failed.
-
-Uses private names.
-"""
+"""Compiling the extension under a lock, and cleaning up after failures. Uses private names."""
 
 from __future__ import annotations
 

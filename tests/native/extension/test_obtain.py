@@ -1,7 +1,4 @@
-"""How a process gets the extension, and what happens when it does not.
-
-Uses private names.
-"""
+"""Finding, loading and compiling the extension in a process. Uses private names."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def refuse(module: ModuleType) -> None:
 
 
 def finish(extension: Extension) -> None:
-    """Waits for the build in the background."""
+    """Wait for the build in the background."""
     for thread in threading.enumerate():
         if thread.name == "torchop-build":
             thread.join(60)

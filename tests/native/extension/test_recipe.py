@@ -1,7 +1,4 @@
-"""What is compiled and how: the key, the flags and the compiler.
-
-Uses private names.
-"""
+"""The key, the flags and the compiler of the extension. Uses private names."""
 
 from __future__ import annotations
 
@@ -109,7 +106,7 @@ OTHERS = (
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, folder: Path, names: str) -> None:
-    """Makes a header that declares these fields that of PyTorch."""
+    """Make a header that declares these fields that of PyTorch."""
     header = folder / "torch" / "csrc" / "autograd" / "python_function.h"
     header.parent.mkdir(parents=True)
     header.write_text(STRUCT % "".join(f"  int {name};\n" for name in names.split()))

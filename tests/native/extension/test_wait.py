@@ -1,7 +1,4 @@
-"""Waiting for the extension: what is returned and raised, in threads and in forked processes.
-
-Uses private names.
-"""
+"""Waiting for the extension, in threads and forked processes. Uses private names."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ FAILED = (
 
 
 def ignore(module: ModuleType) -> None:
-    """Receives the extension."""
+    """Receive the extension."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An operator with a formula that saves its input."""
+"""An operator with a formula that saves an input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators whose next call records its gradient natively, and both ways to make a call.
+"""Operators that record gradients natively, and helpers to compare both paths.
 
 Uses private names.
 """
@@ -53,7 +53,7 @@ def all_native(op: Any) -> Iterator[None]:
 
 
 def on_both_ways(op: Any, scenario: Callable[[], Any]) -> Any:
-    """What a scenario returns with native calls, and that it returns the same by the dispatcher."""
+    """Run a scenario natively and through the dispatcher, and compare the results."""
     with all_native(op):
         native = outcome(scenario)
     with counting(op) as calls, torchop.native.disabled():

@@ -1,7 +1,4 @@
-"""What the engine calls of a node that a native call made.
-
-Uses private names.
-"""
+"""The backward of native nodes. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `ctx` of a formula, and what the formula may do with it and return."""
+"""The `ctx` of a formula in native calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Differentiating once and more, and what the graph that was recorded looks like."""
+"""Gradients of all orders, and the recorded graph."""
 
 from __future__ import annotations
 

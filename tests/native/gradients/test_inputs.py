@@ -1,4 +1,4 @@
-"""Tensors that go into an operator whose gradient is recorded natively."""
+"""Inputs of calls that record gradients natively."""
 
 from __future__ import annotations
 

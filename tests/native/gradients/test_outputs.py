@@ -1,4 +1,4 @@
-"""Results of operators whose gradient is recorded natively: what they are in the graph."""
+"""Outputs of calls that record gradients natively."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_many_outputs_share_a_node(namespace):
 
 
 def test_output_that_carries_a_gradient_of_its_own_is_cut_off(namespace):
-    """What a kernel computes is below autograd, even from a tensor of the outside."""
+    """Kernels run below autograd, also with tensors of the enclosing function."""
     outside = leaf(5.0)
     op = differentiable(
         namespace, lambda x: x + outside, "(Tensor x) -> Tensor", lambda ctx, grad: grad

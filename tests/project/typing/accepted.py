@@ -1,4 +1,4 @@
-"""What type checkers must accept, with exactly these types."""
+"""Uses that type checkers must accept, with their types."""
 
 from __future__ import annotations
 

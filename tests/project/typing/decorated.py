@@ -1,4 +1,4 @@
-"""The class form as a decorator: mypy sees an operator there by its plugin."""
+"""The class form as a decorator, with the mypy plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a family, whose outputs may be left out: mypy knows their signature by its plugin."""
+"""Calls of operator families, with the mypy plugin."""
 
 from __future__ import annotations
 

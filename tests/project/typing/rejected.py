@@ -1,4 +1,4 @@
-"""What type checkers must reject: each line with a mark, and no other."""
+"""Uses that type checkers must reject: the marked lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autograd.Function of an operator: lists, structure, and what backward may return."""
+"""The autograd.Function of an operator: lists, structure and saved tensors."""
 
 import gc
 import weakref

@@ -1,7 +1,4 @@
-"""The gradients that go into backward, and the checks on those that come out.
-
-Uses private names.
-"""
+"""Gradients passed to backward, and checks of the returned gradients. Uses private names."""
 
 import contextlib
 import re
@@ -229,7 +226,7 @@ ACCEPTED = {
 
 
 def fit(grads, count, node):
-    """Whether the gradients look like the inputs of a node, for a check in Python."""
+    """Return whether the gradients look like the inputs of a node, for a check in Python."""
     return gradients.are_plain_in_python(grads, count, node) and not [
         *gradients._mismatches(grads, node)
     ]

@@ -45,7 +45,7 @@ def scaled_exp_(namespace: str) -> Any:
 
 @pytest.fixture
 def batch_norm(namespace: str) -> Any:
-    """Subtracts a running mean, which it also updates."""
+    """Subtract a running mean, which it also updates."""
 
     @torchop.custom_op(f"{namespace}::batch_norm", mutates_args=("running",))
     def batch_norm(x: Tensor, running: Tensor) -> Tensor:

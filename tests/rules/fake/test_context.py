@@ -1,4 +1,4 @@
-"""Fake kernels and data: get_ctx, and what a fake kernel is told that reads a tensor."""
+"""get_ctx, and fake kernels that read data."""
 
 import threading
 
@@ -79,7 +79,7 @@ def test_context_of_torch_library_explains_itself_on_meta_tensors_too(namespace,
 
 
 def test_context_of_torch_library_is_that_of_the_thread(namespace):
-    """Of fake kernels of ours on meta tensors: their operators are not those of each other."""
+    """Fake kernels on meta tensors in two threads each get their own context."""
     barrier = threading.Barrier(2)
     messages = []
 

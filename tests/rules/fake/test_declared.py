@@ -1,4 +1,4 @@
-"""Fake kernels by declaration: what they describe, and what is refused at registration."""
+"""Declared fake kernels."""
 
 import contextlib
 

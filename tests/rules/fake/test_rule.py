@@ -1,4 +1,4 @@
-"""Fake kernels: what they see, what they may return, and how a missing one is reported."""
+"""Fake kernels: arguments, results, and the error without one."""
 
 import gc
 import traceback
@@ -371,7 +371,7 @@ def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
 
 
 def ways_past_the_cache(call) -> int:
-    """How often FakeTensor looked for a call in its cache, which takes no such calls."""
+    """Count the lookups of FakeTensor's cache."""
     before = sum(FakeTensorMode.cache_info().bypasses.values())
     call()
     return sum(FakeTensorMode.cache_info().bypasses.values()) - before

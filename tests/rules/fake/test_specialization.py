@@ -1,4 +1,4 @@
-"""Integers that a schema types int are constants in compiled programs, of which a warning tells."""
+"""Warnings about `int` arguments that compiled programs specialize."""
 
 from __future__ import annotations
 

@@ -154,15 +154,6 @@ def test_a_mutated_list_is_refused(namespace, schema):
     assert f"{namespace}::op mutates 'ds', which is a list or None, in a region" in text
 
 
-def test_a_mutated_list_of_an_operator_of_pytorch_fails():
-    def block(d: Tensor) -> Tensor:
-        torch._foreach_add_([d], 1)
-        return d + 1
-
-    with pytest.raises(Exception, match="Expected arg_val to be a Tensor"):
-        _compare(block, "aot_eager", torch.zeros(3))
-
-
 def test_none_for_a_mutated_argument_is_refused(namespace):
     op = _define(namespace, "(Tensor(a!)? d, Tensor x) -> ()", lambda d, x: None)
     text = _refused(lambda d, x: (op(None, x), d + x)[1], torch.zeros(3), torch.ones(3))
@@ -184,32 +175,6 @@ def test_a_mutated_keyword_is_refused_only_for_an_input_of_the_region(namespace)
         return op(x, out=torch.empty_like(d)) + d.add_(1)
 
     _compare(block, "aot_eager", torch.zeros(3), torch.ones(3))
-
-
-def test_a_mutated_keyword_of_an_operator_of_pytorch_is_lost():
-    # The reason for the refusal: PyTorch does not see the mutation, and drops it.
-    def block(d: Tensor, x: Tensor) -> Tensor:
-        torch.add(x, x, out=d)
-        return x + 1
-
-    with pytest.raises(AssertionError, match="Mismatched elements"):
-        _compare(block, "aot_eager", torch.zeros(3), torch.ones(3))
-
-
-def test_training_through_the_region_is_refused_by_pytorch(namespace):
-    op = _define(namespace, "(Tensor! d, Tensor x) -> ()", _add_into)
-    x = torch.ones(3, requires_grad=True)
-    for mutate in (op, lambda d, x: d.add_(x)):
-        region = torch.compiler.nested_compile_region(
-            lambda d, x: (mutate(d, x.detach()), x * d)[1]  # noqa: B023  # called in this turn
-        )
-        program = torch.compile(
-            lambda d, x: region(d, x) + region(d, x),  # noqa: B023  # called in this turn
-            backend="aot_eager",
-            fullgraph=True,
-        )
-        with pytest.raises(Exception, match="training with in-place input or buffer mutations"):
-            program(torch.zeros(3), x)
 
 
 def test_a_kernel_of_the_user_for_functionalization_takes_precedence(namespace):

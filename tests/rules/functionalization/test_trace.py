@@ -1,4 +1,4 @@
-"""What stands for an operator that mutates in a functional trace, and how long."""
+"""Helper operators for mutating operators in functional traces."""
 
 from __future__ import annotations
 

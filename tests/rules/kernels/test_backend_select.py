@@ -1,4 +1,4 @@
-"""Calls whose backend the dispatcher cannot choose: no tensors, or tensors in an optional list."""
+"""Operators without tensor arguments, and tensors in optional lists."""
 
 import contextlib
 from typing import List, Optional
@@ -99,14 +99,6 @@ def test_factory_on_the_meta_device_runs_the_fake_kernel(namespace, function):
     result = op(2, device="meta")
     assert result.is_meta
     assert result.shape == (2,)
-
-
-@pytest.mark.parametrize("function", FACTORIES)
-def test_factory_makes_fake_tensors_of_any_device(namespace, function):
-    op = define(namespace, function)
-    with FakeTensorMode():
-        assert op(2, device="cpu").device == torch.device("cpu")
-        assert op(2, device="cuda:0").device == torch.device("cuda:0")
 
 
 def test_factory_names_the_device_that_has_no_kernel(namespace):
@@ -318,11 +310,6 @@ def test_optional_list_that_is_absent_or_empty_runs_the_kernel_for_every_device(
     op = define_lists(namespace, function)
     op.register_kernel(TYPE)(lambda xs: xs[0] * 10)
     assert op(*arguments).item() == 0
-
-
-def test_gaps_in_an_optional_list_are_passed_on(namespace):
-    op = define_lists(namespace, total_with_gaps)
-    assert op([None, torch.ones(1), None]).item() == 1
 
 
 @LISTS

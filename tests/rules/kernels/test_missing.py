@@ -1,4 +1,4 @@
-"""Kernels: what a call says that no kernel serves."""
+"""Errors for calls without a kernel."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Kernels: which function runs on which device, and what can become a kernel."""
+"""Kernels by device."""
 
 import logging
 import threading

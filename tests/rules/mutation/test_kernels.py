@@ -1,4 +1,4 @@
-"""Mutation and views: version counters, and what autograd is told."""
+"""Version counters of mutated tensors, and views."""
 
 from typing import List, Optional
 

@@ -1,4 +1,4 @@
-"""What must not be written is refused before the kernel, in the words of native in-place operators.
+"""Tensors that must not be written raise before the kernel runs.
 
 Every native operator here is the proof that the words, and the cases, are PyTorch's.
 """
@@ -50,7 +50,7 @@ def _shape(ctx: Any, inputs: Any, output: Any) -> None:
 
 @pytest.fixture
 def store(namespace: str) -> Any:
-    """Writes into a buffer, and returns nothing."""
+    """Write into a buffer, and return nothing."""
 
     @torchop.custom_op(f"{namespace}::store", mutates_args=("out",))
     def store(x: Tensor, out: Tensor) -> None:

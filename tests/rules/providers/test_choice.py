@@ -1,7 +1,4 @@
-"""The choice for a call: the tables, in Python and in C++, say what asking would.
-
-Uses private names.
-"""
+"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names."""
 
 import contextlib
 import gc
@@ -37,7 +34,7 @@ def value(op, x=None) -> float:
 
 
 def in_plan(op):
-    """What stands in the plan for kernels on the CPU."""
+    """Return the plan's entry for kernels on the CPU."""
     return op._definition.plan[KernelRule].functions[TYPE]
 
 
@@ -60,7 +57,7 @@ SCHEMA = (
 
 
 def described(*args, **kwargs) -> str:
-    """All that `supports` may read."""
+    """Describe everything that `supports` may read."""
 
     def describe(item):
         if isinstance(item, torch.Tensor):

@@ -1,7 +1,4 @@
-"""Priority: which of several kernels of one operator runs, for whom, and what is said of it.
-
-Uses private names.
-"""
+"""Priority of providers. Uses private names."""
 
 import asyncio
 import concurrent.futures
@@ -35,7 +32,7 @@ def value(op, x=None) -> float:
 
 @pytest.fixture
 def op(namespace):
-    """Adds 1, or 10 with the provider "ten", or 20 with "twenty"."""
+    """Add 1, or 10 with the provider "ten", or 20 with "twenty"."""
     op = define(namespace)
     op.register_kernel(TYPE, adding(10), provider="ten")
     op.register_kernel(None, adding(20), provider="twenty")

@@ -1,4 +1,4 @@
-"""Providers: what they say of themselves, which calls they take, and the rules that they share."""
+"""Registration of providers, `supports`, and shared rules."""
 
 import dataclasses
 import functools

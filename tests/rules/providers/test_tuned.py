@@ -1,7 +1,4 @@
-"""`"tuned"` in an order: calls follow tables of measurements, and ignore those that do not fit.
-
-Uses private names.
-"""
+"""`"tuned"` orders follow tables of measurements. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward kernels: operators whose parameters say what is saved for them."""
+"""Backward kernels: operators whose parameters declare the saved tensors."""
 
 from dataclasses import dataclass
 from typing import Annotated

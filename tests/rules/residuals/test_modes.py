@@ -1,4 +1,4 @@
-"""Rules for modes and subclasses of an operator, where a call records its residuals."""
+"""Rules for modes and subclasses in calls that record residuals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def gradient_under_mode(op):
 
 @pytest.fixture(params=["before", "after"])
 def register(request):
-    """Registers a rule before the training form is there, or after."""
+    """Register a rule before the training form is there, or after."""
 
     def register(namespace, cls, rule):
         op = torchop.custom_op(f"{namespace}::op", cube, mutates_args=())

@@ -372,15 +372,6 @@ def test_the_policy_of_a_region_names_the_operator(namespace, kind, backend):
     assert not any("with_residuals" in op.name() for op in seen)
 
 
-def test_a_checkpoint_runs_the_kernel_again(lse):
-    x = torch.randn(4, 3, requires_grad=True)
-    for use_reentrant in (True, False):
-        x.grad = None
-        checkpoint(lse.op, x, use_reentrant=use_reentrant).sum().backward()
-        assert_close(x.grad, x.softmax(-1))
-    assert lse.taken() == [False, True, True, True]
-
-
 def test_hooks_pack_residuals(lse):
     packed = []
 
@@ -412,22 +403,6 @@ def test_transforms(lse):
         return torch.func.grad_and_value(lambda x: lse.op(x).sum())(x)[1]
 
     assert_close(torch.func.grad(value)(x), x.softmax(-1))
-
-
-def test_forms_of_a_family(namespace):
-    def double(x: Tensor) -> Tensor:
-        return torchop.residuals(x * 2, torch.full_like(x, 2))
-
-    op = torchop.custom_op(f"{namespace}::op", double, mutates_args=(), residuals={"two": Tensor})
-    op.register_autograd(
-        lambda ctx, grad: grad * ctx.saved_tensors[0],
-        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(*residuals),
-    )
-    x = leaf_of([1.0])
-    y = x * 1
-    op.derive_inplace()(y)
-    assert gradient_of(lambda x: y, x) == 2
-    assert op.derive_out()(torch.ones(1), out=torch.empty(1)) == 2
 
 
 def test_a_numpy_formula(namespace):

@@ -1,7 +1,4 @@
-"""Checkpoint policies, as selective activation checkpointing follows them.
-
-Uses private names.
-"""
+"""Checkpoint policies, as selective activation checkpointing follows them. Uses private names."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def define(namespace: str, policy: Any = None) -> CustomOp[..., Tensor]:
 
 
 def train(sine: Callable[..., Tensor], region: Any, backend: str | None = None) -> int:
-    """How often a step calls the kernel: once if the result is saved, twice if it is not."""
+    """Count the kernel calls of a step: 1 if the result is saved, otherwise 2."""
 
     def step(x: Tensor) -> Tensor:
         return checkpoint(

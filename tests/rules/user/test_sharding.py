@@ -1,4 +1,4 @@
-"""Calls with DTensors: which shards of the arguments and results a rule declares."""
+"""Sharding rules and the placements that they declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rule that torchop ships must have: whoever adds one is told here what is missing.
+"""Requirements for every rule that torchop ships.
 
 The test of a file in `_rules/user` has a table `VALUES`: for each rule of that file, something to
 register for an operator `(Tensor x) -> Tensor`.

@@ -1,4 +1,4 @@
-"""vmap rules: what they see, what they may return, and what happens without one."""
+"""vmap rules: arguments, results, and calls without a rule."""
 
 import warnings
 from typing import List, Optional

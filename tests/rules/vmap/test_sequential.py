@@ -1,4 +1,4 @@
-"""The vmap rule "sequential": what a loop over the elements gives, stacked."""
+"""The vmap rule "sequential" equals a stacked loop."""
 
 from types import SimpleNamespace
 
@@ -250,19 +250,6 @@ def test_results_of_other_shapes_are_refused_with_dynamic_sizes(namespace):
         compiled(torch.ones(3, 20))
 
 
-def test_sizes_that_depend_on_data_are_refused_by_dynamo(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x.nonzero()
-
-    op.register_fake(lambda x: x.new_empty((torchop.get_ctx().new_dynamic_size(), 1), dtype=int))
-    op.register_vmap("sequential")
-    assert torch.vmap(op)(torch.ones(3, 4)).shape == (3, 4, 1)
-    compiled = torch.compile(torch.vmap(op), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match="dimension 0 of its result depends on data"):
-        compiled(torch.ones(3, 4))
-
-
 # --------------------------------------------------------------------------------------------------
 # Empty batches
 
@@ -418,10 +405,3 @@ def test_numbers_that_a_compiler_cannot_replay_are_refused(namespace):
     same = torch.compile(torch.vmap(noise, randomness="same"), fullgraph=True, backend="aot_eager")
     with pytest.raises(Exception, match="draw the numbers outside and pass them"):
         same(torch.zeros(3))
-
-
-def test_a_function_in_its_place_decides_on_randomness_itself(namespace):
-    noise = define_random(namespace)
-    noise.register_vmap(lambda info, in_dims, x: (noise(x), in_dims[0]))
-    assert torch.vmap(noise)(torch.zeros(50)).unique().numel() > 40
-    assert torch.vmap(lambda x: noise(torch.zeros(())))(torch.zeros(50)).unique().numel() == 1

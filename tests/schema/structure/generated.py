@@ -93,7 +93,7 @@ def structures(draw: DrawFn, depth: int = 2) -> Structured:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal in every part, and of the same types."""
+    """Return whether two values are equal in every part, and of the same types."""
     if type(left) is not type(right) and not isinstance(right, Tensor):
         return False
     if dataclasses.is_dataclass(right):

@@ -1,4 +1,4 @@
-"""Structured arguments: what the schema shows, and what the kernel gets."""
+"""Structured arguments: the schema, and the objects that kernels get."""
 
 from __future__ import annotations
 

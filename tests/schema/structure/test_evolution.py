@@ -48,7 +48,7 @@ def define(namespace: str, config: Any, kernel: Kernel, **options: Any) -> Any:
 def export(
     namespace: str, config: Any, kernel: Kernel, value: Callable[[Tensor], Any], file: Path
 ) -> None:
-    """Saves a program that calls the operator with a value; the operator is gone afterwards."""
+    """Save a program that calls the operator with a value; the operator is gone afterwards."""
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = define(namespace, config, kernel, lib=library)
 

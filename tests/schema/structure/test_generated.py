@@ -52,14 +52,14 @@ def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> N
 
 
 def compiled(op: Any, value: Any) -> Any:
-    """What calls the operator from a compiled graph."""
+    """Return a function that calls the operator from a compiled graph."""
     torch._dynamo.reset()
     program = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
     return lambda x: program(x, value)
 
 
 def exported(op: Any, value: Any) -> Any:
-    """What calls the operator from an exported program that was in a file."""
+    """Return a function that calls the operator from a saved and loaded program."""
 
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:

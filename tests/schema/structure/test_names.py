@@ -1,7 +1,4 @@
-"""Names that users chose are values in the source of a call, whatever they look like.
-
-Uses private names.
-"""
+"""Names chosen by users are values, not source text. Uses private names."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ KINDS: tuple[Callable[[str, list[str], bool], Made], ...] = (
 
 
 def contents(value: Any) -> Any:
-    """What can be compared of two values of one kind."""
+    """Return a comparable form of a value."""
     if isinstance(value, (dict, tuple, enum.Enum)):
         return value
     if hasattr(value, "__slots__"):

@@ -1,4 +1,4 @@
-"""Objects of classes that PyTorch passes on as they are, in structures and beside them."""
+"""Opaque objects inside and outside structures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signatures that are refused: nothing is defined."""
+"""Rejected signatures define nothing."""
 
 from __future__ import annotations
 

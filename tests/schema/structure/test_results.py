@@ -1,4 +1,4 @@
-"""Structured results, whose tensors the flat operator returns."""
+"""Structured results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from torchop import ResultError, SchemaError
@@ -125,18 +124,6 @@ def test_gradients_flow_through_structures(namespace: str) -> None:
     assert [type(value) for value in seen] == [Split, Split]
 
 
-def test_vmap_of_structures(namespace: str) -> None:
-    op, function = define(namespace, "nested")
-
-    @op.register_vmap
-    def _(info: Any, in_dims: Any, x: Tensor, given: bool = True) -> Any:
-        return function(x.movedim(in_dims[0], 0), given), 0
-
-    x = torch.arange(6.0).reshape(3, 2)
-    mapped = torch.vmap(op, in_dims=1)(x)
-    assert_same(mapped, function(x.t()))
-
-
 @dataclasses.dataclass
 class Scale:
     factor: float
@@ -170,27 +157,6 @@ def test_a_missing_fake_kernel_is_shown_as_its_author_has_to_write_it(
     meta = torch.empty(2, device="meta")
     with pytest.raises(torchop.MissingFakeError, match=shown):
         op(Scale(2.0, meta))
-
-
-def test_a_mode_gets_the_structures_and_calls_with_them(namespace: str) -> None:
-    class Doubling(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    op, function = define(namespace, "NamedTuple")
-    seen = []
-
-    @op.register_torch_dispatch(Doubling)
-    def _(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        seen.append((func == op.overload, func.namespace, args[1]))
-        return func(*args, **kwargs)._replace(order=None)
-
-    with Doubling():
-        result = op(torch.ones(2))
-    assert_same(result, function(torch.ones(2), given=False))
-    assert seen == [(True, namespace, True)]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Operators with an effect, which note their calls."""
+"""Operators with an effect, which record their calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_calls() -> Iterator[None]:
 
 @pytest.fixture
 def cached() -> Iterator[None]:
-    """Lets compilers remember graphs, in files of this test."""
+    """Let compilers remember graphs, in files of this test."""
     with (
         torch._inductor.utils.fresh_cache(),
         torch._inductor.config.patch(fx_graph_cache=True),
@@ -36,7 +36,7 @@ def cached() -> Iterator[None]:
 
 @pytest.fixture
 def log(namespace: str) -> Any:
-    """Returns nothing, and needs no other registration."""
+    """Return nothing, and needs no other registration."""
 
     @torchop.custom_op(f"{namespace}::log", mutates_args=(), effects="ordered")
     def log(x: Tensor, label: int) -> None:
@@ -47,7 +47,7 @@ def log(namespace: str) -> Any:
 
 @pytest.fixture
 def logged(namespace: str) -> Any:
-    """Returns what it logs, and can be trained through."""
+    """Return what it logs, and can be trained through."""
 
     @torchop.custom_op(f"{namespace}::logged", mutates_args=(), effects="ordered")
     def logged(x: Tensor, label: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Calls of an operator with an effect are made as often as the program says, in order."""
+"""Compilers preserve the number and order of calls with an effect."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""An effect is declared before a compiler asks for it, or refused.
-
-Uses private names.
-"""
+"""An effect is declared before a compiler asks for it, or refused. Uses private names."""
 
 from __future__ import annotations
 
@@ -91,28 +88,6 @@ def test_a_graph_keeps_its_calls_after_the_effect_is_removed(namespace: str) -> 
         torch.compiler.reset()
         compiled(torch.ones(2))
         assert ["with_effects" in graph for graph in graphs] == [True, False]
-
-
-def test_running_and_faking_an_operator_is_not_too_early(namespace: str) -> None:
-    op = _define(namespace)
-    op(torch.ones(2))
-    with torch._subclasses.FakeTensorMode():
-        op(torch.ones(2))
-    torch.export.export(torch.nn.Identity(), (op(torch.ones(2)),))
-    op.register_effect("ordered")
-
-
-def test_a_refused_compilation_is_not_too_early(namespace: str) -> None:
-    with pytest.warns(torchop.SchemaWarning):
-        op = torchop.custom_op(
-            f"{namespace}::op", CALLS.append, mutates_args=(), schema="(Tensor x) -> ()"
-        )
-    op.register_fake(lambda x: None)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a compiler would remove it"):
-        _compile(op)
-    op.register_effect("ordered")
-    _compile(op)
-    assert len(CALLS) == 1
 
 
 def test_a_definition_with_another_effect_is_refused_too(namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""A device that is not there: two of them, `standin:0` and `standin:1`, in the host's memory.
+"""A simulated device with two indices, `standin:0` and `standin:1`, in host memory.
 
 `load` registers it with PyTorch, as a plug-in for a device does (the key PrivateUse1), after which
 `torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process has one backend
@@ -32,7 +32,7 @@ _module: ModuleType
 
 
 def load() -> None:
-    """Makes the device known to PyTorch; compiles it before, if need be (20 seconds).
+    """Make the device known to PyTorch; compiles it before, if need be (20 seconds).
 
     Operators that it has no kernel for run on the CPU; with `STANDIN_FALLBACK=pytorch`, only those
     of PyTorch, as on a GPU, and with `STANDIN_FALLBACK=0`, none. With `STANDIN_PROTECT=0`, the host
@@ -56,7 +56,7 @@ def load() -> None:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, what happened on the devices, in order.
+    """Yield a list that holds, after the block, what happened on the devices, in order.
 
     Lines are such as `aten::add.Tensor on 1.0` (device 1, stream 0), `record an event on 0.3`,
     `keep memory for 0.3` and `host waits: read a value`.
@@ -71,7 +71,7 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, why the host waited for a device: each time."""
+    """Yield a list that holds, after the block, why the host waited for a device: each time."""
     waits: list[str] = []
     with trace() as lines:
         yield waits
@@ -79,12 +79,12 @@ def host_waits() -> Iterator[list[str]]:
 
 
 def note(line: str) -> None:
-    """Adds a line to the trace, so that a kernel of a test shows in it."""
+    """Add a line to the trace, so that a kernel of a test shows in it."""
     _native.note(line)
 
 
 def current_place() -> str:
-    """Where work of this thread goes now: the device and its stream, such as `1.0`."""
+    """Return the current device and stream of this thread, such as `1.0`."""
     return _native.current_place()
 
 

@@ -40,7 +40,7 @@ def compiled() -> Path:
 
 
 def load() -> ModuleType:
-    """Loads the extension, which registers the device with PyTorch."""
+    """Load the extension, which registers the device with PyTorch."""
     spec = importlib.util.spec_from_file_location("_standin", compiled())
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""`torch.standin`: what PyTorch asks of the module of a device type, as it asks `torch.cuda`."""
+"""`torch.standin`: the functions that PyTorch requires from the module of a device type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of many kinds, of which a formula is derived, and inputs for them."""
+"""Operator bodies for derived formulas, and their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derived formulas: their gradients are those of the same body called plainly."""
+"""Derived gradients equal the gradients of the body."""
 
 import pytest
 import torch
@@ -51,7 +51,14 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(namespace,
     assert gradgradcheck(function, tensors, fast_mode=True)
 
 
-@each_body
+# Compiling each body takes most of the time, so a usual run compiles every third one.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if number % 3 else [])
+        for number, name in enumerate(BODIES)
+    ],
+)
 def test_compiled_gradients_are_those_of_finite_differences(namespace, name):
     body, op, tensors, arrange = prepared(namespace, name)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Deriving a formula: what has one, what is refused, and the operators that come with it."""
+"""Deriving a formula, rejected operators, and helper operators."""
 
 import pytest
 import torch

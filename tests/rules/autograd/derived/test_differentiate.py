@@ -1,4 +1,4 @@
-"""What a derived backward returns where the transform, or the mode, of the call is another."""
+"""Derived backward under a transform or mode that differs from the forward's."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""What a derived formula saves, and how its graph can be used.
-
-Uses private names.
-"""
+"""Saved tensors and reuse of graphs with derived formulas. Uses private names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Bodies that leave autograd, which a derived formula refuses in the backward."""
+"""Derived formulas reject bodies that leave autograd."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""What a body finds around it: written into bytes, and put back.
-
-Uses private names.
-"""
+"""Saving and restoring the ambient state of a body. Uses private names."""
 
 import contextlib
 import functools
@@ -236,7 +233,7 @@ def test_calls_share_a_state_until_numbers_are_drawn(namespace):
 
 
 class _Elsewhere(torch.Tensor):
-    """What a subclass says of its device may be anything."""
+    """A subclass that reports a wrong device."""
 
     is_cpu = False
 

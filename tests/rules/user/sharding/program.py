@@ -545,7 +545,7 @@ def fsdp2(mesh: Any) -> None:
 
 @case(2)
 def compiled_fsdp2_and_ddp(mesh: Any) -> None:
-    """What the residual of a compiled block is saved for, hooks of these wait for."""
+    """FSDP2 and DDP hooks wait for the residuals of a compiled block."""
     from torch.distributed.fsdp import fully_shard
 
     right = steps(block(), X)

@@ -1,7 +1,4 @@
-"""Simulated ranks for tests, and tensors that are placed on them by a word.
-
-Uses private names.
-"""
+"""Simulated ranks for tests, and tensors that are placed on them by a word. Uses private names."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ def gathered(value: Any) -> Tensor:
 
 
 def assert_right(value: Any, expected: Tensor, placed: str | None = None) -> None:
-    """Whether a DTensor is what a plain call returned, and where it is."""
+    """Return whether a DTensor is what a plain call returned, and where it is."""
     assert isinstance(value, DTensor)
     torch.testing.assert_close(gathered(value.detach()), expected)
     assert value.shape == expected.shape

@@ -159,7 +159,7 @@ def test_the_decision_is_that_among_all_placements(
 def test_a_call_that_moves_nothing_computes_no_cost(
     ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each cost that it computes, DTensor keeps how to move the tensor, for ever."""
+    """DTensor caches a plan for each cost that it computes, without a limit."""
     asked = []
     original = dtensor_moves.Inputs.costs
 

@@ -1,4 +1,4 @@
-"""What PyTorch's register_sharding and its dispatch of DTensors get wrong, and rules do not."""
+"""Faults of PyTorch's register_sharding that torchop's rules do not have."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ RANKS = """
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> functools._lru_cache_wrapper[dict[str, str]]:
-    """What became of each case with a number of processes; the first test that asks runs all."""
+    """Return the outcome of each case; the first test runs all cases."""
 
     @functools.cache
     def run(processes: int) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""Rules, tensors and operators that are refused, and in which words.
-
-Uses private names.
-"""
+"""Errors about sharding rules, tensors and operators. Uses private names."""
 
 from __future__ import annotations
 
