@@ -122,6 +122,10 @@ def test_valid_is_registered_with_the_examples(namespace: str) -> None:
             return x.sqrt()
 
         @staticmethod
+        def fake(x: Tensor) -> Tensor:
+            return torch.empty_like(x)
+
+        @staticmethod
         def examples() -> Any:
             yield (torch.ones(3),)
 
