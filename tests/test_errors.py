@@ -1,4 +1,7 @@
-"""Warnings point at the user's line. Uses private names."""
+"""Warnings point at the user's line. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Accelerated calls run the kernel that the dispatcher would run. Uses private names."""
+"""Accelerated calls run the kernel that the dispatcher would run. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """`python -m torchop explain` and `bench --providers`, with operators that have several kernels.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The wheel torchop-native, installed and used without a compiler. Uses private names."""
+"""The wheel torchop-native, installed and used without a compiler. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

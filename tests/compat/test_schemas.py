@@ -1,4 +1,7 @@
-"""Schemas: names of PyTorch that change. Uses private names."""
+"""Schemas: names of PyTorch that change. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

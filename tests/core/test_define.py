@@ -1,4 +1,7 @@
-"""A definition happens as a whole or not at all, wherever it raises. Uses private names."""
+"""A definition happens as a whole or not at all, wherever it raises. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A forked child can register operators although the parent held the lock. Uses private names."""
+"""A forked child can register operators although the parent held the lock. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

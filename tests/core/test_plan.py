@@ -1,4 +1,7 @@
-"""Plans: immutable pictures of the rules, swapped in one assignment. Uses private names."""
+"""Plans: immutable pictures of the rules, swapped in one assignment. Uses private names.
+
+Uses private names.
+"""
 
 import pytest
 import torch

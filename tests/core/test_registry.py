@@ -1,4 +1,7 @@
-"""Any way of naming an operator leads to the same definition. Uses private names."""
+"""Any way of naming an operator leads to the same definition. Uses private names.
+
+Uses private names.
+"""
 
 import warnings
 from functools import partial

@@ -4,6 +4,8 @@ A registration through another library keeps the entry of the dispatcher, which 
 overload that it gave to the first dispatch mode.
 
 Uses private names.
+
+Uses private names.
 """
 
 import gc

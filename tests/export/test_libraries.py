@@ -1,4 +1,7 @@
-"""Packages with C++ kernels, which run without Python. Uses private names."""
+"""Packages with C++ kernels, which run without Python. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

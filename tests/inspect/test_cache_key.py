@@ -1,4 +1,7 @@
-"""Keys of compile caches, and `cache_key_tag`. Uses private names."""
+"""Keys of compile caches, and `cache_key_tag`. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The code and constants that digests for compile caches cover. Uses private names."""
+"""The code and constants that digests for compile caches cover. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

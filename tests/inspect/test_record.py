@@ -1,4 +1,7 @@
-"""record: the calls of a program and their arguments. Uses private names."""
+"""record: the calls of a program and their arguments. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

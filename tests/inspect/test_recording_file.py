@@ -1,4 +1,7 @@
-"""Saving and loading recordings, and rejected files. Uses private names."""
+"""Saving and loading recordings, and rejected files. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The operators that a package registers. Uses private names."""
+"""The operators that a package registers. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

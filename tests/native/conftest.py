@@ -1,4 +1,7 @@
-"""An operator, and sources, compilers and caches for builds. Uses private names."""
+"""An operator, and sources, compilers and caches for builds. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

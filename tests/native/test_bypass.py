@@ -1,4 +1,7 @@
-"""Dispatcher calls skip our kernels that have nothing to do. Uses private names."""
+"""Dispatcher calls skip our kernels that have nothing to do. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Registrations and deletions during a call. Uses private names."""
+"""Registrations and deletions during a call. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Devices that native calls accept. Uses private names."""
+"""Devices that native calls accept. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Registration and deregistration wait for dispatcher calls in other threads.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Greenlets that switch inside kernels. Uses private names."""
+"""Greenlets that switch inside kernels. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Handles are native in every way of calling, and keep their Python behaviour.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

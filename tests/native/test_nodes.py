@@ -1,4 +1,7 @@
-"""Gradients on a PyTorch with unknown autograd nodes. Uses private names."""
+"""Gradients on a PyTorch with unknown autograd nodes. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Notices while the extension is compiled. Uses private names."""
+"""Notices while the extension is compiled. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

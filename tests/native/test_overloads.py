@@ -1,4 +1,7 @@
-"""Calls of torch.ops objects without Python frames. Uses private names."""
+"""Calls of torch.ops objects without Python frames. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

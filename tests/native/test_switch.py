@@ -1,4 +1,7 @@
-"""Operators become native once the extension is loaded. Uses private names."""
+"""Operators become native once the extension is loaded. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Wheels, the source distribution, and installation instructions. Uses private names."""
+"""Wheels, the source distribution, and installation instructions. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

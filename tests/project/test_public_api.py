@@ -1,4 +1,7 @@
-"""Public names are documented and have the signatures of torch.library. Uses private names."""
+"""Public names are documented and have the signatures of torch.library. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recomputation in the backward under an activation memory budget. Uses private names."""
+"""Recomputation in the backward under an activation memory budget. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

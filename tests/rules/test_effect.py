@@ -1,4 +1,7 @@
-"""Compilers neither drop nor reorder calls with an effect. Uses private names."""
+"""Compilers neither drop nor reorder calls with an effect. Uses private names.
+
+Uses private names.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Inlining: compilers trace the function, programs contain the operator. Uses private names."""
+"""Inlining: compilers trace the function, programs contain the operator. Uses private names.
+
+Uses private names.
+"""
 
 import contextlib
 import copy

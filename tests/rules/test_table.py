@@ -1,4 +1,7 @@
-"""Requirements for every compiled rule. Uses private names."""
+"""Requirements for every compiled rule. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Comparing a hand-written schema with its function. Uses private names."""
+"""Comparing a hand-written schema with its function. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Defaults: how a schema writes them, and how a kernel comes to see the schema's.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

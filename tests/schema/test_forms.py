@@ -1,4 +1,7 @@
-"""In-place operators and operators with out=, by their tags. Uses private names."""
+"""In-place operators and operators with out=, by their tags. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reading a parsed schema. Uses private names."""
+"""Reading a parsed schema. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Annotations of functions, in every spelling. Uses private names."""
+"""Annotations of functions, in every spelling. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

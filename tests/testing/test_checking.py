@@ -1,4 +1,7 @@
-"""`checking` detects undeclared mutation. Uses private names."""
+"""`checking` detects undeclared mutation. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Samples with tensors that require grad and are written.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What calls cost, timed in turns. Uses private names."""
+"""What calls cost, timed in turns. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

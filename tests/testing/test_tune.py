@@ -1,4 +1,7 @@
-"""`tune` and `tuning`: what is measured, when, and what becomes of it. Uses private names."""
+"""`tune` and `tuning`: what is measured, when, and what becomes of it. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

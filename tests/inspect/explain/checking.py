@@ -1,4 +1,7 @@
-"""Check that a call takes the path that explain reports. Uses private names."""
+"""Check that a call takes the path that explain reports. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""explain for calls that record a gradient. Uses private names."""
+"""explain for calls that record a gradient. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

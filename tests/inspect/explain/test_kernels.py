@@ -1,4 +1,7 @@
-"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names."""
+"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""explain for calls that mutate. Uses private names."""
+"""explain for calls that mutate. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`check` on a device. Uses private names."""
+"""`check` on a device. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

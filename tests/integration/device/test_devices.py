@@ -1,4 +1,7 @@
-"""Properties of device types. Uses private names."""
+"""Properties of device types. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

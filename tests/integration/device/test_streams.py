@@ -1,4 +1,7 @@
-"""Calls add no synchronization or memory to their kernel's. Uses private names."""
+"""Calls add no synchronization or memory to their kernel's. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

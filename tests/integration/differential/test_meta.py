@@ -1,4 +1,7 @@
-"""The differential comparison detects differences. Uses private names."""
+"""The differential comparison detects differences. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Building in the foreground, and the functions of this process. Uses private names."""
+"""Building in the foreground, and the functions of this process. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command line. Uses private names."""
+"""The command line. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

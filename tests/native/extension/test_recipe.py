@@ -1,4 +1,7 @@
-"""The key, the flags and the compiler of the extension. Uses private names."""
+"""The key, the flags and the compiler of the extension. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Waiting for the extension, in threads and forked processes. Uses private names."""
+"""Waiting for the extension, in threads and forked processes. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Operators that record gradients natively, and helpers to compare both paths.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

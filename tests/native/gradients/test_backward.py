@@ -1,4 +1,7 @@
-"""The backward of native nodes. Uses private names."""
+"""The backward of native nodes. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

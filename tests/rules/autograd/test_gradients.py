@@ -1,4 +1,7 @@
-"""Gradients passed to backward, and checks of the returned gradients. Uses private names."""
+"""Gradients passed to backward, and checks of the returned gradients. Uses private names.
+
+Uses private names.
+"""
 
 import contextlib
 import re

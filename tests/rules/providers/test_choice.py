@@ -1,4 +1,7 @@
-"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names."""
+"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names.
+
+Uses private names.
+"""
 
 import contextlib
 import gc

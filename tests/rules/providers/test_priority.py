@@ -1,4 +1,7 @@
-"""Priority of providers. Uses private names."""
+"""Priority of providers. Uses private names.
+
+Uses private names.
+"""
 
 import asyncio
 import concurrent.futures

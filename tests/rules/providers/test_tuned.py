@@ -1,4 +1,7 @@
-"""`"tuned"` orders follow tables of measurements. Uses private names."""
+"""`"tuned"` orders follow tables of measurements. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Names chosen by users are values, not source text. Uses private names."""
+"""Names chosen by users are values, not source text. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The arguments, the report and the exceptions of `check`.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Check PyTorch's own database of custom operators, with known findings. Uses private names."""
+"""Check PyTorch's own database of custom operators, with known findings. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

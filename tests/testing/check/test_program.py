@@ -1,6 +1,8 @@
 """Printed programs: literal arguments and imports.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

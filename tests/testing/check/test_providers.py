@@ -1,6 +1,8 @@
 """Checks of providers.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

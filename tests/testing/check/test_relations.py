@@ -1,6 +1,8 @@
 """Integers that depend on other arguments stay valid in every variant.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

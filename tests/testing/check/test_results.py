@@ -1,4 +1,7 @@
-"""Probes of results: unwritten memory, layouts, batches. Uses private names."""
+"""Probes of results: unwritten memory, layouts, batches. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

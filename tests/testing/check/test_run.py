@@ -1,6 +1,8 @@
 """Exceptions and crashes of kernels during a check.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The table of checks, and the page that publishes it.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Variants and smaller examples: the same values, laid out as was asked for. Uses private names."""
+"""Variants and smaller examples: the same values, laid out as was asked for. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An effect is declared before a compiler asks for it, or refused. Uses private names."""
+"""An effect is declared before a compiler asks for it, or refused. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saved tensors and reuse of graphs with derived formulas. Uses private names."""
+"""Saved tensors and reuse of graphs with derived formulas. Uses private names.
+
+Uses private names.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Saving and restoring the ambient state of a body. Uses private names."""
+"""Saving and restoring the ambient state of a body. Uses private names.
+
+Uses private names.
+"""
 
 import contextlib
 import functools

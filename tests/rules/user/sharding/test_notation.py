@@ -1,4 +1,7 @@
-"""The notation of sharding rules. Uses private names."""
+"""The notation of sharding rules. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

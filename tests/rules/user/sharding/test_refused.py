@@ -1,4 +1,7 @@
-"""Errors about sharding rules, tensors and operators. Uses private names."""
+"""Errors about sharding rules, tensors and operators. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where and how often a sharding rule is registered. Uses private names."""
+"""Where and how often a sharding rule is registered. Uses private names.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Sharding rules are checked against the shapes of a call.
 
 Uses private names.
+
+Uses private names.
 """
 
 from __future__ import annotations
