@@ -1,7 +1,4 @@
-"""Warnings point at the user's line. Uses private names.
-
-Uses private names.
-"""
+"""Warnings point at the user's line. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Accelerated calls run the kernel that the dispatcher would run. Uses private names.
-
-Uses private names.
-"""
+"""Accelerated calls run the kernel that the dispatcher would run. Uses private names."""
 
 from __future__ import annotations
 

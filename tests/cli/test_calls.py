@@ -1,8 +1,6 @@
 """`python -m torchop explain` and `bench --providers`, with operators that have several kernels.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`python -m torchop check`: tests of pytest, in workers that may crash. Uses private names.
-
-Uses private names.
-"""
+"""`python -m torchop check`: tests of pytest, in workers that may crash. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The wheel torchop-native, installed and used without a compiler. Uses private names.
-
-Uses private names.
-"""
+"""The wheel torchop-native, installed and used without a compiler. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Private names of PyTorch appear only in `_compat`, which imports nothing from torchop.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

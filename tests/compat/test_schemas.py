@@ -1,7 +1,4 @@
-"""Schemas: names of PyTorch that change. Uses private names.
-
-Uses private names.
-"""
+"""Schemas: names of PyTorch that change. Uses private names."""
 
 from __future__ import annotations
 

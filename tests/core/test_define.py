@@ -1,7 +1,4 @@
-"""A definition happens as a whole or not at all, wherever it raises. Uses private names.
-
-Uses private names.
-"""
+"""A definition happens as a whole or not at all, wherever it raises. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A forked child can register operators although the parent held the lock. Uses private names.
-
-Uses private names.
-"""
+"""A forked child can register operators although the parent held the lock. Uses private names."""
 
 from __future__ import annotations
 

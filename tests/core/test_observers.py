@@ -1,8 +1,6 @@
 """`torchop.extend.observer`: arguments of the function, and rejected signatures.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plans: immutable pictures of the rules, swapped in one assignment. Uses private names.
-
-Uses private names.
-"""
+"""Plans: immutable pictures of the rules, swapped in one assignment. Uses private names."""
 
 import pytest
 import torch

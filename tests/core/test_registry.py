@@ -1,7 +1,4 @@
-"""Any way of naming an operator leads to the same definition. Uses private names.
-
-Uses private names.
-"""
+"""Any way of naming an operator leads to the same definition. Uses private names."""
 
 import warnings
 from functools import partial

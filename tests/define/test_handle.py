@@ -1,7 +1,4 @@
-"""Handles have the identity of their function and of their operator. Uses private names.
-
-Uses private names.
-"""
+"""Handles have the identity of their function and of their operator. Uses private names."""
 
 import copy
 import doctest

@@ -4,8 +4,6 @@ A registration through another library keeps the entry of the dispatcher, which 
 overload that it gave to the first dispatch mode.
 
 Uses private names.
-
-Uses private names.
 """
 
 import gc

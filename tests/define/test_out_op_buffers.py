@@ -1,7 +1,4 @@
-"""Output buffers that callers of out_op operators may pass. Uses private names.
-
-Uses private names.
-"""
+"""Output buffers that callers of out_op operators may pass. Uses private names."""
 
 from __future__ import annotations
 

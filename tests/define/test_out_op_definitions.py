@@ -1,7 +1,4 @@
-"""Rejected definitions of out_op, and the lifetime of its operators. Uses private names.
-
-Uses private names.
-"""
+"""Rejected definitions of out_op, and the lifetime of its operators. Uses private names."""
 
 from __future__ import annotations
 

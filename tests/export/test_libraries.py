@@ -1,7 +1,4 @@
-"""Packages with C++ kernels, which run without Python. Uses private names.
-
-Uses private names.
-"""
+"""Packages with C++ kernels, which run without Python. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keys of compile caches, and `cache_key_tag`. Uses private names.
-
-Uses private names.
-"""
+"""Keys of compile caches, and `cache_key_tag`. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The code and constants that digests for compile caches cover. Uses private names.
-
-Uses private names.
-"""
+"""The code and constants that digests for compile caches cover. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""record: the calls of a program and their arguments. Uses private names.
-
-Uses private names.
-"""
+"""record: the calls of a program and their arguments. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Saving and loading recordings, and rejected files. Uses private names.
-
-Uses private names.
-"""
+"""Saving and loading recordings, and rejected files. Uses private names."""
 
 from __future__ import annotations
 

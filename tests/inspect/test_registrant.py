@@ -1,7 +1,4 @@
-"""The operators that a package registers. Uses private names.
-
-Uses private names.
-"""
+"""The operators that a package registers. Uses private names."""
 
 from __future__ import annotations
 

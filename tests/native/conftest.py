@@ -1,7 +1,4 @@
-"""An operator, and sources, compilers and caches for builds. Uses private names.
-
-Uses private names.
-"""
+"""An operator, and sources, compilers and caches for builds. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Dispatcher calls skip our kernels that have nothing to do. Uses private names.
-
-Uses private names.
-"""
+"""Dispatcher calls skip our kernels that have nothing to do. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Registrations and deletions during a call. Uses private names.
-
-Uses private names.
-"""
+"""Registrations and deletions during a call. Uses private names."""
 
 from __future__ import annotations
 

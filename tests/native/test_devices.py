@@ -1,7 +1,4 @@
-"""Devices that native calls accept. Uses private names.
-
-Uses private names.
-"""
+"""Devices that native calls accept. Uses private names."""
 
 from __future__ import annotations
 

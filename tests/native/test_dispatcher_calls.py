@@ -1,8 +1,6 @@
 """Registration and deregistration wait for dispatcher calls in other threads.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

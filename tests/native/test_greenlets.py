@@ -1,7 +1,4 @@
-"""Greenlets that switch inside kernels. Uses private names.
-
-Uses private names.
-"""
+"""Greenlets that switch inside kernels. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Handles are native in every way of calling, and keep their Python behaviour.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Each mutant of `nox -s mutants` removes a condition that exists exactly once.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

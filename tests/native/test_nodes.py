@@ -1,7 +1,4 @@
-"""Gradients on a PyTorch with unknown autograd nodes. Uses private names.
-
-Uses private names.
-"""
+"""Gradients on a PyTorch with unknown autograd nodes. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Notices while the extension is compiled. Uses private names.
-
-Uses private names.
-"""
+"""Notices while the extension is compiled. Uses private names."""
 
 from __future__ import annotations
 

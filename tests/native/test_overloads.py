@@ -1,7 +1,4 @@
-"""Calls of torch.ops objects without Python frames. Uses private names.
-
-Uses private names.
-"""
+"""Calls of torch.ops objects without Python frames. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Operators become native once the extension is loaded. Uses private names.
-
-Uses private names.
-"""
+"""Operators become native once the extension is loaded. Uses private names."""
 
 from __future__ import annotations
 

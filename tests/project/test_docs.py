@@ -4,8 +4,6 @@ A page is a program: its Python blocks run in order, in one namespace. What a bl
 shown, in an `output` block right after it, and what is shown must be what is printed.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """One package, loaded twice under two namespaces as the kernel hub does: `examples/kernel_hub`.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Wheels, the source distribution, and installation instructions. Uses private names.
-
-Uses private names.
-"""
+"""Wheels, the source distribution, and installation instructions. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Public names are documented and have the signatures of torch.library. Uses private names.
-
-Uses private names.
-"""
+"""Public names are documented and have the signatures of torch.library. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Recomputation in the backward under an activation memory budget. Uses private names.
-
-Uses private names.
-"""
+"""Recomputation in the backward under an activation memory budget. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compilers neither drop nor reorder calls with an effect. Uses private names.
-
-Uses private names.
-"""
+"""Compilers neither drop nor reorder calls with an effect. Uses private names."""
 
 import pytest
 import torch

@@ -1,7 +1,4 @@
-"""Inlining: compilers trace the function, programs contain the operator. Uses private names.
-
-Uses private names.
-"""
+"""Inlining: compilers trace the function, programs contain the operator. Uses private names."""
 
 import contextlib
 import copy

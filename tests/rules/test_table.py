@@ -1,7 +1,4 @@
-"""Requirements for every compiled rule. Uses private names.
-
-Uses private names.
-"""
+"""Requirements for every compiled rule. Uses private names."""
 
 from __future__ import annotations
 

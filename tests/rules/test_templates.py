@@ -1,7 +1,4 @@
-"""The two example rules of docs/dev/add-a-rule.md are short and work. Uses private names.
-
-Uses private names.
-"""
+"""The two example rules of docs/dev/add-a-rule.md are short and work. Uses private names."""
 
 from __future__ import annotations
 

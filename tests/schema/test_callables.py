@@ -1,7 +1,4 @@
-"""Whether a function can be called as PyTorch will call it. Uses private names.
-
-Uses private names.
-"""
+"""Whether a function can be called as PyTorch will call it. Uses private names."""
 
 import functools
 import inspect

@@ -1,7 +1,4 @@
-"""Comparing a hand-written schema with its function. Uses private names.
-
-Uses private names.
-"""
+"""Comparing a hand-written schema with its function. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Defaults: how a schema writes them, and how a kernel comes to see the schema's.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""In-place operators and operators with out=, by their tags. Uses private names.
-
-Uses private names.
-"""
+"""In-place operators and operators with out=, by their tags. Uses private names."""
 
 from __future__ import annotations
 

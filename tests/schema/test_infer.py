@@ -1,7 +1,4 @@
-"""infer_schema: schemas from annotations, and rejected functions. Uses private names.
-
-Uses private names.
-"""
+"""infer_schema: schemas from annotations, and rejected functions. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Reading a parsed schema. Uses private names.
-
-Uses private names.
-"""
+"""Reading a parsed schema. Uses private names."""
 
 from __future__ import annotations
 

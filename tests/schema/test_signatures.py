@@ -1,7 +1,4 @@
-"""Annotations of functions, in every spelling. Uses private names.
-
-Uses private names.
-"""
+"""Annotations of functions, in every spelling. Uses private names."""
 
 from __future__ import annotations
 

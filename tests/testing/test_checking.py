@@ -1,7 +1,4 @@
-"""`checking` detects undeclared mutation. Uses private names.
-
-Uses private names.
-"""
+"""`checking` detects undeclared mutation. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Samples with tensors that require grad and are written.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Samples with tensors that require grad and are written. Uses private names."""
 
 from __future__ import annotations
 

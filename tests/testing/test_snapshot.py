@@ -1,7 +1,4 @@
-"""Snapshots of inputs detect every change, and report no others. Uses private names.
-
-Uses private names.
-"""
+"""Snapshots of inputs detect every change, and report no others. Uses private names."""
 
 from __future__ import annotations
 

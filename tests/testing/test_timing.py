@@ -1,7 +1,4 @@
-"""What calls cost, timed in turns. Uses private names.
-
-Uses private names.
-"""
+"""What calls cost, timed in turns. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`tune` and `tuning`: what is measured, when, and what becomes of it. Uses private names.
-
-Uses private names.
-"""
+"""`tune` and `tuning`: what is measured, when, and what becomes of it. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Check that a call takes the path that explain reports. Uses private names.
-
-Uses private names.
-"""
+"""Check that a call takes the path that explain reports. Uses private names."""
 
 from __future__ import annotations
 

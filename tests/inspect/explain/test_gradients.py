@@ -1,7 +1,4 @@
-"""explain for calls that record a gradient. Uses private names.
-
-Uses private names.
-"""
+"""explain for calls that record a gradient. Uses private names."""
 
 from __future__ import annotations
 

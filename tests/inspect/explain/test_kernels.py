@@ -1,7 +1,4 @@
-"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names.
-
-Uses private names.
-"""
+"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One test for each reason that explain has; the call then takes that way. Uses private names.
-
-Uses private names.
-"""
+"""One test for each reason that explain has; the call then takes that way. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`check` on a device. Uses private names.
-
-Uses private names.
-"""
+"""`check` on a device. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Derived formulas with random numbers on a device, and during graph capture.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

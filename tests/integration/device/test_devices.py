@@ -1,7 +1,4 @@
-"""Properties of device types. Uses private names.
-
-Uses private names.
-"""
+"""Properties of device types. Uses private names."""
 
 from __future__ import annotations
 

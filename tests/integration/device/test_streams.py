@@ -1,7 +1,4 @@
-"""Calls add no synchronization or memory to their kernel's. Uses private names.
-
-Uses private names.
-"""
+"""Calls add no synchronization or memory to their kernel's. Uses private names."""
 
 from __future__ import annotations
 

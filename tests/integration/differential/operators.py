@@ -4,8 +4,6 @@ What a kernel or a formula does is not part of an operator but of a call: the fu
 script that is running. So operators with the same schema are made once.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 `nox -s fuzz` compares more, from another place; `SEED` repeats a run.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The differential comparison detects differences. Uses private names.
-
-Uses private names.
-"""
+"""The differential comparison detects differences. Uses private names."""
 
 from __future__ import annotations
 

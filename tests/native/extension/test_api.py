@@ -1,7 +1,4 @@
-"""Building in the foreground, and the functions of this process. Uses private names.
-
-Uses private names.
-"""
+"""Building in the foreground, and the functions of this process. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiling the extension under a lock, and cleaning up after failures. Uses private names.
-
-Uses private names.
-"""
+"""Compiling the extension under a lock, and cleaning up after failures. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The command line. Uses private names.
-
-Uses private names.
-"""
+"""The command line. Uses private names."""
 
 from __future__ import annotations
 

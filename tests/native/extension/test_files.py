@@ -1,8 +1,6 @@
 """Files of compiled extensions: a cache that is private, where they are found, and loading.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

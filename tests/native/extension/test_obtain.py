@@ -1,7 +1,4 @@
-"""Finding, loading and compiling the extension in a process. Uses private names.
-
-Uses private names.
-"""
+"""Finding, loading and compiling the extension in a process. Uses private names."""
 
 from __future__ import annotations
 

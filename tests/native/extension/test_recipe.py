@@ -1,7 +1,4 @@
-"""The key, the flags and the compiler of the extension. Uses private names.
-
-Uses private names.
-"""
+"""The key, the flags and the compiler of the extension. Uses private names."""
 
 from __future__ import annotations
 

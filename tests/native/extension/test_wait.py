@@ -1,7 +1,4 @@
-"""Waiting for the extension, in threads and forked processes. Uses private names.
-
-Uses private names.
-"""
+"""Waiting for the extension, in threads and forked processes. Uses private names."""
 
 from __future__ import annotations
 

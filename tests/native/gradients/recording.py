@@ -1,8 +1,6 @@
 """Operators that record gradients natively, and helpers to compare both paths.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The backward of native nodes. Uses private names.
-
-Uses private names.
-"""
+"""The backward of native nodes. Uses private names."""
 
 from __future__ import annotations
 

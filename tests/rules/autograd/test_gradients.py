@@ -1,7 +1,4 @@
-"""Gradients passed to backward, and checks of the returned gradients. Uses private names.
-
-Uses private names.
-"""
+"""Gradients passed to backward, and checks of the returned gradients. Uses private names."""
 
 import contextlib
 import re

@@ -1,7 +1,4 @@
-"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names.
-
-Uses private names.
-"""
+"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names."""
 
 import contextlib
 import gc

@@ -1,7 +1,4 @@
-"""Priority of providers. Uses private names.
-
-Uses private names.
-"""
+"""Priority of providers. Uses private names."""
 
 import asyncio
 import concurrent.futures

@@ -1,7 +1,4 @@
-"""`"tuned"` orders follow tables of measurements. Uses private names.
-
-Uses private names.
-"""
+"""`"tuned"` orders follow tables of measurements. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Checkpoint policies, as selective activation checkpointing follows them. Uses private names.
-
-Uses private names.
-"""
+"""Checkpoint policies, as selective activation checkpointing follows them. Uses private names."""
 
 from __future__ import annotations
 

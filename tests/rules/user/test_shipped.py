@@ -4,8 +4,6 @@ The test of a file in `_rules/user` has a table `VALUES`: for each rule of that 
 register for an operator `(Tensor x) -> Tensor`.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

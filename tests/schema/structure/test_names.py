@@ -1,7 +1,4 @@
-"""Names chosen by users are values, not source text. Uses private names.
-
-Uses private names.
-"""
+"""Names chosen by users are values, not source text. Uses private names."""
 
 from __future__ import annotations
 

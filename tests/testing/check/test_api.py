@@ -1,9 +1,4 @@
-"""The arguments, the report and the exceptions of `check`.
-
-Uses private names.
-
-Uses private names.
-"""
+"""The arguments, the report and the exceptions of `check`. Uses private names."""
 
 from __future__ import annotations
 

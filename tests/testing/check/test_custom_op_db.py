@@ -1,7 +1,4 @@
-"""Check PyTorch's own database of custom operators, with known findings. Uses private names.
-
-Uses private names.
-"""
+"""Check PyTorch's own database of custom operators, with known findings. Uses private names."""
 
 from __future__ import annotations
 

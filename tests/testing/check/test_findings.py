@@ -1,8 +1,6 @@
 """Findings: failures of one cause are one finding, and independent faults are several.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Checks of incoming gradients, and of second derivatives with frozen inputs.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

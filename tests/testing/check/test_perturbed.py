@@ -1,7 +1,4 @@
-"""Probes that change values keep to the calls that `valid` accepts. Uses private names.
-
-Uses private names.
-"""
+"""Probes that change values keep to the calls that `valid` accepts. Uses private names."""
 
 from __future__ import annotations
 

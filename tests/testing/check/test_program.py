@@ -1,9 +1,4 @@
-"""Printed programs: literal arguments and imports.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Printed programs: literal arguments and imports. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Checks of providers.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Checks of providers. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Integers that depend on other arguments stay valid in every variant.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Integers that depend on other arguments stay valid in every variant. Uses private names."""
 
 from __future__ import annotations
 

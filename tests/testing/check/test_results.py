@@ -1,7 +1,4 @@
-"""Probes of results: unwritten memory, layouts, batches. Uses private names.
-
-Uses private names.
-"""
+"""Probes of results: unwritten memory, layouts, batches. Uses private names."""
 
 from __future__ import annotations
 

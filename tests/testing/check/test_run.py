@@ -1,9 +1,4 @@
-"""Exceptions and crashes of kernels during a check.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Exceptions and crashes of kernels during a check. Uses private names."""
 
 from __future__ import annotations
 

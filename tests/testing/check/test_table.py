@@ -1,9 +1,4 @@
-"""The table of checks, and the page that publishes it.
-
-Uses private names.
-
-Uses private names.
-"""
+"""The table of checks, and the page that publishes it. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Variants and smaller examples: the same values, laid out as was asked for. Uses private names.
-
-Uses private names.
-"""
+"""Variants and smaller examples: the same values, laid out as was asked for. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The zoo: each wrong operator is found by the check that must find it, and no right one is.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

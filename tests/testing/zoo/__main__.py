@@ -4,8 +4,6 @@
 run can be interrupted, because operators that are already in the file do not run again.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""An effect is declared before a compiler asks for it, or refused. Uses private names.
-
-Uses private names.
-"""
+"""An effect is declared before a compiler asks for it, or refused. Uses private names."""
 
 from __future__ import annotations
 

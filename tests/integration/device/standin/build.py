@@ -1,8 +1,6 @@
 """Compiles the device, once for each PyTorch, Python and state of the sources, and loads it.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Saved tensors and reuse of graphs with derived formulas. Uses private names.
-
-Uses private names.
-"""
+"""Saved tensors and reuse of graphs with derived formulas. Uses private names."""
 
 import pytest
 import torch

@@ -1,8 +1,6 @@
 """Derived formulas in native calls, compared with calls through the dispatcher.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

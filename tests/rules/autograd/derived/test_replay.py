@@ -1,7 +1,4 @@
-"""Saving and restoring the ambient state of a body. Uses private names.
-
-Uses private names.
-"""
+"""Saving and restoring the ambient state of a body. Uses private names."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""Simulated ranks for tests, and tensors that are placed on them by a word. Uses private names.
-
-Uses private names.
-"""
+"""Simulated ranks for tests, and tensors that are placed on them by a word. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """DTensor decides for the placements that it would choose among all that a rule accepts.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Gradients of calls on DTensors: of formulas, and by transposition of the sharding rule.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

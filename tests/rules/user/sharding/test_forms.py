@@ -1,8 +1,6 @@
 """Forms on DTensors, by the rule of their functional operator; on simulated ranks.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Rules that are ATen operators: the operator is sharded like these by DTensor.
 
 Uses private names.
-
-Uses private names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The notation of sharding rules. Uses private names.
-
-Uses private names.
-"""
+"""The notation of sharding rules. Uses private names."""
 
 from __future__ import annotations
 

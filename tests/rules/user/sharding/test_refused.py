@@ -1,7 +1,4 @@
-"""Errors about sharding rules, tensors and operators. Uses private names.
-
-Uses private names.
-"""
+"""Errors about sharding rules, tensors and operators. Uses private names."""
 
 from __future__ import annotations
 

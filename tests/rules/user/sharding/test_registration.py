@@ -1,7 +1,4 @@
-"""Where and how often a sharding rule is registered. Uses private names.
-
-Uses private names.
-"""
+"""Where and how often a sharding rule is registered. Uses private names."""
 
 from __future__ import annotations
 

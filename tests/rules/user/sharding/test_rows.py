@@ -1,9 +1,4 @@
-"""Sharding rules are checked against the shapes of a call.
-
-Uses private names.
-
-Uses private names.
-"""
+"""Sharding rules are checked against the shapes of a call. Uses private names."""
 
 from __future__ import annotations
 
