@@ -6,11 +6,12 @@ import sys
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchop
 from tests._support.common import needs_native
 from tests._support.devices import AUTOGRAD, BACKEND, OTHER, TYPE
-from tests.accelerate.support import T
+from tests.accelerate.support import T, stock
 from torchop._compat.dispatch import format_key
 
 pytestmark = needs_native
@@ -35,6 +36,21 @@ def test_a_disabled_kernel_does_not_run(accelerated, op):
         assert torch.equal(op(T), T + 1)
     assert torch.equal(op(T), T + 2)
     assert torchop.native.counters(op) == {"native": 3}
+
+
+def test_kernels_of_a_list_of_devices(namespace, accelerated):
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    # With torch.library, the kernel of each device in the list runs the kernel of the last device.
+    handle = stock(namespace, op, device_types=[TYPE, OTHER])
+    handle.register_kernel(TYPE)(lambda x: x + 2)
+    before = handle(T)
+    accelerated()
+    assert torch.equal(handle(T), before)
+    assert torchop.native.counters(handle) == {"native": 1}
+    handle.register_kernel(OTHER)(lambda x: x + 3)
+    assert torch.equal(handle(T), T + 3)
 
 
 @pytest.mark.parametrize("is_older", [True, False])

@@ -65,6 +65,16 @@ def test_all_arguments_may_be_mutated(namespace):
     assert torch.equal(x, X)
 
 
+def test_mutates_args_is_checked(namespace):
+    with pytest.raises(torchop.SchemaError, match="mutates_args"):
+        torchop.triton_op(
+            f"{namespace}::op",
+            lambda x: x + 1,
+            mutates_args=("y",),
+            schema="(Tensor x) -> Tensor",
+        )
+
+
 def test_a_schema_is_honoured(namespace):
     op = torchop.triton_op(
         f"{namespace}::op",

@@ -164,6 +164,23 @@ def test_accelerate_takes_an_operator_that_has_a_native_kernel_at_autograd(
     others._destroy()
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_kernel_is_native_again_after_its_override_is_removed(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        home.impl("op", lambda x: x + 1, BACKEND)
+        op = getattr(torch.ops, namespace).op
+        op(T)
+        with torchop.Library(namespace, "IMPL") as guest:
+            guest.impl("op", lambda x: x + 2, BACKEND)
+            for _ in range(3):
+                assert op(T).tolist() == [2, 3, 4, 5]
+        assert op(T).tolist() == [1, 2, 3, 4]  # the dispatcher makes this call
+        before = torchop.native.counters(op)["native"]
+        assert op(T).tolist() == [1, 2, 3, 4]
+        assert torchop.native.counters(op)["native"] == before + 1
+
+
 def test_a_formula_of_torch_library_is_recorded_natively(namespace):
     with (
         torchop.Library(namespace, "FRAGMENT") as home,

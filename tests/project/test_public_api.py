@@ -63,6 +63,10 @@ def test_name_is_importable(name: str) -> None:
     assert find(name) is not None
 
 
+def test_wrap_triton_is_the_function_of_pytorch() -> None:
+    assert torchop.wrap_triton is torch.library.wrap_triton
+
+
 def test_all_names_every_public_name_once() -> None:
     assert len(set(torchop.__all__)) == len(torchop.__all__)
     public = {

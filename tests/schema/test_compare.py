@@ -42,6 +42,7 @@ def number(x: Tensor, n: torch.types.Number) -> Tensor: ...
     [
         ("(Tensor x, float factor, SymInt n=1) -> Tensor", scale),
         ("(Tensor x, float factor, int n=1) -> Tensor", scale),
+        ("(Tensor x, float factor=2.0, int n=1) -> Tensor", scale),
         ("(Tensor(a!) x, float factor, int n=1) -> Tensor(a!)", scale),
         ("(Tensor x, float factor, int n=1) -> Tensor result", scale),
         ("(str x, Tensor? factor, int n=1) -> int[]", unannotated),
@@ -153,6 +154,12 @@ def test_what_may_differ_is_a_warning(
         check(schema, function)
     (message,) = (str(warning.message) for warning in caught)
     assert [word for word in words if word not in message] == []
+
+
+def test_every_difference_is_a_warning_of_its_own() -> None:
+    with pytest.warns(SchemaWarning) as caught:
+        check("(Tensor y, float f=1.0, int n=2) -> Tensor", scale)
+    assert len(caught) == 3
 
 
 def test_parameters_that_the_schema_does_not_have_keep_their_defaults(namespace: str) -> None:

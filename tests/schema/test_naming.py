@@ -39,6 +39,10 @@ def test_a_good_name_is_split_into_its_parts(
     assert str(name) == qualname
 
 
+def test_the_overload_name_default_stands_for_no_overload() -> None:
+    assert OpName.parse("mylib::crop.default") == OpName("mylib", "crop", "")
+
+
 NO_NAMES: list[Any] = [None, 3, b"mylib::crop", ("mylib", "crop"), crop]
 MALFORMED = ["", "crop", "mylib.crop", "mylib:crop", "::crop", "mylib::", "::", "a::b::c", "a::b::"]
 

@@ -109,6 +109,7 @@ def _closure(op: Any) -> Callable[[Tensor], Tensor]:
 WAYS = {
     "the handle itself": lambda op: op,
     "a closure": _closure,
+    "an item of a list": lambda op: lambda x, which=1: [None, op][which](x, 1.0),
     "a partial": lambda op: functools.partial(op, shift=1.0),
     "a partial inside a function": lambda op: lambda x: functools.partial(op, shift=1.0)(x),
     "the method __call__": lambda op: lambda x: op.__call__(x, 1.0),

@@ -84,6 +84,13 @@ def test_a_graph_has_one_operator_forward_and_one_backward(namespace):
     assert not any("cos" in name for name in names)
 
 
+def test_a_graph_without_gradients_has_the_operator_itself(namespace):
+    op = wave(f"{namespace}::wave")
+    recorder = AotRecorder()
+    torch.compile(lambda x: op(x, x)[0], fullgraph=True, backend=recorder)(torch.rand(3))
+    assert operators(recorder.forward[0]) == [op.overload]
+
+
 # --------------------------------------------------------------------------------------------------
 # Random numbers
 

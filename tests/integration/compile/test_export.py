@@ -354,6 +354,23 @@ def test_a_damaged_manifest_is_reported_and_the_program_loaded(exported, content
     assert loaded.module()(torch.ones(2, 3)).shape == (2, 3)
 
 
+@pytest.mark.parametrize("name", ["notes/seen.json", "of_torchop_operators.json"])
+def test_operators_named_in_extra_files_are_ignored(exported, name):
+    file = exported('{"target": "torch.ops.nobody.has.it"', name)
+    assert torchop.export.load(file).module()(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_messages_shorten_long_names_of_modules(tmp_path):
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/models/model.json", '{"target": "torch.ops.nobody.has.it"}')
+        manifest = '{"nobody::has.it": "MODULE"}'.replace("MODULE", "m" * 10**6)
+        archive.writestr("archive/extra/torchop_operators.json", manifest)
+    with pytest.raises(torchop.OperatorNotFoundError, match="the module 'mmm") as caught:
+        torchop.export.load(path)
+    assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("is_open", [False, True])
 def test_a_file_that_is_no_archive(tmp_path, is_open):
     path = tmp_path / "model.pt2"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from tests._support.devices import TYPE
+from tests._support.devices import BACKEND, TYPE
 from tests.integration.compile.cases import define_cube
 from tests.integration.compile.graphs import Recorder
 
@@ -26,6 +26,27 @@ def test_a_kernel_registered_after_compilation_runs_without_compiling_again(name
     cube.register_kernel(TYPE, lambda x, shift=0.0: torch.full_like(x, 5.0))
     assert_close(compiled(torch.ones(2)), torch.full((2,), 5.0))
     assert len(recorder.graphs) == 1
+
+
+def test_calls_in_eager_mode_do_not_recompile_a_graph(namespace):
+    cube = define_cube(namespace)
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
+    compiled(torch.ones(2))
+    cube(torch.ones(2))
+    cube(torch.ones(2, requires_grad=True))
+    compiled(torch.ones(2))
+    assert len(recorder.graphs) == 1
+
+
+def test_a_compiled_function_checks_for_an_attribute_that_a_handle_lacks(namespace):
+    cube = define_cube(namespace)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return x if hasattr(cube, "mark") else cube(x)
+
+    assert_close(function(torch.full((2,), 2.0)), torch.full((2,), 8.0))
 
 
 @pytest.mark.parametrize("define", [torch.library.custom_op, torchop.custom_op])
@@ -136,6 +157,20 @@ def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, throu
     x = torch.full((2,), 0.5, requires_grad=requires_grad)
     assert_close(compiled(x), frame(op, x))
     assert _functions(recorder) <= {"mul", "opaque.default"}
+
+
+@pytest.mark.parametrize(
+    ("make", "is_traced"), [(torchop.Library, False), (torch.library.Library, True)]
+)
+def test_kernels_of_a_library_are_not_traced(namespace, make, is_traced):
+    library = make(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: torch.erfinv(x), BACKEND)
+    recorder = Recorder()
+    op = getattr(torch.ops, namespace).op.default
+    torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
+    assert ("erfinv" in _functions(recorder)) is is_traced
+    library._destroy()
 
 
 def _functions(recorder: Recorder) -> set[str]:

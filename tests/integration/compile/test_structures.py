@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Optional
 
@@ -216,6 +218,31 @@ def test_a_field_that_was_deleted_is_the_same_error_in_a_trace(namespace):
             call(torch.ones(2), config)
 
 
+class _Doubled:
+    """A descriptor that returns twice the number that was stored."""
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return 1.0 if instance is None else instance._scale * 2
+
+    def __set__(self, instance: Any, value: float) -> None:
+        instance._scale = value
+
+
+@dataclasses.dataclass
+class _WithDescriptor:
+    weight: Tensor
+    count: int
+    scale: float = _Doubled()
+
+
+def test_a_descriptor_is_traced(namespace, traced):
+    op = _operator(namespace, _WithDescriptor)
+    compiled = torch.compile(lambda x, c: op(x, c), backend="eager", fullgraph=True)
+    config = _WithDescriptor(torch.ones(2), 1, 3.0)
+    assert_close(compiled(torch.ones(2), config), op(torch.ones(2), config))
+    assert "__get__" in traced
+
+
 def test_what_a_dataclass_must_not_hold_is_refused_in_a_trace_too(namespace, traced):
     op = _structured(namespace)
     compiled = torch.compile(lambda x, o: op(x, o), backend="eager")
@@ -252,3 +279,17 @@ def test_numbers_that_a_graph_leaves_open_are_converted_as_in_eager_mode(namespa
     for value in NUMBERS[field]:  # from the second on, Dynamo does not know which number it is
         numbers = _Numbers(**{field: value})
         assert_close(compiled(torch.ones(2), numbers), op(torch.ones(2), numbers))
+
+
+def test_a_replaced_structured_handle_is_freed_with_its_graphs(namespace):
+    def compile_and_forget() -> Any:
+        op = _structured(namespace)
+        compiled = torch.compile(lambda x, o: op(x, o), backend="eager")
+        compiled(torch.ones(2), _Options(torch.ones(2)))
+        return weakref.ref(type(op))
+
+    handle_class = compile_and_forget()
+    _structured(namespace)
+    torch._dynamo.reset()
+    gc.collect()
+    assert handle_class() is None

@@ -218,3 +218,17 @@ def test_an_operator_compiles_where_only_compliant_operators_may(namespace):
     with torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True):
         torch.compile(lambda x: op(x), backend=recorder, fullgraph=True)(torch.ones(2))
     assert recorder.targets == [op.overload]
+
+
+def test_an_operator_that_was_only_defined_is_not_compliant(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", _halve, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::op", torch.empty_like, lib=library)
+        op = getattr(torch.ops, namespace).op.default
+        compiled = torch.compile(lambda x: op(x), backend="eager", fullgraph=True)
+        with (
+            torch._dynamo.config.patch(only_allow_pt2_compliant_ops=True),
+            pytest.raises(torch._dynamo.exc.Unsupported, match="not PT2 compliant"),
+        ):
+            compiled(torch.ones(2))

@@ -101,6 +101,14 @@ def test_factory_on_the_meta_device_runs_the_fake_kernel(namespace, function):
     assert result.shape == (2,)
 
 
+@pytest.mark.parametrize("function", FACTORIES)
+def test_factory_makes_fake_tensors_of_any_device(namespace, function):
+    op = define(namespace, function)
+    with FakeTensorMode():
+        assert op(2, device="cpu").device == torch.device("cpu")
+        assert op(2, device="cuda:0").device == torch.device("cuda:0")
+
+
 def test_factory_names_the_device_that_has_no_kernel(namespace):
     op = define(namespace, positional)
     with pytest.raises(NotImplementedError, match="does not have a kernel registered for xpu"):
@@ -181,6 +189,11 @@ def test_optional_list_reaches_the_kernel_of_its_device(namespace, function):
     both = on_both(scenario, namespace)
     assert both.ours == 10
     assert both.stock == 1
+
+
+def test_none_in_an_optional_list_is_passed_to_the_kernel(namespace):
+    op = define_lists(namespace, total_with_gaps)
+    assert op([None, torch.ones(1), None]).item() == 1
 
 
 ALONE_OR_NOT = pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])

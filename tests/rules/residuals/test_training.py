@@ -296,6 +296,22 @@ def test_structured_arguments(namespace):
         assert gradient == 9
 
 
+def test_forms_of_a_family(namespace):
+    def double(x: Tensor) -> Tensor:
+        return torchop.residuals(x * 2, torch.full_like(x, 2))
+
+    op = torchop.custom_op(f"{namespace}::op", double, mutates_args=(), residuals={"two": Tensor})
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(*residuals),
+    )
+    x = leaf_of([1.0])
+    y = x * 1
+    op.derive_inplace()(y)
+    assert gradient_of(lambda x: y, x) == 2
+    assert op.derive_out()(torch.ones(1), out=torch.empty(1)) == 2
+
+
 # --------------------------------------------------------------------------------------------------
 # Compiled programs and exports
 
@@ -325,6 +341,15 @@ def test_inference_graphs_have_the_operator_alone(lse):
         targets = {node.target for node in each.graph.nodes}
         assert op.lse.default in targets
         assert op.lse__with_residuals.default not in targets
+
+
+def test_a_checkpoint_runs_the_kernel_again(lse):
+    x = torch.randn(4, 3, requires_grad=True)
+    for use_reentrant in (True, False):
+        x.grad = None
+        checkpoint(lse.op, x, use_reentrant=use_reentrant).sum().backward()
+        assert_close(x.grad, x.softmax(-1))
+    assert lse.taken() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("policy", ["save", "recompute"])

@@ -250,6 +250,19 @@ def test_results_of_other_shapes_are_refused_with_dynamic_sizes(namespace):
         compiled(torch.ones(3, 20))
 
 
+def test_sizes_that_depend_on_data_are_refused_by_compilers(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.nonzero()
+
+    op.register_fake(lambda x: x.new_empty((torchop.get_ctx().new_dynamic_size(), 1), dtype=int))
+    op.register_vmap("sequential")
+    assert torch.vmap(op)(torch.ones(3, 4)).shape == (3, 4, 1)
+    compiled = torch.compile(torch.vmap(op), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="dimension 0 of its result depends on data"):
+        compiled(torch.ones(3, 4))
+
+
 # --------------------------------------------------------------------------------------------------
 # Empty batches
 
@@ -366,6 +379,13 @@ def test_randomness_is_what_the_caller_of_vmap_said(namespace):
     assert unmapped.unique().numel() > 40
     unmapped = torch.vmap(lambda x: noise(zeros[0]), randomness="same")(zeros)
     assert unmapped.unique().numel() == 1
+
+
+def test_a_rule_that_replaces_sequential_controls_the_randomness(namespace):
+    noise = define_random(namespace)
+    noise.register_vmap(lambda info, in_dims, x: (noise(x), in_dims[0]))
+    assert torch.vmap(noise)(torch.zeros(50)).unique().numel() > 40
+    assert torch.vmap(lambda x: noise(torch.zeros(())))(torch.zeros(50)).unique().numel() == 1
 
 
 @pytest.mark.parametrize("inner", ["same", "different"])

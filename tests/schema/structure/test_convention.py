@@ -135,6 +135,21 @@ def test_a_namedtuple_is_one_gradient(namespace: str) -> None:
     assert (pair.left.grad.item(), pair.right.grad.item()) == (2, 3)
 
 
+def test_keyword_only_structures_are_keyword_only_inputs(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, *, sizes: tuple[int, int] = (1, 2)) -> Tensor:
+        return x * sizes[0]
+
+    def setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        ctx.sizes = keyword_only_inputs["sizes"]
+
+    op.register_autograd(lambda ctx, grad: grad * ctx.sizes[0], setup_context=setup)
+    x = torch.ones(1, requires_grad=True)
+    op(x, sizes=(5, 6)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.item() == 5
+
+
 def test_in_dims_have_the_names_of_fields(namespace: str) -> None:
     op = define(namespace)
     seen = []
@@ -269,6 +284,18 @@ def checkpointed(function: Any, x: Tensor) -> Tensor:
 class Mode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def test_a_rule_for_a_mode_gets_structures_and_calls_with_them(namespace: str) -> None:
+    op = define(namespace)
+
+    @op.register_torch_dispatch(Mode)
+    def _(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        x, layer, power = args
+        return func(x, dataclasses.replace(layer, scale=10.0), power)
+
+    with Mode():
+        assert op(torch.ones(1), Layer(torch.ones(1), 2.0)).item() == 10
 
 
 @pytest.mark.parametrize(

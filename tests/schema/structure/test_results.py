@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from torchop import ResultError, SchemaError
@@ -122,6 +123,39 @@ def test_gradients_flow_through_structures(namespace: str) -> None:
     assert x.grad is not None
     assert x.grad.tolist() == [9, 9]
     assert [type(value) for value in seen] == [Split, Split]
+
+
+def test_vmap_of_structures(namespace: str) -> None:
+    op, function = define(namespace, "nested")
+
+    @op.register_vmap
+    def _(info: Any, in_dims: Any, x: Tensor, given: bool = True) -> Any:
+        return function(x.movedim(in_dims[0], 0), given), 0
+
+    x = torch.arange(6.0).reshape(3, 2)
+    mapped = torch.vmap(op, in_dims=1)(x)
+    assert_same(mapped, function(x.t()))
+
+
+def test_a_rule_for_a_mode_gets_and_returns_structured_results(namespace: str) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    op, function = define(namespace, "NamedTuple")
+    seen = []
+
+    @op.register_torch_dispatch(Mode)
+    def _(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        seen.append((func == op.overload, func.namespace, args[1]))
+        return func(*args, **kwargs)._replace(order=None)
+
+    with Mode():
+        result = op(torch.ones(2))
+    assert_same(result, function(torch.ones(2), given=False))
+    assert seen == [(True, namespace, True)]
 
 
 @dataclasses.dataclass

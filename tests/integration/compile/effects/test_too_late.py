@@ -45,6 +45,27 @@ def test_an_effect_is_refused_after_the_operator_was_compiled(namespace: str) ->
     assert "effect" not in repr(op)
 
 
+def test_running_and_faking_an_operator_is_not_too_early(namespace: str) -> None:
+    op = _define(namespace)
+    op(torch.ones(2))
+    with torch._subclasses.FakeTensorMode():
+        op(torch.ones(2))
+    op.register_effect("ordered")
+
+
+def test_the_remedy_for_an_operator_that_a_compiler_would_remove_works(namespace: str) -> None:
+    with pytest.warns(torchop.SchemaWarning):
+        op = torchop.custom_op(
+            f"{namespace}::op", CALLS.append, mutates_args=(), schema="(Tensor x) -> ()"
+        )
+    op.register_fake(lambda x: None)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="a compiler would remove it"):
+        _compile(op)
+    op.register_effect("ordered")
+    _compile(op)
+    assert len(CALLS) == 1
+
+
 def test_an_effect_is_removed_after_the_operator_was_compiled(namespace: str) -> None:
     op = _define(namespace, effects="ordered")
     with warnings.catch_warnings():

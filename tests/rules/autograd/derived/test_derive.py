@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import torchop
@@ -47,6 +48,10 @@ def test_tensors_without_data_have_gradients_without_data(namespace):
     x = torch.empty(2, 3, device="meta", requires_grad=True)
     op(x).sum().backward()
     assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
+    with FakeTensorMode():
+        x = torch.empty(2, 3, requires_grad=True)
+        op(x).sum().backward()
+    assert (x.grad.shape, x.grad.device) == (x.shape, x.device)
 
 
 def test_an_operator_that_mutates_is_refused(namespace):
