@@ -56,6 +56,13 @@ def test_operators_of_others_are_called_by_their_schema() -> None:
     assert str(call_signature(torch.ops.aten.add.Tensor)) == "(self, other, *, alpha=1)"
 
 
+def test_positional_arguments_may_be_passed_by_name() -> None:
+    ask = observer("a test", torch.ops.aten.addcmul.default, everything)
+    assert ask("x", tensor2="z", tensor1="y", value=2) == (("x", "y", "z"), {"value": 2})
+    ask = observer("a test", torch.ops.aten.softplus.default, everything)
+    assert ask("x", threshold=3) == (("x", 1, 3), {})
+
+
 def test_structures_are_made_of_what_is_passed(structured: Any) -> None:
     ask = observer("a test", structured, everything, leading=("ctx",))
     args, kwargs = ask("ctx", "x", "w", options_scale=3.0)

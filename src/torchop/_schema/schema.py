@@ -251,12 +251,19 @@ class Schema:
 
         Args:
             args: the positional arguments.
-            kwargs: the keyword arguments.
+            kwargs: the keyword arguments. The dispatcher passes only keyword-only arguments by
+                name, but users may also pass positional arguments of a rule's function by name.
 
         Returns:
             All positional and all keyword arguments of the call.
         """
-        filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
+        filled = (
+            *args,
+            *(
+                kwargs[a.name] if a.name in kwargs else _fresh(a.default)
+                for a in self.positional[len(args) :]
+            ),
+        )
         keywords = {
             a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)
             for a in self.keyword_only

@@ -9,6 +9,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import on_both
 from tests._support.devices import BACKEND
+from tests._support.releases import OUT, needs_tags
 
 
 def one(x: Tensor, y: Tensor) -> None:
@@ -63,6 +64,28 @@ def test_versions_of_mutated_tensors_count_up_as_in_pytorch(
     both = on_both(scenario, namespace)
     assert both.ours == expected
     assert both.stock == expected
+
+
+@needs_tags
+def test_a_keyword_only_tensor_counts_up_as_in_pytorch(namespace):
+    def scenario(library, namespace):
+        op = library.custom_op(
+            f"{namespace}::op",
+            lambda x, *, first, last: (first.copy_(x), last.copy_(x)),
+            mutates_args=("first", "last"),
+            schema="(Tensor x, *, Tensor(a!) first, Tensor(b!) last) -> (Tensor(a!), Tensor(b!))",
+            tags=OUT,
+        )
+        x, first, last = torch.ones(2, requires_grad=True), torch.zeros(2), torch.zeros(2)
+        saves_last = x * last
+        op(torch.ones(2), first=first, last=last)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saves_last.sum().backward()
+        return versions(first, last)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == both.stock
+    assert both.stock == [2, 2]  # one by copy_
 
 
 def test_all_tensors_count_up_if_it_is_unknown_which_are_mutated(namespace):

@@ -67,7 +67,8 @@ def test_the_table_has_the_rules_of_all_files() -> None:
 def test_the_reference_has_the_table() -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     assert listed(text) == TABLE
-    assert listed(text.replace("| `examples` |", "| examples |")) == TABLE[:-1]
+    others = [name for name in TABLE if name != "examples"]
+    assert listed(text.replace("| `examples` |", "| examples |")) == others
 
 
 def test_every_rule_has_a_value_in_the_test_of_its_file() -> None:
