@@ -188,7 +188,11 @@ def mutates_args_as_a_string(n: str) -> None:
         out.copy_(x)
 
 
-@mistake(RuntimeError, cause="it mutates all tensor arguments", fix="Define a functional operator")
+@mistake(
+    RuntimeError,
+    cause="it mutates all tensor arguments",
+    fix="Register the formula for a functional operator",
+)
 def unknown_mutation_with_a_formula(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args="unknown")
     def f(x: Tensor) -> Tensor:
