@@ -179,7 +179,7 @@ class ForwardModeError(NotImplementedError):
 class OperatorGoneError(RuntimeError, AssertionError):
     """An operator was used after it was deregistered, or a library after it was closed.
 
-    A subclass of AssertionError too, because `torch.library` raises that for a closed library.
+    It also subclasses AssertionError, because `torch.library` raises that for a closed library.
     """
 
 
@@ -227,15 +227,15 @@ class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
-# Returns whether Dynamo is tracing. `_compat.compilers` replaces this default, which returns False.
+# Returns whether Dynamo is tracing. `bool()` is False; `_compat.compilers` replaces this default.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
-    """Implement `__repr__` of torchop's exceptions.
+    """Return the `repr` of a torchop exception, with unescaped line breaks.
 
-    Dynamo appends the `repr` of an exception in a fake kernel to its own message. The default would
-    escape the line breaks.
+    Dynamo appends the `repr` of an exception from a fake kernel to its own message. Python's
+    default `repr` would escape the line breaks.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
@@ -296,7 +296,7 @@ def add_note(error: Exception, note: str) -> None:
 
 
 class _Unescaped(str):
-    """A message that stays unescaped in the `repr` of an exception."""
+    """A message that an exception's `repr` shows unescaped."""
 
     __slots__ = ()
 

@@ -29,8 +29,9 @@ __all__ = [
 def disabled() -> Iterator[None]:
     """Disable native calls in this thread for the duration of a `with` block.
 
-    All calls in the block go through PyTorch's dispatcher, with the same results, and so do calls
-    in the backward passes that it starts. Use it to compare results or times. Blocks can be nested.
+    All calls in the block go through PyTorch's dispatcher, with the same results. So do calls in
+    backward passes that the block starts. Use the block to compare results or times. Blocks can be
+    nested.
 
     Example:
         >>> import torch, torchop

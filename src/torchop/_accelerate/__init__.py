@@ -1,1 +1,1 @@
-"""Operators that other packages registered, called natively."""
+"""Make calls to other packages' operators native: run them without PyTorch's dispatcher."""

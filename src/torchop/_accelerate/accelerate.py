@@ -27,7 +27,7 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# An operator is accelerated as long as one of these matches it.
+# The accelerations in effect. An operator is accelerated as long as one of them matches it.
 _active: list[Acceleration] = []
 _problems: dict[OpName, str | None] = {}  # why matching operators are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
@@ -93,10 +93,10 @@ class Acceleration:
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Stop accelerating the matching operators. Does nothing if called again.
+        """Stop accelerating the matching operators. Calling it again has no effect.
 
         Operators that match another active `Acceleration` stay accelerated. If other code has
-        replaced a function in `torch.ops` in the meantime, that function is not restored.
+        replaced a function in `torch.ops` in the meantime, that replacement stays in place.
         """
         with registration_lock:
             if self in _active:
@@ -243,7 +243,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
     """Accelerate a newly defined operator if a pattern matches."""
-    # An invalid name raises ValueError here. PyTorch reports the mistake.
+    # An invalid name raises ValueError here. Ignore it, because PyTorch reports the mistake.
     with contextlib.suppress(ValueError), registration_lock:
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):

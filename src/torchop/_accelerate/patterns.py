@@ -20,7 +20,7 @@ _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_resul
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Raise if there is no pattern, or an invalid one. Messages start with `caller`."""
+    """Raise if `patterns` is empty or contains an invalid pattern. Messages start with `caller`."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -59,18 +59,18 @@ def _is_helper(name: OpName) -> bool:
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """Return the value of the first pattern that matches, or None."""
+    """Return the value for the first pattern that matches the name, or None."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """Return a message if no registered operator matches a pattern, or None if one does."""
+    """Return an error message if no registered operator matches a pattern, otherwise None."""
     names = defined_names()
 
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # `all_names` is slow, so it comes last.
+    # `all_names` is slow, so it is called last.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)

@@ -1,1 +1,1 @@
-"""The definition of an operator: its schema, rules, call plan and lifetime."""
+"""An operator's definition: its schema, rules, call plan (the compiled rules) and lifetime."""

@@ -1,4 +1,4 @@
-"""Utilities for the arguments of a call: name them, find tensors, and replace values."""
+"""Utilities for a call's arguments: name the arguments, find tensors, and replace values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
-# Positional arguments and keyword arguments.
+# A call's arguments: (positional arguments, keyword arguments).
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -88,7 +88,7 @@ def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """Return a tuple of the results of a call."""
+    """Return a call's results as a tuple."""
     count = len(schema.returns)
     return tuple(result) if count > 1 else (result,) * count
 
@@ -128,7 +128,7 @@ def named_inputs(
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Like `named_inputs`, but take pairs of argument name and value."""
+    """Yield the tensors as `named_inputs` does, but from pairs of argument name and value."""
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
@@ -164,7 +164,7 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to a value, or to the items of a list, if they are instances of `kind`."""
+    """Apply `change` to a value, or to a list's items, but only to instances of `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):
@@ -175,7 +175,7 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """Return the arguments of a call with `replaced` applied to each."""
+    """Return a call's arguments after applying `replaced` to each."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
@@ -186,7 +186,7 @@ def map_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Any], Any],
 ) -> Call:
-    """Return the arguments of a call, each replaced by `change(argument, value)`."""
+    """Return a call's arguments, each replaced with `change(argument, value)`."""
     positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
     keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
     return positional, keywords
@@ -198,7 +198,7 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """Like `map_arguments`, but replace only tensors, including tensors in lists."""
+    """Replace arguments as `map_arguments` does, but only tensors, including tensors in lists."""
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

@@ -1,7 +1,8 @@
-"""The hook of `torchop.testing.checking` in kernels and formulas.
+"""The hook through which `torchop.testing.checking` checks kernels and formulas.
 
-Call plans contain checking kernels only while some thread is inside a `checking` block, so other
-calls have no overhead. Entering the first block and exiting the last one invalidates all plans.
+An operator's call plan holds the kernels that calls run. Plans contain checking kernels only while
+some thread is inside a `with torchop.testing.checking()` block, so calls have no overhead at other
+times. Entering the first block and exiting the last one invalidates all plans.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps functions for a call plan. The wrappers check calls that are made inside a block."""
+    """Wraps a plan's functions. The wrappers check calls made inside a `checking` block."""
 
     def kernel(
         self,
@@ -44,7 +45,7 @@ _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
 
 def set_checker(new: Checker | None) -> None:
-    """Start or stop checking. The caller must hold `registration_lock`."""
+    """Start checking with `new`, or stop if None. The caller must hold `registration_lock`."""
     global checker
     checker = new
     for plan in tuple(_plans):
@@ -52,7 +53,7 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Invalidate `plan` whenever checking starts or stops. Only a weak reference is stored."""
+    """Invalidate `plan` whenever checking starts or stops. Stores only a weak reference to it."""
     with registration_lock:
         _plans.add(plan)
 
@@ -65,10 +66,10 @@ def checked(
     leading: int = 0,
     is_helper: bool = False,
 ) -> Callable[..., Any]:
-    """Return the kernel for a call plan: a checking wrapper if any thread is inside a block.
+    """Return `kernel`, or a wrapper that checks it if any thread is inside a `checking` block.
 
-    The wrapper ignores the first `leading` arguments, such as the dispatch keys. The caller must
-    hold `registration_lock` until it has stored the plan.
+    The wrapper does not check the first `leading` arguments, such as the dispatch keys. The caller
+    must hold `registration_lock` until it has stored the plan that contains the returned function.
     """
     if checker is None:
         return kernel

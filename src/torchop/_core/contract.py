@@ -22,8 +22,8 @@ from torchop._schema.schema import Schema
 class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
-    PyTorch does not check the number of results, so it would read out of bounds, and it reports
-    other mistakes as a failed C++ cast.
+    The check is needed because PyTorch does not check the number of results and would read out of
+    bounds. PyTorch reports other mistakes as a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -37,7 +37,7 @@ class ResultCheck:
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Return the result, converted to a tuple if the schema has several, or raise."""
+        """Return the result, as a tuple if the schema declares several. Raise if it is invalid."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
@@ -61,7 +61,7 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """Return the check for these return types. Cached, because many operators share it."""
+    """Return the check for these return types. Cached, because operators share return types."""
     return ResultCheck(returns)
 
 
@@ -83,13 +83,14 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# `hasattr` excludes strings, which `float` would convert.
+# `hasattr` excludes strings, because `float` would convert them.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Strings and None have a truth value, but are mistakes: None means that `return` is missing.
+# Strings and None have a truth value, but returning them is a mistake. None usually means that the
+# kernel has no `return`.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -217,7 +218,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Describe the shapes of the inputs, because a kernel may alias only for some shapes."""
+    """Describe the input shapes for a message, because a kernel may alias only for some shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -229,7 +230,7 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return an id for the storage of a tensor.
 
-    Sparse tensors and functorch wrappers have no storage, so return the id of the tensor.
+    Sparse tensors and functorch wrappers have no storage. For these, return the tensor's id.
     """
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
@@ -253,6 +254,6 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # `any_alias` compares storages. Sparse tensors have none, so compare the tensor objects.
+    # `any_alias` compares storages, but sparse tensors have none, so compare the tensor objects.
     unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
     return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))

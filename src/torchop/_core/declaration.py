@@ -11,7 +11,7 @@ from torchop._schema.convention import FLAT, Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Raises if the arguments of a call are invalid. Runs before the kernel.
+# A guard runs before the kernel, and raises if the call's arguments are invalid.
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
@@ -25,19 +25,19 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], place: Place) -> Site:
-        """Return the location of `function`, or `place`, the caller, if it has no code object."""
+        """Return the location of `function`, or the caller's `place` if it has no code object."""
         code = getattr(function, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else (place.file, place.line)
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object, where `__module__` is the module of the class.
+            # A partial or a callable object: its `__module__` is the class's module.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The module and name of the function, equal if the same code defines it again."""
+        """The function's module and name, which stay equal if the same code defines it again."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -57,8 +57,9 @@ class Declaration(NamedTuple):
         guard: checks the arguments of each call before any kernel runs.
         effect: the side effect; see `_rules.effect`.
         inlined: the compilers that trace into the function; see `_rules.inlining`.
-        launch: for `triton_op`, the function to run eagerly. Compilers trace `function`.
-        residuals: the declared residuals (`residuals.declared.Declared`), or None.
+        launch: for `triton_op`, the function that eager calls run. Compilers trace `function`.
+        residuals: the declared residuals (`residuals.declared.Declared`), which are kernel outputs
+            that only the backward uses; None without any.
         convention: converts between the author's arguments and the arguments of the schema.
         is_helper: True for a helper operator, which replaces another operator in compiled graphs.
         is_lenient: True for operators of `torchop.compat`. Like the registration helpers of

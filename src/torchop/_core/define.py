@@ -19,16 +19,16 @@ from torchop._core.registry import deregister_existing
 Result = TypeVar("Result")
 
 
-# Creates the handle of a new operator. Set by `_define`, because handles import all rules, and the
-# rules import this package.
+# The function that creates a new operator's handle, the object that users call. `_define` sets it,
+# because handles import all rules, and the rules import this package.
 make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Define a validated operator.
 
-    Replaces an existing operator with the same name if `custom_op` created it. The new operator is
-    deregistered when `lib` is closed.
+    If `custom_op` created an operator with the same name, the new operator replaces it. Closing
+    `lib` deregisters the new operator.
 
     Raises:
         RuntimeError: an operator with the same name exists, and `custom_op` did not create it.
@@ -36,8 +36,8 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     name = declaration.name
 
     def build() -> Definition:
-        # `preserve_packet` is not used as a decorator, because warnings would then report the
-        # wrapper's frame as the caller.
+        # This is a `with` statement instead of a decorator, because warnings would report the
+        # decorator's wrapper as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
@@ -53,11 +53,12 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # This comes before the first registration of a rule, so that closing the library removes all
-    # registrations, even after a failure or if `torch.library.custom_op` replaces the operator.
+    # This must come before any rule is registered, so that closing the library removes all rules,
+    # even after a failure or if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # This comes after the kernels are installed, because other threads can now call the operator.
+    # This must come after the kernels are installed, because it lets other threads call the
+    # operator.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:
@@ -76,7 +77,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
     Holds the registration lock, so no other thread can register anything in the meantime.
 
     Args:
-        what: a description of the definitions for error messages, such as a name.
+        what: a description of the new operators for error messages, such as a name.
         build: a function without arguments that defines operators and registers rules.
 
     Returns:
@@ -113,14 +114,15 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
             _blocks.pop()
 
 
-# The definitions created by each running `all_or_nothing` call. Guarded by `registration_lock`.
+# One list for each running call to `all_or_nothing`: the definitions that it has created. Guarded
+# by `registration_lock`.
 _blocks: list[list[Definition]] = []
 
 
 def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Deregister an operator when `library` is closed. Does not keep the operator alive."""
+    """Deregister an operator when `library` is closed. Stores only a weak reference to it."""
     reference = weakref.ref(definition)
 
     def deregister() -> None:

@@ -1,7 +1,7 @@
 """`Definition`: an operator with its rules and its call plan.
 
-A registration changes a rule and invalidates the plan. The next call compiles a new plan from all
-rules.
+The call plan contains the compiled rules that calls read. A registration changes a rule and
+invalidates the plan, so the next call compiles a new plan from all rules.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# An empty mapping, for rules without registrations. Rules never modify a mapping, because plans
-# reference it; each registration creates a new one.
+# An empty mapping, for rules without registrations. Each registration creates a new mapping,
+# because call plans reference the old one.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -45,7 +45,8 @@ class CompiledRule(Generic[Compiled]):
         """Set attributes, then call `install` for missing dispatcher kernels. Undo both on error.
 
         A call in another thread may reach a new dispatcher kernel before this function returns.
-        It then waits for `registration_lock` to compile a plan, so it sees all of the update.
+        That call must compile a plan, and waits for `registration_lock` to do so. Therefore it sees
+        the whole update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -80,7 +81,7 @@ class CompiledRule(Generic[Compiled]):
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return an immutable form of the rule for the plan."""
+        """Return an immutable form of the rule, to store in the call plan."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
@@ -88,7 +89,7 @@ class CompiledRule(Generic[Compiled]):
         return ()
 
     def repr_text(self) -> str | None:
-        """Describe the registrations in a few words for a `repr`, or return None without any."""
+        """Describe the registrations in a few words for the handle's `repr`; None without any."""
         return None
 
 
@@ -107,19 +108,19 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# The rule classes, in the order for `repr`. Each definition has one instance of each class. Set by
-# `_rules`, because the rules import this module.
+# The rule classes, in the order in which a `repr` lists them. Each definition has one instance of
+# each class. `_rules` sets this variable, because the rules import this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# Installs the initial dispatcher kernels and mode rules of a new operator. May return a function to
-# call once the schema is defined in the dispatcher.
+# Installs a new operator's initial dispatcher kernels and its rules for modes. May return a
+# function to call once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# `_rules` sets this, like `kinds`.
+# `_rules` sets this variable, as it sets `kinds`.
 installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """An observer that is notified when a plan is compiled (attach) or invalidated (outdate)."""
+    """Observes a definition's plan: `attach` when it is compiled, `outdate` when invalidated."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
@@ -128,9 +129,9 @@ class Follower(Protocol):
 class Definition:
     """An operator with its rules and its call plan.
 
-    An operator created by `custom_op` has one definition, and all dispatcher kernels are installed
-    when the operator is defined. An operator of another package has one definition for each library
-    that registers rules for it, and dispatcher kernels are installed when a rule first needs them.
+    If `custom_op` created the operator, it has one definition, and all its dispatcher kernels are
+    installed when it is defined. Another package's operator has one definition for each library
+    that registers rules for it, and a dispatcher kernel is installed when a rule first needs it.
     """
 
     __slots__ = (
@@ -160,13 +161,13 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered, then the error message for calls.
+        # None while the operator is registered. Afterwards, the error message that calls raise.
         self.deregistration_reason: str | None = None
-        # A weak reference, because the caller decides how long the library lives.
+        # The reference is weak, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Compiled graphs guard on this number. Incremented when something changes that compilers
-        # bake into graphs.
+        # Compiled graphs guard on this number. It is incremented when something changes that
+        # compilers bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
         # Rules are created on first use, because most operators of a package are never called. A
@@ -192,12 +193,12 @@ class Definition:
 
     @property
     def is_being_defined(self) -> bool:
-        """True until a new operator has a handle. Until then, no other thread can call it."""
+        """True until a new operator has a handle. Before that, no other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
     def convention(self) -> Convention:
-        """Converts between the author's arguments and the arguments of the schema."""
+        """The conversion between the author's arguments and the schema's arguments."""
         return self.declaration.convention
 
     @property
@@ -211,7 +212,10 @@ class Definition:
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel that returns residuals, so it returns the result only."""
+        """Wrap a kernel so that it returns only the result, without residuals.
+
+        Residuals are extra kernel outputs that only the backward uses.
+        """
         declared = self.declaration.residuals
         if declared is None or function is self.function:  # already wrapped
             return function
@@ -244,7 +248,7 @@ class Definition:
 
     @property
     def overload(self) -> OpOverload:
-        """The OpOverload. Not cached for operators of other packages, which may redefine them."""
+        """The OpOverload. Not cached for another package's operator, which may be redefined."""
         if self._overload is not None:
             return self._overload
         overload = torch_ops.lookup_overload(*self.name)
@@ -257,10 +261,10 @@ class Definition:
             if type(rule) is kind:
                 return rule
         self._rules.append(kind(self))
-        return self.rule(kind)  # another thread may have appended one first
+        return self.rule(kind)  # look it up again, because another thread may append it first
 
     def install(self) -> list[Callable[[], None]]:
-        """Install the initial kernels and mode rules of a new operator.
+        """Install a new operator's initial dispatcher kernels and its rules for modes.
 
         Returns:
             Functions to call once the schema is defined in the dispatcher.
@@ -274,10 +278,10 @@ class Definition:
 
     @property
     def plan(self) -> CallPlan:
-        """The call plan. Compiled by the first call after a registration.
+        """The call plan. The first call after a registration compiles it.
 
-        Compiling a plan after each registration would slow down imports of packages that register
-        many operators and call few.
+        Compiling a plan after each registration would slow down the import of a package that
+        registers many operators, of which a program calls few.
         """
         plan = self._plan
         if plan is None:
@@ -296,7 +300,7 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return one compiled rule of the plan. Faster than `plan[kind]`, for the backward pass."""
+        """Return `plan[kind]`, the compiled rule of this class. Faster, for the backward pass."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
@@ -339,7 +343,7 @@ class Definition:
     def deregister(self, reason: str) -> None:
         """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
-        Does nothing if the operator was deregistered before. Raises RuntimeError, and leaves the
+        Does nothing if the operator is already deregistered. Raises RuntimeError, and leaves the
         operator registered, if this thread is inside a call to the operator.
         """
         with registration_lock:
@@ -356,7 +360,7 @@ class Definition:
                 library._destroy()
 
     def library_closed(self) -> None:
-        """Remove the rules from PyTorch. Called when the library was closed."""
+        """Remove the rules from PyTorch's registries. Called after the library was closed."""
         with registration_lock:
             for rule in self.rules.values():
                 rule.retract()

@@ -24,12 +24,13 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the CPU generator, the generators of the call's devices, and generator arguments.
 
-    The first `count` devices of the accelerator are always included.
+    The generators of the accelerator's first `count` devices are always included.
     """
-    # torch.get_rng_state and torch.set_rng_state would be traced by modes.
+    # Modes would trace torch.get_rng_state and torch.set_rng_state, so read the generator itself.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # Sort by device index, as `pack_plain` does in C++. As text, "cuda:10" would precede "cuda:2".
+    # Sort by device index, because `pack_plain` does so in C++. Text order would put "cuda:10"
+    # before "cuda:2".
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)
@@ -41,7 +42,7 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
 
 
 def devices_of(values: Sequence[Any]) -> Iterator[torch.device]:
-    """Yield the devices of the tensors in `values`, and the devices among `values`."""
+    """Yield each device in `values`, and the device of each tensor in `values`."""
     yield from (tensor.device for tensor in tensors_in(values))
     yield from (value for value in values if isinstance(value, torch.device))
 

@@ -1,4 +1,4 @@
-"""Libraries that own operators and rules."""
+"""Libraries that own operators and rules: closing a library deregisters what it owns."""
 
 from __future__ import annotations
 
@@ -27,37 +27,38 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class that `process_library` creates. `_define.library` sets it to `torchop.Library`.
+# The class that `process_library` instantiates. `_define.library` replaces it with
+# `torchop.Library`.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
 
 def process_library(namespace: str) -> Any:
-    """Return the library for registrations without `lib=` in a namespace. It is never closed."""
+    """Return the library that owns a namespace's registrations without `lib=`. Never closed."""
     with registration_lock:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
 
 
-# Attribute of a library: definitions for operators of other packages, by name.
+# The attribute in which a library stores its definitions for other packages' operators, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Return the definitions for other packages' operators in the library of a namespace."""
+    """Return the definitions for other packages' operators that `process_library` owns."""
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
 
 def all_process_definitions() -> list[str]:
-    """Return the names of the operators in `process_definitions`, for all namespaces."""
+    """Return the operator names in `process_definitions`, for all namespaces."""
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
 
 
-# Attribute of a library: the source locations where operators were defined, by name.
+# The attribute in which a library stores the source locations of its operators, by name.
 _PLACES = "_torchop_places"
 
 

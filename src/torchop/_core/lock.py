@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
-# PyTorch's registries are plain dicts and sets, and defining an operator changes several of them,
-# so registrations hold this lock. It has its own class because the C++ extension replaces the
-# class's `__enter__`, and RLock is immutable.
+# Registrations hold this lock, because defining an operator changes several of PyTorch's
+# registries, and these are plain dicts and sets. The lock has its own class because the C++
+# extension replaces the class's `__enter__`, and RLock is immutable.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 

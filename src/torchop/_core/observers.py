@@ -71,9 +71,9 @@ def observer(
 ) -> Callable[..., Any]:
     """Adapt a user's function that takes an operator's arguments, so PyTorch can call it.
 
-    PyTorch passes the arguments of the schema, without arguments that equal the default. The user's
+    PyTorch passes the schema's arguments, but omits arguments that equal their default. The user's
     function receives `leading` and all arguments. Structured arguments, such as dataclasses, are
-    rebuilt from the values that PyTorch passes, for example from shapes instead of tensors.
+    rebuilt from the values that PyTorch passes, which may be shapes instead of tensors.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.

@@ -38,7 +38,7 @@ from torchop._schema.signatures import spell_function
 
 
 class Handle(CustomOpDef):
-    """The base class of operator handles."""
+    """The base class of operator handles, the objects that users call."""
 
     _definition: Definition
 
@@ -47,10 +47,10 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Return the definition that a new rule of an operator belongs to.
+    """Return the definition to which a new rule for an operator belongs.
 
-    An operator created by `custom_op` has one definition. For operators of other packages, and for
-    registrations through another library, there is one definition per library.
+    An operator created by `custom_op` has one definition. Another package's operator has one
+    definition for each library that registers rules for it.
 
     Args:
         op: the operator.
@@ -135,14 +135,14 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except definitions in libraries passed as `lib=`."""
+    """Return an operator's definitions, except those that a library passed as `lib=` owns."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
 
 
 def known_names() -> set[str]:
-    """Return the names of operators created by either `custom_op`, or with torchop's rules."""
+    """Return the names of all operators that have a handle, or rules registered with torchop."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
@@ -176,8 +176,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    The location in the dispatcher is the last resort: it is where the library was created, which
-    may be a line of torchop or PyTorch.
+    The dispatcher's own record is the last resort, because it is the line that created the library,
+    which may be in torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -206,7 +206,7 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """Return the definition that holds the rules of a library for an operator."""
+    """Return the definition that holds the rules that a library registered for an operator."""
     schema = find_schema(name)
     # The library owns the definitions, because they must live as long as the library.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
@@ -228,7 +228,7 @@ def deregister_existing(name: OpName, site: Site) -> None:
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        deregistration.refuse_running([name])  # if this raises, nothing is replaced: do not warn
+        deregistration.refuse_running([name])  # raises before the warning: nothing was replaced yet
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
         if before.origin != site.origin:
@@ -243,9 +243,9 @@ def deregister_existing(name: OpName, site: Site) -> None:
 
 
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
-    """Return both locations as text. Add the module names if the locations are the same.
+    """Return both locations as text. Add the module names if the locations are equal.
 
-    This happens if one file was imported under two names.
+    The locations are equal if one file was imported under two module names.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)
@@ -279,12 +279,14 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     Only operators created by torchop's or PyTorch's `custom_op` can be replaced.
 
     Returns:
-        The definition (torchop's only) and the library of the operator to replace, or None.
+        (definition, library) of the operator to replace. The definition is None unless torchop's
+        `custom_op` created the operator.
     """
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # `has_entry` is fast. `is_registered` makes TorchScript index all new operators.
+    # Test `has_entry` first, because `is_registered` makes TorchScript index all new operators,
+    # which is slow.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The operator from which another one was derived, and the kind of derivation."""
+    """The operator from which another operator was derived, and the kind of derivation."""
 
     op: OpOverload
     kind: str
@@ -89,7 +89,7 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # `lookup` does not compute this, because compilers trace it.
+        # Computed here and not in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
         # By operator name, oldest entry first. Lookups take no lock, so the tuples are replaced and
         # never modified.
@@ -270,7 +270,7 @@ class Rule(Generic[Value]):
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
-        """Return the own or derived value of an operator, or NotImplemented without one."""
+        """Return an operator's registered or derived value, or NotImplemented if it has none."""
         entry = self._entry(op)
         if entry is not None:
             return entry.value
@@ -314,14 +314,14 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return an operator, and all derived operators with a value computed from `op`."""
+        """Return `op`, and all derived operators with a value computed from the value of `op`."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Replace the entries of an operator, and call the hooks for each affected operator."""
+        """Replace an operator's entries. Call `attach`, `replaced` or `detach` where affected."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         self._store(op._name, entries)
@@ -348,7 +348,8 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
         if len(after) < len(before):
-            # No rollback if `detach` raises, because the operator is being deregistered.
+            # If `detach` raises, nothing is rolled back, because the operator is being
+            # deregistered.
             rule._put(op, after, [])
 
 
@@ -379,9 +380,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return (rule, operator) for each rule that gives a derived operator a value.
+    """Return (rule, operator) for each rule through which a derived operator has a value.
 
-    Includes pairs with operators that were derived from `op` in turn.
+    Includes operators that were derived from `op`, from these operators, and so on.
     """
     return [
         (rule, each)
@@ -393,7 +394,7 @@ def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
 
 
 def get_rule(name: str) -> Rule[Any]:
-    """Return the rule of a name.
+    """Return the rule with this name.
 
     The reference lists the rules that torchop provides, such as `"inverse"`. Rules for subsystems
     of PyTorch, such as fake kernels, are not included.
@@ -430,7 +431,7 @@ def rule_names() -> tuple[str, ...]:
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """Return the names of all rules for which a definition has values."""
+    """Return the names of all rules through which `definition` has registered a value."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

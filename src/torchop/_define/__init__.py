@@ -1,11 +1,11 @@
-"""Functions and classes that define operators, and the handles of operators."""
+"""Functions and classes that define operators, and the handles through which users call them."""
 
 from torchop import _hooks
 from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp, make_handle
 
-# `_core` and `_native` are lower layers, so they cannot import the type of handles.
+# `_core` and `_native` are lower layers, so they cannot import the handle type.
 define.make_handle = make_handle
 _hooks.handle_type = CustomOp
 dynamo_variables.trace_as_overload(CustomOp)

@@ -1,7 +1,7 @@
 """operator: define an operator and its rules with a class.
 
-`read_class` collects and checks the members. The operator is then defined as with `custom_op`, and
-the rules are registered through the handle.
+`read_class` collects and checks the class's members. Afterwards, the operator is defined as
+`custom_op` defines it, and the rules are registered through its handle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """The type of the decorator. Type checkers infer the signature of the handle from it."""
+        """The decorator's type, from which type checkers infer the handle's signature."""
 
         # The overloads overlap on purpose. Type checkers use the first match.
         @typing.overload
@@ -207,7 +207,8 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    A member that is None is left out, so it removes an inherited member, like `__hash__ = None`.
+    Members that are None are omitted, so None removes an inherited member, as `__hash__ = None`
+    does.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -242,7 +243,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the function that defines the operator: `forward`, or a function that raises."""
+    """Return the function that defines the operator: `forward`, or else a function that raises."""
     if "forward" in members:
         if "signature" in members:
             raise TypeError(
@@ -282,7 +283,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. A wrapper would add a frame to every call.
+    The handle takes these attributes from the function. The copy replaces a wrapper, which would
+    add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

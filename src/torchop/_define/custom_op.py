@@ -19,7 +19,8 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# Default of required arguments. Python's own error would not show how to write the decorator.
+# The default of required arguments, so that torchop can raise its own error: Python's error would
+# not show how to write the decorator.
 MISSING: Any = object()
 
 
@@ -104,7 +105,7 @@ def custom_op(
         ValueError: the name, an annotation, the schema, `mutates_args`, `effects` or `compile` is
             invalid. The operator is then not defined.
         NotImplementedError: a tensor is keyword-only.
-        RuntimeError: an operator with this name exists, and `custom_op` did not define it.
+        RuntimeError: an operator with this name exists, but `custom_op` did not define it.
 
     Warns:
         SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
@@ -149,7 +150,7 @@ def custom_op(
 
 
 def _missing_arguments(caller: str, name: object) -> TypeError:
-    """Return the error for missing required arguments, such as in a decorator without a call."""
+    """Return the error for missing arguments, for example if `@custom_op` is not called."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
     return TypeError(
         f"{caller} needs the name of the operator, and mutates_args, the tensor arguments that the "
@@ -181,7 +182,7 @@ def triton_op(
     """Turn a function that launches Triton kernels into an operator.
 
     `torch.compile` traces into the function, so Inductor can optimize the kernels together with the
-    surrounding code. Exported programs contain the operator. Launch kernels by
+    surrounding code. Exported programs contain the operator. Launch kernels with
     `wrap_triton(kernel)[grid](...)`, which compilers can trace; eager calls launch them directly.
     On a device with a kernel of its own, such as the CPU, compiled programs call that kernel, and
     need a fake kernel if Triton is not installed.

@@ -56,7 +56,7 @@ def declare(
         function: the author's function.
         place: the user's source line that defines the operator.
         mutates_args, device_types, schema, tags, effects, compile, residuals: see `custom_op`.
-        launches: whether the function launches Triton kernels, as for `triton_op`.
+        launches: whether the function launches Triton kernels, as a `triton_op` does.
         is_lenient: see `Declaration`.
     """
     what = f"custom_op({str(name)!r})"
@@ -108,7 +108,7 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, set the priority of its providers, and return the handle."""
+    """Define an operator, set the order in which providers run its calls, and return the handle."""
 
     def build() -> Any:
         handle = define(declared, lib).handle

@@ -36,13 +36,13 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """Descriptor for `__signature__`: the signature of the operator's function."""
+    """A descriptor for `__signature__` that returns the signature of the operator's function."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # TorchScript would compare this signature with the parameters of `__call__`, and
-                # they differ.
+                # TorchScript would compare this signature with the parameters of `__call__`, but
+                # the two differ.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -84,18 +84,18 @@ class CustomOp(Registrations, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
-    # For the C++ extension (csrc/handle.cpp): the vectorcall function and the Entry. `_native_call`
-    # holds a raw pointer instead of a Python object, so Python code must not read it.
+    # The C++ extension (csrc/handle.cpp) stores the vectorcall function and the Entry in these
+    # slots. `_native_call` holds a raw pointer instead of an object, so Python must not read it.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # Does not call CustomOpDef.__init__, which would define the operator again.
+        # CustomOpDef.__init__ is not called, because it would define the operator again.
         function = definition.authors_function
         self._definition = definition
-        # Like functools.wraps, but partials and callable objects have no `__name__`.
+        # functools.wraps is not used, because partials and callable objects have no `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -107,7 +107,8 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # An attribute, because Jedi shows (*args, **kwargs) for a method with a ParamSpec.
+        # Declared as an attribute, because Jedi shows (*args, **kwargs) for a method with a
+        # ParamSpec.
         __call__: Callable[P, R]
     else:
 
@@ -121,7 +122,7 @@ class CustomOp(Registrations, Generic[P, R]):
                 raise explained from None
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
-        # Also called by `explain_refusal` in csrc/entry.cpp.
+        # `explain_refusal` in csrc/entry.cpp calls this method too.
         return argument_error(self._definition.name, error)
 
     def __repr__(self) -> str:
@@ -149,7 +150,7 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Handles are copied and pickled by reference, like functions. A pickle contains the names of
+    # Handles are copied and pickled by reference, as functions are. A pickle contains the names of
     # the operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
@@ -174,8 +175,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # This is not cached, because Dynamo would guard on the cache, and recompile after the first
-        # call fills it. torch.ops caches the overload anyway.
+        # The overload is not cached here: Dynamo would guard on the cache, so it would recompile
+        # after the first call fills it. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
@@ -362,7 +363,7 @@ _unpickle.__module__ = "torchop"  # so pickles stay loadable if this module move
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Create the handle of a definition, and make its calls native if the extension is loaded."""
+    """Create a definition's handle, and make its calls native once the extension is loaded."""
     make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -373,7 +374,7 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 class StructuredOp(CustomOp[P, R]):
     """The handle of an operator with structured arguments.
 
-    A call flattens the structures and calls `overload`, which takes the arguments of the schema.
+    A call flattens the structures, and calls `overload` with the arguments of the schema.
     """
 
     @property
@@ -384,7 +385,7 @@ class StructuredOp(CustomOp[P, R]):
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
     """Create a class with a generated `__call__` for the operator, and return an instance.
 
-    Forwarding `*args` and `**kwargs` in a shared `__call__` would take a fifth of a call.
+    Forwarding `*args` and `**kwargs` in a shared `__call__` would take a fifth of a call's time.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -394,7 +395,7 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # A global table of Dynamo references the class, and would keep it alive.
+    # Remove the class from Dynamo's global table, which would keep it alive.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

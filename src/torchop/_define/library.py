@@ -70,8 +70,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # Checks are in __new__, because PyTorch's __init__ records the line of the calling frame, and
-    # that must be the user's frame.
+    # The checks are in __new__, because overriding __init__ would add a frame: PyTorch's __init__
+    # records the line of its calling frame, which must be the user's.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -133,8 +133,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # PyTorch's `define` would record the name as "ns::ns::name", and `_destroy` would then fail
-        # in _clear_torch_ops_cache (torch/library.py).
+        # Otherwise, PyTorch's `define` would record the name as "ns::ns::name", so `_destroy` would
+        # fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -231,11 +231,11 @@ class Library(OwnLibrary):
 
 
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
-    """Define an operator in a library of torchop or PyTorch, and return the result of `define`.
+    """Define an operator in a torchop or PyTorch library, and return the result of `define`.
 
     Args:
         library: the library that owns the operator.
-        schema: the schema, starting with the name. Not validated, because `define` does that.
+        schema: the schema, starting with the name. `define` validates it.
         define: passes the schema to the dispatcher.
     """
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
@@ -263,7 +263,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
-    """Return the name of an operator without the namespace, for `Library.impl`."""
+    """Return an operator's name without the namespace, as `Library.impl` expects it."""
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")
@@ -303,10 +303,10 @@ def checked_kernel(
                 check_now = result_check(schema.returns)
                 if current is not None:
                     attach(name, current)
-                # `run` is set before `check`: a thread that sees the new `check` must not see the
-                # old `run`.
+                # `run` is set before the check, because a thread that sees the new check must not
+                # see the old `run`.
                 check, checked_schema = check_now, current_schema
-        # Kernels with a keyset redispatch explicitly.
+        # Kernels that receive a keyset redispatch explicitly, so they run as they are.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)
@@ -325,7 +325,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """Like `checked_kernel`, for a fallback."""
+    """Wrap a fallback to check results, as `checked_kernel` does for a kernel."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

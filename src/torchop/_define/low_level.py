@@ -174,7 +174,7 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# The library may be a `torch.library.Library`. The functions below then check kernel results and
+# The library may be a `torch.library.Library`. If so, the functions below check kernel results, and
 # invalidate operators when the library is destroyed, as `torchop.Library` does.
 
 

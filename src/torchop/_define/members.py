@@ -1,7 +1,7 @@
-"""The members of the class form.
+"""The members that a class passed to `torchop.operator` may have, such as `forward` and `fake`.
 
 To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and instances of
-`torchop.Rule` are members too, and need no entry.
+`torchop.Rule` are members too, but need no entry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
-# register(handle, value of the member, all members of the class). The result is ignored.
+# A function register(handle, value of the member, all members of the class). Its result is ignored.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
@@ -25,10 +25,10 @@ class Member(NamedTuple):
     """A member of the class form.
 
     Attributes:
-        registers: registers a value, or None if the registration of another member uses the value.
+        registers: registers the member's value; None if another member's registration uses it.
         takes: describes valid values in messages.
-        accepts: returns whether a value is valid. Receives functions without their staticmethod.
-        needs: the class must also have one of these members, unless this is empty.
+        accepts: returns whether a value is valid. Receives a static method as a plain function.
+        needs: names of other members, of which the class must have at least one; may be empty.
     """
 
     registers: Registers | None = None
@@ -88,7 +88,7 @@ def _form(method: str, what: str) -> Member:
     return Member(derive, takes, lambda value: isinstance(value, (bool, str)))
 
 
-# The order is the order of registration.
+# Members are registered in this order.
 MEMBERS: Mapping[str, Member] = {
     "forward": Member(),
     "signature": Member(),

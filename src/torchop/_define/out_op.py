@@ -116,7 +116,7 @@ def out_op(
 
     Raises:
         ValueError: a name, an annotation, `like` or `allocate` is invalid. Nothing is defined.
-        RuntimeError: an operator of one of the names exists that torchop did not define.
+        RuntimeError: an operator with one of the names exists, but torchop did not define it.
 
     Example:
         >>> import numpy as np, torch, torchop
@@ -190,8 +190,8 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # For Inductor, replacing the functional form must save an allocation. An in-place form
-            # that is not elementwise allocates a temporary result, so it is left out.
+            # Inductor should replace the functional form only to save an allocation. An in-place
+            # form that is not elementwise allocates a temporary result, so it is left out.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -224,14 +224,14 @@ def _define_form(
     ).handle
 
 
-# `_compat.planned_outputs.plan`, which registers a family with Inductor. Set by
-# `torchop/__init__.py`, because planning outputs is a tool.
+# `_compat.planned_outputs.plan`, which registers the forms of an operator with Inductor.
+# `torchop/__init__.py` sets this variable, because this module must not import tools.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Let Inductor replace the functional operator with a form that writes into its own buffer."""
-    # Use weak references, because Inductor's table would otherwise keep the forms alive.
+    # The references are weak, because Inductor's table would otherwise keep the forms alive.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -247,10 +247,10 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return the kernels of a form by device, to compare them with the kernels of another form."""
+    """Return a form's kernels by device, for a comparison with another form's kernels."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        return form  # each call selects a kernel: never equal to the result for another form
+        return form  # each call selects a kernel, so the result must differ for another form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
@@ -289,7 +289,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with this signature, and the name of the kernel for messages."""
+    """Return a function with this signature and, for messages, with the kernel's name."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...

@@ -1,7 +1,7 @@
-"""The registration functions of all rules, as methods of handles.
+"""The functions that register rules, as methods of operator handles.
 
-The operator is the first parameter of each function, so assigning the function to a class attribute
-makes it a method.
+Each function takes the operator as the first parameter, so assigning it to a class attribute makes
+it a method.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SameAs(Generic[Function]):
-    """Decorator that replaces a stub method with a function if `CustomOpDef` has the method too.
+    """Decorator that replaces a stub method with a function.
 
-    Workaround for Pyright: it ignores the types of a plain assignment if the base class declares
-    the attribute, and loses type variables if the decorator is a function.
+    Used for methods that the base class, `CustomOpDef`, declares too. This is a workaround for
+    Pyright. A plain assignment does not work, because Pyright ignores its
+    types if the base class declares the attribute. A function as the decorator does not work,
+    because Pyright would lose the type variables.
     """
 
     def __init__(self, function: Function) -> None:

@@ -1,1 +1,1 @@
-"""Native calls: call kernels from C++ without the dispatcher, if that has the same effect."""
+"""Native calls: run kernels from C++ without the dispatcher, if the effect is the same."""

@@ -1,4 +1,4 @@
-"""Compile call plans for the C++ extension."""
+"""Compile call plans for the C++ extension: the kernels, checks and gradients of native calls."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# The conversions that the dispatcher applies to results, by type. It reads the underlying value of
-# a subclass instance, such as an IntEnum, without calling overridden methods.
+# The conversions that the dispatcher applies to results, by type. For an instance of a subclass,
+# such as an IntEnum, the dispatcher reads the underlying value without calling overridden methods.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -51,10 +51,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """Owns the C++ entry of an operator, and compiles the plans for it.
+    """Owns an operator's entry, the C++ object that receives its calls, and compiles its plans.
 
-    Base class of `OwnCalls`, for operators created by `custom_op`, and of `table.calls.TableCalls`,
-    for all others.
+    The subclass `OwnCalls` is for operators created by `custom_op`, and the subclass
+    `table.calls.TableCalls` is for all other operators.
     """
 
     __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
@@ -63,12 +63,12 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
-        # The reason why calls that record a gradient are not native, or None if they are.
+        # The reason why calls that record a gradient are not native, or None if they are native.
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a plan. Called by the entry when a call finds no plan."""
+        """Compile a plan. The entry calls this when a call finds no plan."""
         with registration_lock:
             if self.entry.plan is None:  # another thread may have compiled it
                 self.entry.plan = self._compile()
@@ -82,7 +82,7 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Make an OpOverload call the entry."""
+        """Make calls to an OpOverload run the entry."""
         # `dispatch` is set first, because other threads call the new function immediately.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
@@ -100,8 +100,8 @@ class NativeCalls:
     ) -> Plan:
         """Create a `Plan` for this operator; see `_call_path.pyi` for the arguments.
 
-        The first item of `gradient` is the autograd.Function whose nodes are created. A string is
-        the reason why the dispatcher must record gradients.
+        If `gradient` is a tuple, the first item is the autograd.Function for which calls create
+        nodes. If it is a string, it is the reason why the dispatcher must record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -137,7 +137,7 @@ def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
 
 
 class OwnCalls(NativeCalls):
-    """Native calls to an operator created by `custom_op`, compiled from the plan in Python."""
+    """Native calls to a `custom_op` operator, compiled from the plan of its `Definition`."""
 
     __slots__ = ("_definition",)
 
@@ -155,8 +155,8 @@ class OwnCalls(NativeCalls):
         if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries its overloads in order, so a call to this one is native only if the
-            # earlier overloads have an entry too.
+            # A packet tries its overloads in order, so a call to this overload is native only if
+            # the earlier overloads have an entry too.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
@@ -167,7 +167,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
-            return  # these kernels replace a device name with a torch.device before modes see it
+            return  # the Python kernels must turn device names into devices before modes run
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
@@ -178,7 +178,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        self.attach()  # not called yet if the plan was compiled before the extension was loaded
+        self.attach()  # not yet called if the extension was loaded after the Python plan
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
@@ -208,7 +208,7 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """Return the argument `gradient` of `NativeCalls._plan`."""
+    """Return how native calls record gradients: the argument `gradient` of `NativeCalls._plan`."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
@@ -236,7 +236,7 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Return a function that calls `function` and converts the result like the dispatcher."""
+    """Return a function that calls `function` and converts the result as the dispatcher does."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 

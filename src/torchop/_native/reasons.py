@@ -1,4 +1,4 @@
-"""Why calls are native or fall back to the dispatcher: the texts for csrc/reasons.h."""
+"""The reasons why calls are native or fall back to the dispatcher, as texts for csrc/reasons.h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Why a call is native or falls back to the dispatcher. Same order as in reasons.h."""
+    """A reason why a call is native or falls back. The order must be the same as in reasons.h."""
 
     text: str  # a format string; the callers fill in `{why}`
 

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 _native: Any = None
 # The callbacks that were passed to `request` before the extension was loaded.
 _waiting: list[Callable[[], None]] = []
-# The native subclass of the handle class. At most one item: the extension creates it only once.
+# The native subclass of the handle class. The list has at most one item, because the extension can
+# create the subclass only once.
 _native_handle_types: list[type] = []
 
 
@@ -47,18 +48,18 @@ def native_module() -> Any | None:
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    Does not check for invalid values. The first definition does, so `python -m torchop` can import
-    torchop and report the error in one line.
+    An invalid value of TORCHOP_NATIVE does not raise here, but when the first operator is defined.
+    So `python -m torchop` can import torchop and report the error in one line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
 
 
 def obtain() -> None:
-    """Load the extension, or start to compile it. Does nothing if that was done before.
+    """Load the extension, or start to compile it. Calling it again has no effect.
 
-    Does nothing under torch.jit.trace, which runs a function twice and compares the Python frames
-    of operator calls, so calls must not become native in between.
+    It also does nothing under torch.jit.trace, which runs a function twice and compares the Python
+    frames of operator calls: calls must not become native between the two runs.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -70,7 +71,7 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension when Dynamo is imported. Never raises, because that import would fail."""
+    """Load the extension when Dynamo is imported. Must not raise, or that import would fail."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # a warning that the user made an error
@@ -87,16 +88,17 @@ def wait(timeout: float | None = None) -> bool:
 
 
 class _FirstUse:
-    """The `Follower` of all definitions until the extension is loaded.
+    """Loads the extension when an operator is first used.
 
-    Loads the extension when an operator is first used. Defining operators does not load it: a
-    program may import a package with hundreds of operators and call none of them, for example to
-    print usage information or to build documentation.
+    It is the `Follower` of all definitions until the extension is loaded. Defining operators does
+    not load the extension, because a program may import a package with hundreds of operators and
+    call none of them, for example to print usage information or to build documentation.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # The original `__call__` of handles, and the replacement until the first call.
+        # The original `__call__` of the handle class, and the function that replaces it until an
+        # operator is first used.
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
@@ -117,23 +119,23 @@ class _FirstUse:
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        if not self.is_over:  # it is over if Dynamo was imported before
+        if not self.is_over:  # if Dynamo is imported already, `end` was called above
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Restore `__call__` of handles."""
+        """Restore the handle class's original `__call__`."""
         with registration_lock:
-            # Leave a replacement by other code in place.
+            # If other code has replaced `__call__` too, leave its replacement in place.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
     def attach(self) -> None:
-        """Load the extension, because a call through `torch.ops` compiled the plan."""
+        """Load the extension, because a call through `torch.ops` has compiled a plan."""
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing. An operator whose plan is invalidated is not necessarily used."""
+        """Do nothing, because invalidating a plan does not mean that the operator is used."""
 
 
 _first_use = _FirstUse()
@@ -154,9 +156,9 @@ def make_native(definition: Definition) -> None:
 
 
 def request(on_ready: Callable[[], None]) -> None:
-    """Load the extension, and call `on_ready` when it is loaded. Never called if loading fails.
+    """Load the extension, and call `on_ready` once it is loaded, but not if loading fails.
 
-    `on_ready` may run in another thread. The caller of `on_ready` holds `registration_lock`.
+    `on_ready` may run in another thread, which holds `registration_lock`.
     """
     with registration_lock:
         obtain()
@@ -179,7 +181,7 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
-                    if handle._definition.has_plan:  # all calls may come through torch.ops
+                    if handle._definition.has_plan:  # used already, perhaps only through torch.ops
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
                             # The old plan selects providers in Python instead of C++.
@@ -200,8 +202,8 @@ def _prepare(module: ModuleType) -> None:
                 "this version of torchop does not support how this PyTorch stores Python kernels"
             )
     if not _native_handle_types:
-        # Copied into the new type, because Dynamo looks up `__call__` and properties in the type of
-        # a handle, and not in base classes.
+        # Copy these attributes into the new type, because Dynamo looks up `__call__` and properties
+        # only in a handle's own type, not in base classes.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -219,9 +221,9 @@ def _prepare(module: ModuleType) -> None:
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
     """Make an OpOverload or packet count its calls to the dispatcher.
 
-    Deregistering an operator waits for counted calls in other threads. Only operators that torchop
-    defined are counted. Otherwise a registration could wait for a kernel of another package that
-    is waiting for the registration.
+    Deregistering an operator waits for counted calls in other threads. Only calls to operators that
+    torchop defined are counted. Otherwise a registration could wait for another package's kernel
+    while the kernel waits for the registration.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:

@@ -1,8 +1,8 @@
 """Derive the in-place and out= forms of a functional operator.
 
-A form calls the functional operator and copies the result. Compilers trace these two steps, so they
-need no special support for forms. All forms share the formula and the fake kernel of the functional
-operator.
+A derived form calls the functional operator and copies the result. Compilers trace these two steps,
+so they need no special support for forms. All forms share the functional operator's formula and
+fake kernel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def derive_form(
     lib: torch.library.Library | None,
     outputs: Sequence[str] | None = None,
 ) -> Definition:
-    """Define a form; see `CustomOp.derive_inplace` and `CustomOp.derive_out`."""
+    """Define the in-place or out= form of `functional`; see `CustomOp.derive_inplace`."""
     if functional.structure is not None:
         raise SchemaError(
             f"{functional}: forms cannot be derived from an operator with structured arguments or "
@@ -56,18 +56,18 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # For all devices, because the functional operator dispatches on the device.
+    # One kernel serves all devices, because the functional operator dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may be an input, because outputs are written after the result was computed.
+        # An output may also be an input, because outputs are written after the result was computed.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Raise SchemaError if the form cannot be derived from an operator."""
+    """Raise SchemaError if an operator with this schema cannot have the derived form."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
         problem = (
             "forms need a functional operator, which mutates nothing and returns fresh tensors"
@@ -86,7 +86,7 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """Check the names of the outputs. The default is `out`, or `out0`, `out1` and so on."""
+    """Check the output names and return them. The default is `out`, or `out0`, `out1` and so on."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -112,7 +112,7 @@ def define_member(
     devices: tuple[str | None, ...] = (None,),
     tags: tuple[Tag, ...] = (),
 ) -> Definition:
-    """Define a form of a functional operator.
+    """Define the in-place or out= form of a functional operator.
 
     Args:
         functional: the functional operator.
@@ -121,11 +121,11 @@ def define_member(
         kernel: the kernel, which returns the mutated arguments.
         guard: see `Declaration`.
         lib: the caller's library that owns the form.
-        devices: the device types of the kernel.
-        tags: tags in addition to the tag of the form.
+        devices: the device types that the kernel supports.
+        tags: tags in addition to the form's own tag.
     """
-    # The out= form does not get `torch.Tag.out`. Inductor would replace the functional operator
-    # with the tagged overload, and pass wrong arguments for most signatures.
+    # The out= form does not get `torch.Tag.out`, because Inductor would replace the functional
+    # operator with the tagged overload, and pass wrong arguments for most signatures. Instead,
     # `_compat.planned_outputs` registers a correct replacement.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)

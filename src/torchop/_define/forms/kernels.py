@@ -1,7 +1,7 @@
-"""Create the kernels of all forms of an operator from one kernel that writes into outputs.
+"""Create an operator's functional, out= and in-place kernels from one kernel that writes outputs.
 
-Outputs are checked before the kernel runs, with the messages of PyTorch's own operators where these
-reject such outputs.
+Outputs are checked before the kernel runs. If PyTorch's own operators reject such an output, the
+message is the same as theirs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """The metadata that must be equal for a result and an output."""
+    """Tensor metadata. An output must have the metadata of the result written into it."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -43,12 +43,13 @@ def metadata(tensor: Tensor) -> Metadata:
 def described_results(
     allocate: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Metadata]:
-    """Compute the metadata of the results of a call by running `allocate` on meta tensors."""
+    """Run `allocate` on meta tensors to compute the metadata of a call's results."""
     meta_kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # A meta result is on the device of an input, which is meta only here. Report the real one.
+        # The results are on the meta device, because `allocate` received meta tensors here. Report
+        # the device of the real inputs.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -127,7 +128,7 @@ def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _same_metadata(one: Tensor, other: Tensor) -> bool:
-    """Like `metadata(one) == metadata(other)`, but faster."""
+    """Return `metadata(one) == metadata(other)`, but faster."""
     if one.dtype is not other.dtype or one.layout is not other.layout:
         return False
     return one.shape == other.shape and one.device == other.device
@@ -137,7 +138,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Creates the kernels of all forms from a kernel that writes into outputs."""
+    """Turns a kernel that writes into outputs into functional, out= and in-place kernels."""
 
     def __init__(
         self,
@@ -229,10 +230,11 @@ class WritingKernels:
         """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # `overwrite` checks the metadata itself if it copies, and an argument always fits itself.
+        # No check is needed if `overwrite` copies, because it then checks the metadata itself, or
+        # if the result is like the overwritten argument, because an argument always fits itself.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # A cache with one entry, the key of the last valid call: running `allocate` takes longer
+        # The key of the last valid call. This cache exists because running `allocate` takes longer
         # than most kernels. Threads need no lock, because the list is replaced and never modified.
         accepted: list[Any] | None = None
 
@@ -243,8 +245,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # `read` has all inputs that are tensors, because keyword-only tensors are outputs.
-                # So `is_fresh` needs no keyword arguments.
+                # `is_fresh` needs no keyword arguments, because keyword-only tensors are outputs,
+                # so `read` contains all input tensors.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
@@ -286,6 +288,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results like the argument at position `place`."""
+    """Allocate `count` results with `torch.empty_like` from the argument at position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

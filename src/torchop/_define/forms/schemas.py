@@ -1,4 +1,4 @@
-"""Names, schemas, signatures and docstrings of the forms of an operator."""
+"""Names, schemas, signatures and docstrings of an operator's out= and in-place forms."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchop._schema.text import lettered_alias, with_write, write, write_result
 
 
 def form_name(name: OpName, form: Form) -> OpName:
-    """Return the name of a form by PyTorch's convention.
+    """Return the name of an operator's in-place or out= form, by PyTorch's convention.
 
-    The forms of `add` are `add_` and `add.out`, and of `add.Scalar`, `add_.Scalar` and
-    `add.Scalar_out`.
+    The forms of `add` are named `add_` and `add.out`. The forms of `add.Scalar` are named
+    `add_.Scalar` and `add.Scalar_out`.
     """
     if form is Form.INPLACE:
         return name._replace(name=f"{name.name}_")
@@ -55,7 +55,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Set the name, docstring and signature of the kernel of a form derived from `original`."""
+    """Set the name, docstring and signature of a form's kernel, derived from `original`."""
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."
@@ -77,7 +77,7 @@ def identified(
 
 
 def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Sequence[str]) -> Kernel:
-    """Set the signature of a kernel to the signature of `original` without the outputs."""
+    """Give a kernel the signature of `original` without the output parameters."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):
@@ -93,7 +93,7 @@ def with_outputs(
     annotation: Any = Tensor,
     default: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """Return a signature with keyword-only outputs added."""
+    """Return a signature with the outputs added as keyword-only parameters."""
     parameters = list(signature.parameters.values())
     end = len(parameters)
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:

@@ -1,1 +1,1 @@
-"""Compile and load the C++ extension with the native call path."""
+"""Compile and load the C++ extension, which implements native calls."""

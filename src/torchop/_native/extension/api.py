@@ -1,7 +1,8 @@
 """Load the extension into this process, from a compiled file or after compiling it.
 
-Compiling runs in a background thread, and calls go through PyTorch's dispatcher until it is done.
-Programs wait for it only with TORCHOP_NATIVE=require and in `torchop.native.wait`.
+Compiling runs in a background thread. Calls go through PyTorch's dispatcher until the thread has
+loaded the extension. Programs wait for that only with TORCHOP_NATIVE=require and in
+`torchop.native.wait`.
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class Extension:
         is compiled; with TORCHOP_NATIVE=0, nothing is loaded. If loading would turn the GIL on,
         only TORCHOP_NATIVE=require loads the extension.
 
-        A failure, including an exception in `on_ready`, is reported by one warning. With
-        TORCHOP_NATIVE=require, and while `wait` is running, it is raised instead.
+        A failure, including an exception in `on_ready`, is reported by one warning. But with
+        TORCHOP_NATIVE=require, or while `wait` is running, the failure is raised instead.
         """
         wanted = mode()
         with self._lock:
@@ -125,7 +126,7 @@ class Extension:
         try:
             self._load_or_build(wanted, on_ready)
         except BaseException as error:
-            # After Ctrl-C or a RecursionError, the next call tries again.
+            # After Ctrl-C or a RecursionError, the next call to `obtain` tries again.
             is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
             try:
                 self._fail(error)
@@ -147,7 +148,7 @@ class Extension:
                 )
 
     def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
-        """Obtain the extension, wait for it, and return whether it is loaded.
+        """Call `obtain`, wait until loading has ended, and return whether the extension is loaded.
 
         Raises:
             NativeUnavailableError: compiling or loading failed.
@@ -161,7 +162,7 @@ class Extension:
         finally:
             with self._lock:
                 self._waiters -= 1
-        # Checked after the timeout too: a build that fails later only warns.
+        # Checked even if the timeout expired, because a build that fails later only warns.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
@@ -178,7 +179,7 @@ class Extension:
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
     def after_fork(self) -> None:
-        """Reset the state in a forked child, because it lacks the thread that compiles."""
+        """Reset the state in a forked child, because the child lacks the compiling thread."""
         self._lock = threading.Lock()
         self._is_settled = threading.Event()
         self._waiters = 0
@@ -192,8 +193,8 @@ class Extension:
     def stop(self) -> None:
         """Stop compiling before the interpreter exits.
 
-        During finalization, the interpreter terminates daemon threads. If this thread is in the
-        dynamic linker or writing to stderr at that time, the process aborts.
+        During finalization, the interpreter terminates daemon threads. If the compiling thread is
+        in the dynamic linker or writing to stderr at that time, the process aborts.
         """
         if self._build is not None and self._thread is not None:
             self._build.stop()

@@ -31,8 +31,8 @@ except ImportError:  # Windows, where nothing is compiled
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
 # Prevents forks while `subprocess.Popen` starts the compiler. Popen reads a pipe until all copies
-# of it are closed. A child forked at that time has a copy, and may wait for the file lock that this
-# process holds: a deadlock.
+# of the pipe are closed. A child that is forked at that time would have a copy and might wait for
+# the file lock, which this process holds, so both would wait forever.
 _starting = threading.Lock()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(
@@ -40,7 +40,7 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
-_NICENESS = "10"  # of a compiler in the background, because the user's program comes first
+_NICENESS = "10"  # for the compiler in the background, because the user's program comes first
 
 
 class Build:
@@ -68,7 +68,8 @@ class Build:
             if self.target.exists() and not force:
                 return
             if is_alone:
-                # Left over from processes that were killed: a process that uses one has the lock.
+                # Remove folders of killed processes. No running process uses such a folder, because
+                # it would hold the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
@@ -81,14 +82,14 @@ class Build:
         """
         target = self.target
         try:
-            # A TemporaryDirectory would be removed by a forked child when the child exits.
+            # Not a TemporaryDirectory, because a forked child would remove it when the child exits.
             folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {target.parent} cannot be written to: {error.strerror}"
             ) from None
         try:
-            # One translation unit for all sources, because parsing PyTorch's headers takes most of
+            # All sources are one translation unit, because parsing PyTorch's headers takes most of
             # the time.
             whole, linked = Path(folder, "call_path.cpp"), Path(folder, target.name)
             sources = sorted(self._recipe.source.absolute().glob("*.cpp"))
@@ -111,7 +112,7 @@ class Build:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop the compiler, or the wait for the file lock. `run` then raises."""
+        """Stop the compiler, or stop waiting for the file lock, so that `run` raises."""
         self._stopped.set()
         self._kill()
 
@@ -124,15 +125,15 @@ class Build:
     def _compile(self, arguments: list[str], folder: Path) -> None:
         is_nice = self._background and shutil.which("nice") is not None
         nice = ["nice", "-n", _NICENESS] if is_nice else []
-        # A file and not a pipe, because compiler caches such as sccache may start a server, which
-        # would keep the pipe open.
+        # The output goes to a file, because compiler caches such as sccache may start a server,
+        # which would keep a pipe open.
         with open(folder / "output", "w+b") as output:
             try:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # Empty entries in PATH and CPATH mean the working directory. Files in the
-                        # user's working directory must not be found.
+                        # Empty entries in PATH and CPATH mean the working directory. The compiler
+                        # must not find files in the user's, so it runs in a folder of its own.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
@@ -186,19 +187,20 @@ class Build:
                         raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network file systems do not support locks. Without one, two processes may
-                    # both compile, but each replaces the file atomically.
+                    # Some network file systems do not support locks. Without a lock, two processes
+                    # may both compile, but each replaces the file atomically.
                     yield False
                     return
             try:
                 yield True
             finally:
-                # Closing the file would not release a lock that a forked child shares.
+                # Unlock explicitly, because closing the file does not release a lock that a forked
+                # child shares.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def printable(text: str) -> str:
-    """Return the end of a text with control characters escaped."""
+    """Return the end of `text`, with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

@@ -1,8 +1,8 @@
 """Find and load compiled extensions, and check that the cache folder is private.
 
-Users who can write to the cache, or rename a folder above it, could run code in this process. So
-the cache is used only if it belongs to the user and no other user can write to it or to a folder
-above it. Folders of the installation are trusted.
+Any user who can write to the cache folder, or rename a folder above it, could run code in this
+process. So the cache is used only if it belongs to the current user, and no other user can write to
+it or to a folder above it. The folders of installed packages are trusted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # The package in the wheel torchop-native. Only the folders that contain torchop and PyTorch are
-# searched: the import system might also search the working directory, which is not trusted.
+# searched for it, because the import system might also search the working directory, which is not
+# trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
@@ -97,8 +98,8 @@ def make_cache_folder() -> Path:
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # `parents=True` would ignore the mode for folders above the cache, which must be
-            # private too.
+            # Create one folder at a time, because `parents=True` would ignore the mode for folders
+            # above the cache, which must be private too.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -137,7 +138,7 @@ def check_folders_above(path: Path) -> None:
 
 def check_private(path: Path) -> None:
     """Raise unless the cache is a folder that only the user can write to."""
-    # lstat, because a symbolic link could be changed between the check and the use.
+    # Use lstat to reject symbolic links, because a link could change between the check and the use.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(

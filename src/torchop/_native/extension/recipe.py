@@ -1,7 +1,7 @@
 """The sources, flags and compiler of the extension, and the key in the file name.
 
-The key covers the build of PyTorch, the C++ and Python ABIs, the platform, the sources and the
-flags. A process loads only a file with a key for this configuration.
+The key covers the PyTorch build, the C++ and Python ABIs, the platform, the sources and the flags.
+A process loads a file only if the file's key matches this configuration.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15:
-# fields that the extension uses, and fields that it may ignore. If a release adds a field, the
-# dispatcher records gradients, because native calls might have to set it.
+# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15. The
+# extension uses the first group and may ignore the second. If a release adds a field, the
+# dispatcher records gradients, because native calls might have to set that field.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -36,8 +36,8 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
-# Whether the extension needs the GIL. Free-threaded reference counting differs between releases of
-# Python, so the extension runs without the GIL only on releases that were tested.
+# Whether the extension needs the GIL. Free-threaded reference counting differs between Python
+# releases, so the extension runs without the GIL only on releases that were tested.
 NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 
 
@@ -55,9 +55,9 @@ class Recipe(NamedTuple):
 def make_recipe(source: Path | None = None) -> Recipe:
     """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, to identify the files in the cache. It does not depend on paths and on the
-    compiler, so files can be compiled on another machine. It does depend on the flags in `$CXX`,
-    which may select a processor.
+    The key is readable, so that users can identify the files in the cache. It does not depend on
+    paths or the compiler, so files can be compiled on another machine. But it depends on the flags
+    in `$CXX`, because they may select a processor.
     """
     source = source or CSRC
     # Path.glob would compile a regular expression, which slows down the start of programs.
@@ -71,12 +71,14 @@ def make_recipe(source: Path | None = None) -> Recipe:
         with open(os.path.join(source, name), "rb", buffering=0) as file:
             text = file.read()
         for part in (name.encode(), text):
-            # Without the length, moving a line from one file to the next would not change the hash.
+            # Hash the length too, because otherwise moving a line from the end of one file to the
+            # start of the next would not change the hash.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # Includes the commit, because source builds with the same version may have different headers.
+    # The key includes PyTorch's commit, because source builds with the same version may have
+    # different headers.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
@@ -115,10 +117,11 @@ def compile_flags() -> list[str]:
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        # Without it, the autograd headers include all operators, through ATen/ExpandUtils.h and
-        # ATen/Functions.h.
+        # Without this flag, the autograd headers include all operators, through ATen/ExpandUtils.h
+        # and ATen/Functions.h.
         "-DAT_PER_OPERATOR_HEADERS",
-        # Without it, the GIL handling of `python_error` instantiates pybind11's type registry.
+        # Without this flag, `python_error` acquires the GIL through pybind11, which instantiates
+        # pybind11's type registry.
         "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
@@ -130,9 +133,9 @@ def compile_flags() -> list[str]:
 
 
 def unknown_nodes() -> str | None:
-    """Return why the dispatcher must record gradients, or None if native calls can.
+    """Return why the dispatcher must record gradients, or None if native calls can record them.
 
-    Native calls fill in the struct of an autograd node, so all fields must be known.
+    Native calls fill in the struct of an autograd node, so all its fields must be known.
     """
     fields = node_fields()
     if fields is None:
@@ -170,7 +173,7 @@ def _headers() -> Path:
 def link_flags() -> list[str]:
     """Return the linker flags, without flags that contain paths.
 
-    There is no run path, because the extension must use the PyTorch that is already loaded.
+    They set no run path, because the extension must use the PyTorch that is already loaded.
     """
     shared = (
         ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
@@ -181,7 +184,7 @@ def link_flags() -> list[str]:
 def include_flags() -> list[str]:
     """Return the flags for the headers of PyTorch and Python.
 
-    They are system headers, so the compiler prints no warnings about them.
+    The flags declare system headers, so the compiler prints no warnings about them.
     """
     import sysconfig  # takes 0.5 ms, and is only needed to compile
 
@@ -269,7 +272,7 @@ def _flags_of_user() -> list[str]:
 def _which(program: str) -> str | None:
     """Return the path of a program, ignoring relative folders in the PATH.
 
-    They depend on the working directory, which may contain files of other users.
+    Relative folders depend on the working directory, which may contain other users' files.
     """
     folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
@@ -277,7 +280,8 @@ def _which(program: str) -> str | None:
 
 
 def _python_and_platform() -> str:
-    # Such as "cpython-311-x86_64-linux-gnu". Asking sysconfig would take several milliseconds.
+    # A tag such as "cpython-311-x86_64-linux-gnu". Reading it from sysconfig would take several
+    # milliseconds.
     tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
     machine = platform.machine()  # not part of the tag on macOS
     return tag if machine in tag else f"{tag}-{machine}"

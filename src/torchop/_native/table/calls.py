@@ -1,10 +1,11 @@
 """Native calls to operators that `custom_op` did not create.
 
-Anybody may register kernels for such an operator, so plans are compiled from the dispatcher's
-table. Kernels that were registered with torchop, for example by `Library.impl`, are always called
-natively. Python kernels of other packages are called natively while the operator is accelerated.
-For a kernel of `torch.library.custom_op`, a native call skips the wrappers and does their work
-itself. All other calls fall back to the dispatcher.
+Any package may register kernels for such an operator, so call plans are compiled from the
+dispatcher's table of kernels. Kernels registered with torchop, for example by `Library.impl`, are
+always called natively. Other packages' Python kernels are called natively while
+`torchop.accelerate` applies to the operator. If `torch.library.custom_op` registered the kernel, a
+native call skips the wrappers and does their work itself. All other calls fall back to the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 accelerated: dict[OpName, TableCalls] = {}
-# All TableCalls that exist. The function in `OpOverload._op` keeps them alive.
+# All existing TableCalls, by operator name. The function in `OpOverload._op` keeps them alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
@@ -64,7 +65,7 @@ class TableCalls(NativeCalls):
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
-        """Call kernels of other packages natively, until `release` is called or `library` closed.
+        """Call other packages' kernels natively until `release` is called or `library` is closed.
 
         Args:
             library: the library that defined the operator, or None if unknown.
@@ -103,8 +104,8 @@ class TableCalls(NativeCalls):
         if accelerated.get(name) is self and not has_own_kernels(native, name):
             kernels, self.problem = others.find_kernels(native, name, overload, schema)
         else:
-            # The plan has only torchop's kernels. Other packages' kernels need a different check of
-            # results, and a plan has only one.
+            # The plan contains only torchop's kernels, because other packages' kernels need a
+            # different check of results, and a plan has only one.
             kernels, self.problem = ours.find_kernels(native, name, schema), None
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
@@ -128,13 +129,13 @@ class TableCalls(NativeCalls):
 def has_own_kernels(native: Any, name: OpName) -> bool:
     """Return whether a kernel at a backend key was registered with torchop.
 
-    Autograd keys do not count, because such a kernel may redispatch to another package's kernel.
+    Kernels at Autograd keys do not count, because they may redispatch to another package's kernel.
     """
     return bool(ours.registered_kernels(native, name, [ours.BACKEND]))
 
 
 def is_made_here(name: OpName) -> bool:
-    """Return whether calls to an operator are native even if it is not accelerated."""
+    """Return whether calls to an operator are native even without `torchop.accelerate`."""
     native = switch.native_module()
     return own_definition(None, name) is not None or (
         native is not None and has_own_kernels(native, name)
@@ -204,7 +205,7 @@ def entry_of(name: OpName) -> Entry | None:
 
 
 def outdate(name: OpName) -> None:
-    """Make the next native call of an operator compile a new plan."""
+    """Make the next native call to an operator compile a new plan."""
     entry = entry_of(name)
     if entry is not None:
         entry.plan = None
@@ -213,9 +214,9 @@ def outdate(name: OpName) -> None:
 def attach(name: OpName, overload: OpOverload) -> None:
     """Make calls to kernels that were registered with torchop native.
 
-    Called by such a kernel when it first runs: the operator is then complete, and in use. Called
-    again by a kernel that was registered later. Other overloads of the packet become native too,
-    because PyTorch tries the overloads in order.
+    A kernel registered with torchop calls this function when it first runs, because the operator is
+    complete and in use at that time. A kernel that is registered later calls it again. The packet's
+    other overloads become native too, because PyTorch tries the overloads in order.
     """
     if not _may_take(name):
         return
@@ -244,13 +245,13 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # This excludes PyTorch's own operators, for which a kernel may have been overridden.
+    # Exclude PyTorch's own operators. A kernel registered with torchop may override one of theirs.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 
 
 class Follower:
-    """The `Follower` of a definition with rules for another package's operator."""
+    """Observes the plan of a definition that holds rules for another package's operator."""
 
     __slots__ = ("_name",)
 
@@ -260,8 +261,8 @@ class Follower:
     def attach(self) -> None:
         """Make calls native if torchop defined the operator.
 
-        An operator of another package may have that package's kernels, so only `accelerate` makes
-        calls to it native.
+        Another package's operator may have that package's kernels, so only `accelerate` makes calls
+        to it native.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:

@@ -1,12 +1,12 @@
 """Record gradients in native calls to operators that `custom_op` did not create.
 
-A formula of `torchop.register_autograd` is in the definition. For a formula of
-`torch.library.register_autograd`, PyTorch creates an `autograd.Function` that takes the arguments
-that the dispatcher passes, with lists of tensors flattened.
+If `torchop.register_autograd` registered the backward formula, it is in the operator's definition.
+If `torch.library.register_autograd` registered it, PyTorch creates an `autograd.Function`, whose
+inputs are the arguments that the dispatcher passes, with lists of tensors flattened.
 
 Before the dispatcher calls a Python kernel, it drops arguments that equal the default in the
-schema: at the end of the positional arguments, and anywhere among the keyword-only arguments. C++
-does the same for kernels, and this module does it for formulas.
+schema: at the end of the positional arguments, and anywhere among the keyword-only arguments. In
+native calls, C++ drops these arguments for kernels, and this module drops them for formulas.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from torchop._schema.schema import Argument, Schema
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """Return the Autograd kernel to skip, and the arguments `gradient` and `sources` of a plan.
+    """Return the Autograd kernel that native calls skip, and arguments for a call plan.
 
-    The gradient may be a string: the reason why the dispatcher must record gradients.
+    Returns:
+        (kernel, gradient, sources). `gradient` is how native calls record gradients, or the reason
+        why the dispatcher must record them. `sources` are the containers that were read.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
@@ -54,7 +56,7 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Return whether the kernel at Autograd, if any, is from torchop or torch.library."""
+    """Return whether the kernel at Autograd, if any, was registered by torchop or torch.library."""
     kernel, formula = _kernel_and_formula(native, name, overload)
     is_ours = ours.definition_of_gradient(kernel) is not None
     return kernel is None or formula is not None or is_ours
@@ -70,7 +72,7 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """Return a function that calls the user's `setup_context` like PyTorch does."""
+    """Return a function that calls the user's `setup_context` as PyTorch does."""
     function = formula.setup_context
     if not function:  # the same test as in torch/_library/autograd.py
         return None
@@ -92,8 +94,9 @@ def _inputs(
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
     """Return a function that flattens the positional arguments, or None if there are no lists.
 
-    It returns the flat inputs, and a function from the result of the call to `ctx._pt_metadata`,
-    PyTorch's description of the lists.
+    The returned function computes two values: the flat inputs, and a second function. The second
+    function takes the operator's result and computes `ctx._pt_metadata`, in which PyTorch describes
+    the lists in the arguments and the result.
     """
     note_lists = formula.note_lists
     if note_lists is None:
@@ -105,7 +108,7 @@ def _inputs(
     return inputs
 
 
-# Types with values that are interchangeable if they are equal.
+# Types for which equal values are interchangeable.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -114,8 +117,8 @@ def _as_filled(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that torch.library passes to `setup_context`.
 
-    For arguments that the dispatcher dropped, it passes the default in the form that the schema
-    stores, such as a number for a dtype.
+    For arguments that the dispatcher dropped, torch.library passes the default as the schema stores
+    it, for example a number for a dtype.
     """
     defaults = schema.raw_defaults
     passed = _count_passed(args, schema)
@@ -129,7 +132,7 @@ def _as_filled(
 def _has_simple_defaults(schema: Schema) -> bool:
     """Return whether the schema stores all defaults unchanged, as simple values.
 
-    Replacing an equal argument with the default then makes no difference.
+    If so, replacing an argument with an equal default makes no difference.
     """
     return all(
         type(stored) in _SIMPLE and stored == argument.default
@@ -153,7 +156,7 @@ def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
         return False
     if value is argument.default:
         return True
-    # The schema stores the default of a device as a str, and no device equals a str.
+    # The schema stores a device default as a str, and no torch.device equals a str.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

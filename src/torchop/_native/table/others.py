@@ -1,4 +1,4 @@
-"""Find kernels that other packages registered, and convert results like the dispatcher does."""
+"""Find kernels that other packages registered, and convert results as the dispatcher does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
-# If a backend has no kernel, the dispatcher uses a kernel at one of these keys.
+# For a backend without a kernel, the dispatcher uses a kernel at one of these keys.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -34,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the kernels in the dispatcher's table, and the reason if no call can be native."""
+    """Return the kernels in the dispatcher's table, and why no call can be native, or None."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -56,8 +56,8 @@ def find_kernels(
         else:
             plain.append(kernel)
     if stock:
-        # The plain kernels are left out, because they need another check of results, and a plan has
-        # only one.
+        # The plain kernels are left out, because they need a different check of results, and a call
+        # plan has only one.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         return _stock(name, schema, overload, stock), problem
     plain += _at_autograd(native, name, overload, plain)
@@ -72,7 +72,7 @@ def _stock(
     overload: OpOverload,
     stock: Sequence[tuple[Any, stock_kernels.StockKernel]],
 ) -> Kernels:
-    """Return the functions inside kernels of `torch.library.custom_op`."""
+    """Return the user's functions that `torch.library.custom_op` has wrapped in kernels."""
     latest = stock[-1][1]
     finish, convert = _finish(name, schema, overload, latest)
     must_return = foreign_operators.returns_what_it_writes(latest.definition)
@@ -82,7 +82,7 @@ def _stock(
         convert,
         sources=tuple(source for _, inside in stock for source in inside.sources),
         returned_parameters=tuple(i for i, _ in schema.mutated_places) if must_return else (),
-        are_fresh=True,  # checked only for operators of custom_op
+        are_fresh=True,  # PyTorch checks this only for operators of custom_op
     )
 
 
@@ -91,7 +91,7 @@ def _finish(
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
     """Return the fields `finish` and `convert` of `Kernels`.
 
-    The C++ dispatcher converts results. `OpOverload` returns them unchanged if it dispatches in
+    The C++ dispatcher converts results, but `OpOverload` returns them unchanged if it dispatches in
     Python.
     """
     convert = _conversion(str(name), schema)
@@ -131,7 +131,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return kernels at Autograd keys. A call ends there if the kernel does not redispatch."""
+    """Return the kernels at Autograd keys. If a kernel does not redispatch, calls end there."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -161,10 +161,10 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 
 
 def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
-    """Return the conversion that the dispatcher applies to results of a Python kernel.
+    """Return the conversion that the dispatcher applies to a Python kernel's results.
 
-    Results with exactly the types of the schema are returned here. PyTorch converts or rejects all
-    others.
+    Results that have exactly the schema's types are returned unchanged. PyTorch converts or rejects
+    all others.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.written)])
@@ -196,13 +196,16 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Let PyTorch check and convert a result, by returning it from an operator of this form."""
+    """Let PyTorch check and convert a result, by returning it from an operator with these types.
+
+    `form` is the schema's part after the arrow: the return types.
+    """
     identity = _identity(form)
     _passing.result = result
     try:
         return identity()
     except RuntimeError as error:
-        # The message names the operator that converts. Insert the name of the called one.
+        # The message names the operator that converts, so insert the called operator's name.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
         if message == str(error):
             raise

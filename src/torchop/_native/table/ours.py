@@ -1,7 +1,7 @@
-"""Find kernels and formulas that were registered with torchop, for operators of other origin.
+"""Find kernels and formulas registered with torchop for operators that it did not create.
 
-Kernels are registered by `Library.impl`, or by `register_kernel` through a definition. Formulas are
-registered by `register_autograd` through a definition.
+`Library.impl` registers the user's function in a wrapper. `register_kernel` and `register_autograd`
+store their functions in a definition, which registers dispatcher kernels.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of dispatch keys. A call ends at the key of a backend such as "CPU", or at "AutogradCPU"
-# if the kernel there does not redispatch.
+# Prefixes of dispatch keys. A call ends at a backend's key, such as "CPU", or at its Autograd key,
+# such as "AutogradCPU", if the kernel there does not redispatch.
 BACKEND, AUTOGRAD = "", "Autograd"
 
-# Attribute of the wrapper that `Library.impl` registers: the user's function.
+# The attribute in which the wrapper that `Library.impl` registers stores the user's function.
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
 class Kernels(NamedTuple):
-    """The kernels of one operator for native calls, and the treatment of results.
+    """An operator's kernels for native calls, and how to check and convert their results.
 
     All attributes except `pairs` are arguments of `Plan`; see `_call_path.pyi`.
 
     Attributes:
         pairs: (function in the dispatcher's table, function to call).
         finish: checks and converts results.
-        convert: converts a result of `finish` for calls that enter the C++ dispatcher.
+        convert: converts a result of `finish` if PyTorch would run the call in the C++ dispatcher.
         sources: containers from which the functions to call were read; see `StockKernel`.
         returned_parameters: the positions of the parameters that a kernel must return.
         are_fresh: whether results must not alias arguments.
@@ -69,8 +69,8 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
             as_dispatched=False,
         )
     check = result_check(schema.returns)
-    # Kernels of `Library.impl` must not receive arguments that equal their default. Dispatcher
-    # kernels of a definition add these arguments themselves.
+    # Kernels registered with `Library.impl` must not receive arguments that equal their default. A
+    # definition's dispatcher kernels add these arguments themselves.
     return Kernels(
         tuple(
             (kernel, function if kernel in places else checked(name, schema, function))
@@ -83,10 +83,10 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
 def registered_kernels(
     native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
 ) -> dict[Any, Callable[..., Any]]:
-    """Map each kernel in the dispatcher's table that is from torchop to the function to call.
+    """Map each torchop kernel in the dispatcher's table to the function that native calls run.
 
-    This is the user's function for a kernel of `Library.impl`, and the kernel itself for a
-    dispatcher kernel of a definition.
+    If `Library.impl` registered the kernel, that is the user's function. If a definition registered
+    it, that is the kernel itself.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -104,7 +104,12 @@ def _is_of_definition(kernel: Any) -> bool:
 
 
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
-    """Return the Autograd kernel of `register_autograd`, and the gradient for a plan."""
+    """Return the Autograd kernel that `register_autograd` installed, and its gradient recording.
+
+    Returns:
+        (kernel, gradient). `gradient` tells a call plan how to record gradients; see
+        `gradient_of`. Both are None if no formula was registered with torchop.
+    """
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")
         definition = definition_of_gradient(kernel)
@@ -114,7 +119,7 @@ def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] |
 
 
 def definition_of_gradient(kernel: Any) -> Definition | None:
-    """Return the definition to which an Autograd kernel belongs, or None for other kernels."""
+    """Return the definition that installed an Autograd kernel, or None for other kernels."""
     rule = getattr(kernel, "__self__", None)
     if not isinstance(rule, AutogradRule) or rule.definition.deregistration_reason is not None:
         return None
