@@ -11,7 +11,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._schema.naming import OpName
 
 class Plan:
-    """The call plan of an operator: kernels, gradient and checks. Immutable."""
+    """An operator's call plan: the kernels, gradient and checks of native calls. Immutable."""
 
     def __new__(
         cls,
@@ -28,7 +28,7 @@ class Plan:
             | tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any] | None],
             ...,
         ],
-        # The kernels at Autograd, ADInplaceOrView and BackendSelect, which native calls skip.
+        # The kernels at Autograd, ADInplaceOrView and BackendSelect. Native calls skip these.
         own_kernels: tuple[
             Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None
         ],
@@ -39,8 +39,8 @@ class Plan:
         # record gradients.
         # - make_node creates a node without edges.
         # - setup_context(ctx, inputs, keyword_only_inputs, output[, result of before_kernel]).
-        # - inputs(args), for formulas of torch.library with lists. Returns the flat inputs, and a
-        #   function from the result to `ctx._pt_metadata`.
+        # - inputs(args), for torch.library's formulas with lists. Returns the flat inputs, and a
+        #   function that computes `ctx._pt_metadata` from the result.
         # - before_kernel(inputs, keyword_only_inputs), for derived formulas. Runs before the
         #   kernel.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
@@ -58,7 +58,7 @@ class Plan:
         # True if other packages may register kernels. The plan is then recompiled if a call finds
         # an unknown kernel.
         is_foreign: bool = ...,
-        # True to drop arguments that equal their default, like the dispatcher.
+        # True to drop arguments that equal their default, as the dispatcher does.
         as_dispatched: bool = ...,
         # Converts a result of `finish` in calls that PyTorch would run in the C++ dispatcher. Only
         # for operators that `OpOverload` may dispatch in Python, which does not convert results.
@@ -70,7 +70,7 @@ class Plan:
     def unknown_parameter(self) -> int | None: ...  # index of a type that native calls lack
 
 class Entry:
-    """The entry point for calls to an operator."""
+    """Receives an operator's calls, and runs them natively or calls the dispatcher."""
 
     plan: Plan | None  # if None, the next call compiles a plan
     dispatch: Callable[..., Any] | None  # calls the dispatcher; must be set before `plan`
@@ -115,7 +115,7 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 class Choice:
-    """A kernel that selects a provider for each call, and calls that provider's kernel."""
+    """Selects a provider for each call, and runs that provider's kernel."""
 
     def __new__(
         cls,
@@ -163,7 +163,8 @@ def make_backward(
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 
-# Returns the packed state of generators and settings, or None if Python must pack it.
+# Returns the state of the random number generators and ambient settings as one tensor, or None if
+# Python must create the tensor.
 def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...
 
 # 1 if creating a node requires autograd.Function.apply (PyTorch 2.11 and 2.12), with `take_node` in
@@ -172,8 +173,8 @@ nodes_come_from_apply: int
 # The backend keys that native calls support, such as "CPU".
 backends: tuple[str, ...]
 
-# Overrides `kernel` at a key by a C++ kernel, which calls it only if necessary. Returns a function
-# that removes the C++ kernel, or None if another kernel is at the key.
+# Overrides `kernel` at a key with a C++ kernel, which calls `kernel` only if necessary. Returns a
+# function that removes the C++ kernel, or None if another kernel is at the key.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> Callable[[], None] | None: ...
 def take_node(ctx: Any, /) -> object: ...
 

@@ -1,4 +1,5 @@
-// ambient_state.cpp: pack the random and ambient state that derived formulas replay.
+// ambient_state.cpp: store the states of random number generators and the ambient settings in one
+// tensor, which is called packed state below. Derived formulas restore them.
 #include "ambient_state.h"
 
 #include <algorithm>
@@ -38,7 +39,7 @@ struct Accelerators {
   }
 };
 
-// Returns whether a value contains no generator, and uses no device except the CPU and these
+// Returns whether a value contains no generator, and is on no device except the CPU and these
 // accelerators. Tensor subclasses may contain anything, so they are not plain.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
@@ -50,8 +51,8 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether autocast is off, and the default dtype and device were not changed.
-// Reads the excluded keys like at::autocast::is_autocast_enabled: including ATen/autocast_mode.h
+// Returns whether autocast is off, and the default dtype and device were not changed. Reads the
+// excluded keys, as at::autocast::is_autocast_enabled does, because including ATen/autocast_mode.h
 // would double the time to parse this extension.
 bool settings_are_plain() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
@@ -60,14 +61,16 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section: the length as a little-endian uint32 ("<I" in Python), and the first byte.
+// Starts a section of packed state: appends its length as a little-endian uint32 ("<I" in Python),
+// and its first byte.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
   to.push_back(first);
 }
 
-// Appends the default settings in the format of `_SETTINGS` in replay.py. All bytes are zero.
+// Appends the default settings, which are all zero bytes, in the format of `_SETTINGS` in
+// replay.py.
 void append_settings(Bytes& to, const Accelerators& accelerators) {
   const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
   begin(to, size, uint8_t(accelerators.count));
@@ -98,7 +101,7 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator, for fast comparisons. get_state() takes ten times as long.
+// The CPU generator's state, for fast comparisons. Calling get_state() takes ten times as long.
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -123,8 +126,9 @@ struct State {
   Bytes accelerator_states;
 };
 
-// The last packed state that was returned, and the states that it contains. Guarded by the mutex of
-// the CPU generator. Never freed, because the interpreter is finalized before static destructors.
+// The last packed state that was returned, and the states that it contains. Guarded by the CPU
+// generator's mutex. Never freed, because the interpreter is finalized before static destructors
+// run.
 struct Latest {
   PyObject* packed;
   State state;

@@ -1,4 +1,4 @@
-// arguments.h: bind the arguments of a call to the schema's parameters, and check their types.
+// arguments.h: bind a call's arguments to the schema's parameters, and check the argument types.
 #pragma once
 
 #include <Python.h>
@@ -19,32 +19,32 @@
 
 namespace torchop {
 
-// A parameter of the schema. The plan owns the objects.
+// A parameter of the schema. The call plan owns the objects.
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the parameter is required
-  // True for a device argument if the schema stores the default as a string, such as "cpu".
+  // True if the parameter is a device whose default the schema stores as a string, such as "cpu".
   bool is_device_string = false;
   Kind kind;
 };
 
 // The parameters of a schema, keyword-only parameters last.
 struct Parameters {
-  // Equal to no number of arguments.
+  // A value that equals no number of arguments.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
   size_t positional = 0;
-  // A call with this number of positional arguments and without keyword arguments passes the
-  // caller's array to the kernel.
+  // If a call has this number of positional arguments and no keyword arguments, the kernel receives
+  // the caller's array.
   size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
   // Omit arguments that equal their default: at the end of the positional arguments, and anywhere
   // among the keyword-only arguments. The dispatcher does so when it calls Python kernels
-  // (parseIValuesToPyArgsKwargs), and the defaults of the Python function apply.
+  // (parseIValuesToPyArgsKwargs), so the Python function's own defaults apply.
   bool drops_defaults = false;
-  bool has_device_string_defaults = false; // `is_device_string` of any parameter
+  bool has_device_string_defaults = false; // true if any parameter has `is_device_string`
   // Names of the keyword-only parameters, for vectorcall; nullptr if there are none.
   PyObject* keyword_names = nullptr;
 
@@ -68,8 +68,8 @@ class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    // Like ~THPObjectPtr. During finalization, a daemon thread is unwound through this destructor
-    // without holding the GIL.
+    // Check Py_IsInitialized, as ~THPObjectPtr does. During finalization, a daemon thread is
+    // unwound through this destructor without holding the GIL.
     if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
@@ -92,8 +92,8 @@ class Values {
   }
 
   // Checks the type of each value, converts numbers and strings, and summarizes the tensors in
-  // `result`. Lists are copied, like in the dispatcher, because a kernel must not modify the
-  // caller's list. With `below_autograd`, ignores requires_grad and tangents. Call after `bind`.
+  // `result`. Copies lists, as the dispatcher does, because a kernel must not modify the caller's
+  // list. With `below_autograd`, ignores requires_grad and tangents. Call after `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -110,9 +110,9 @@ class Values {
     return count;
   }
 
-  // Returns whether the kernel would receive the default of a device argument. The dispatcher
-  // passes the string in the schema, but the value here is a torch.device. Sets
-  // `rejected_parameter`.
+  // Returns whether the kernel would receive a device parameter's default. If so, the call cannot
+  // be native, because the dispatcher passes the schema's string, but the value here is a
+  // torch.device. Sets `rejected_parameter`.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -219,8 +219,8 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Returns whether the dispatcher would drop a value because it equals the default. A device never
-  // equals the string that the schema stores.
+  // Returns whether the dispatcher would drop a value because it equals the default. It never drops
+  // a device whose default is a string, because a torch.device never equals a string.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -323,7 +323,7 @@ class Values {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // Names that are not interned, such as names that were read from a file.
+    // The name may not be interned, for example if it was read from a file, so compare the text.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -358,15 +358,15 @@ class Values {
     }
     result = seen;
     // The dispatcher ignores tensors in arguments of type Tensor[]? (makeBitsetForDispatchArgs in
-    // ATen/core/dispatch/DispatchKeyExtractor.h). If no other tensor has their keys, it selects
-    // another kernel than the one for these tensors.
+    // ATen/core/dispatch/DispatchKeyExtractor.h). If these tensors have keys that no other tensor
+    // has, the dispatcher may select a kernel for other keys.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
 
-  // Converts a value to int, float or str, like the dispatcher. Returns false if the conversion is
-  // not supported, and the call must fall back.
+  // Converts a value to int, float or str, as the dispatcher does. Returns false if the conversion
+  // is not supported, so the call must fall back to the dispatcher.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -384,10 +384,10 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // torch.Size, because `tensor.shape` is a common argument.
+    // Accept torch.Size too, because `tensor.shape` is a common argument.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // See the end of `inspect_values`.
+    // Tensors in Tensor[]? arguments are treated separately; see the end of `inspect_values`.
     const bool is_optional_list = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);

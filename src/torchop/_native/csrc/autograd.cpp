@@ -22,8 +22,8 @@ using PythonNode = NewNode<THPFunction>;
 
 namespace {
 
-// Sets `ctx._pt_metadata` like torch._library.autograd: after setup_context, which must not have
-// set it. The value describes the list arguments.
+// Sets `ctx._pt_metadata`, which describes the list arguments. As in torch._library.autograd, this
+// happens after setup_context, which must not have set the attribute.
 __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
   static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
   TORCH_CHECK(
@@ -54,8 +54,9 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// Methods of `ctx` do not check their arguments. torch/csrc/autograd/python_function.cpp checks
-// them later, with these messages.
+// Raises if an attribute of `ctx`, such as the tensors passed to `ctx.mark_dirty`, is not a tuple.
+// The methods of `ctx` do not check their arguments. torch/csrc/autograd/python_function.cpp checks
+// the stored arguments later, with these messages.
 __attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
@@ -81,8 +82,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Returns the tensors that setup_context passed to mark_dirty. It may do that although native calls
-// never record operators that mutate arguments.
+// Returns the tensors that setup_context passed to mark_dirty. Native calls record operators that
+// mutate arguments, except in-place and out= operators (see `gradient_of` in plan.py).
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -103,9 +104,9 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   return tensors;
 }
 
-// Returns whether a result can be attached without PyTorch's `_wrap_outputs`. It must be a single
-// new tensor of a differentiable dtype, and setup_context must not have called methods such as
-// mark_dirty.
+// Returns whether a result can be attached to a node without PyTorch's `_wrap_outputs`. The result
+// must be a single new tensor of a differentiable dtype, and setup_context must not have called
+// methods such as mark_dirty.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -127,8 +128,8 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
     const std::vector<std::optional<Variable>>& outputs,
     NodePtr& attached) {
   const THPFunction& fields = created.fields();
-  // Turns warnings of `_wrap_outputs` into Python warnings. The destructor throws if a filter turns
-  // a warning into an error, so it must know about an exception in flight.
+  // Turns warnings from `_wrap_outputs` into Python warnings. The destructor throws if a filter
+  // turns a warning into an error, unless `set_in_exception` was called.
   torch::PyWarningHandler warnings;
   try {
     return wrap_outputs(
@@ -145,9 +146,9 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
   }
 }
 
-// Attaches any results to the node, by `_wrap_outputs`. If a result is an input, it returns a view
-// instead, because the node must not become the history of the input. Out of line, because `record`
-// is flattened.
+// Attaches any results to the node, with `_wrap_outputs`. If a result is an input, `_wrap_outputs`
+// returns a view instead, because the node must not become the input's history. This function is
+// out of line, because `record` is flattened.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -186,7 +187,7 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Attaches results to the node. Sets `attached` to the node that they have now.
+// Attaches results to the node. Sets `attached` to the node that the results have afterwards.
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -215,8 +216,8 @@ THPObjectPtr connect_outputs(
       Py_TYPE(item)->tp_name);
 }
 
-// Returns the tensors that were passed to `ctx.save_for_backward`. None becomes an undefined
-// tensor. Clears the field, because saved-tensor hooks may read it later.
+// Returns the tensors that were passed to `ctx.save_for_backward`, with undefined tensors for None.
+// Clears the field that stored them, because saved-tensor hooks may read the field later.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -234,7 +235,8 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. Outputs are saved without grad_fn, which would be a reference cycle.
+// Saves tensors on the node. Outputs are saved without grad_fn, because saving their grad_fn, which
+// is this node, would create a reference cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -313,7 +315,7 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// Same result as torch._C._any_requires_grad, which torch.library calls.
+// torch.library calls torch._C._any_requires_grad, so this function must return the same result.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -393,8 +395,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  // `non_differentiable` is not read any more, so this field can own the guard of the residuals. An
-  // attribute of `ctx` would allocate a dict.
+  // Nothing reads the field `non_differentiable` after this point, so it can own the residuals'
+  // guard. An attribute of `ctx` could own the guard too, but would allocate a dict.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);

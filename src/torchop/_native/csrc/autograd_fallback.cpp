@@ -12,7 +12,7 @@ namespace torchop {
 
 namespace {
 
-// The key of the copy's only kernel. It has a lower priority than Autograd.
+// The dispatch key of the copy's only kernel. It must have a lower priority than Autograd.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
 // The native call to run. The copy receives the address of this object as an int argument.
@@ -21,7 +21,8 @@ struct Computation {
   THPObjectPtr result;
 };
 
-// Converts a result for the fallback. It reads only Tensor and Tensor[], so others become None.
+// Converts a result for the fallback. Values other than Tensor and Tensor[] become None, because
+// the fallback does not read them.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -38,7 +39,7 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
 }
 
 // Returns one of `count` results (borrowed), or nullptr if it is missing. If the kernel returned
-// too few results, the first ones are missing, like on the dispatcher's stack.
+// too few results, the first results are missing, as on the dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -46,9 +47,9 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The kernel of the copy.
+// The copy's kernel, which runs the native call.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  // Valid until `FallbackOperator::call` returns.
+  // The pointer is valid until `FallbackOperator::call` returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());

@@ -16,9 +16,9 @@ namespace torchop {
 // The fallback (basicAutogradNotImplementedFallback in
 // torch/csrc/autograd/autograd_not_implemented_fallback.cpp) attaches hooks or nodes to the
 // results, so backward warns or raises. Details change between releases, so this code calls the
-// fallback. Its argument is not the real operator, because it would then convert all arguments and
-// redispatch. The copy has the same name and returns, but its arguments are a list of the input
-// tensors, and its kernel runs the native call. It is not registered with the dispatcher.
+// fallback instead of imitating it. It does not pass the real operator, because the fallback would
+// convert all arguments and redispatch. The copy has the same name and returns, but it takes a list
+// of the input tensors, and its kernel runs the native call. The dispatcher does not contain it.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);

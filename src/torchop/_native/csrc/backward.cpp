@@ -1,7 +1,7 @@
 // backward.cpp: run a backward formula for the autograd engine, without another Python frame.
 //
 // Gradients that certainly fit the inputs are returned directly. Python functions (see
-// `make_backward` in _call_path.pyi) check and convert all others, and explain errors.
+// `make_backward` in _call_path.pyi) check and convert all other gradients, and explain errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -20,15 +20,15 @@ namespace {
 // A cache of saved tensors while the formula of a node runs in this thread. With selective
 // checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
 //
-// It is not on the C stack, because a greenlet switch inside a formula replaces the stack. The
-// formulas of several greenlets may return in any order.
+// The cache is not on the C stack, because a greenlet switch inside a formula replaces the stack.
+// Formulas that run in several greenlets may return in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Finds the innermost running formula of a node.
+// Finds the cache for the innermost running formula of a node.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
@@ -42,7 +42,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Destroyed last, because that may run Python.
+    // The tensors must be destroyed last, because that may run Python code.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -71,8 +71,8 @@ PyObject* part(PyObject* parts, Part which) {
   return PyTuple_GET_ITEM(parts, Py_ssize_t(which));
 }
 
-// Returns the formula in the current plan, like `definition.compiled(rule)`. Reads the attribute
-// `_plan` first, because the property `plan` is a Python function.
+// Returns the formula in the current plan, as `definition.compiled(rule)` does. Reads the attribute
+// `_plan` first, because the property `plan` is a Python function and therefore slow.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -86,8 +86,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Passes the current exception to the Python function `failed`, which may raise a better one. If it
-// returns, restores the original exception.
+// Passes the current exception to the Python function `failed`, which may raise a better one. If
+// `failed` returns, restores the original exception.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -108,8 +108,8 @@ __attribute__((noinline, cold)) void explain_error(
   Py_XDECREF(traceback);
 }
 
-// Returns whether all gradients are valid: None for arguments that hold no tensors, and otherwise
-// None or a tensor that fits the input.
+// Returns whether all gradients are certainly valid. An argument without tensors must have the
+// gradient None. Any other argument must have None or a tensor that fits the input.
 bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
   if (!are_plain_gradients(gradients, count))

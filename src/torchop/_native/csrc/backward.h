@@ -5,8 +5,8 @@
 
 namespace torchop {
 
-// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. The arguments in `parts` are
-// described in _call_path.pyi. _rules/autograd/function.py has the Python implementation.
+// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. _call_path.pyi describes the
+// arguments in `parts`, and _rules/autograd/function.py has the Python implementation.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

@@ -2,9 +2,9 @@
 //
 // Calls go through the dispatcher under profilers and modes, and for tensor subclasses. torchop's
 // Python kernels at these keys usually just bump versions and redispatch, but the dispatcher must
-// convert all arguments to Python and back for them. The C++ kernels in this file do the same work
-// without Python, and call the Python kernels in all other cases. Under a profiler, this halves the
-// time of a call. This code runs without the GIL.
+// convert all arguments to Python and back for them. If a kernel has no other work to do, a C++
+// kernel in this file does it without Python. Otherwise, the C++ kernel calls the Python kernel.
+// Under a profiler, this halves the time of a call. This code runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -38,7 +38,8 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Returns whether an opaque Python object is a tensor. Autograd records the gradients of these too.
+// Returns whether an opaque Python object is a tensor. Autograd records gradients of such tensors
+// too.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
@@ -58,7 +59,8 @@ bool requires_grad(const at::Tensor& tensor) {
 
 // Returns whether the call may need the Python kernel at Autograd.
 bool may_need_autograd(Arguments arguments) {
-  // Inside a dual level. Reading a tangent creates a view, which subclasses and modes would see.
+  // Inside a dual level, any tensor may have a tangent. Do not read the tangents to find out,
+  // because reading one creates a view, which subclasses and modes would see.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
   bool needed = false;
@@ -82,9 +84,10 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
 }
 
 // Bumps the versions of mutated tensors. If one of them is an inference tensor, does nothing and
-// returns false: the Python kernel must check whether the write is allowed.
+// returns false, because the Python kernel must check whether the write is allowed. Must bump the
+// same tensors as `count_versions` in call.cpp and in _rules/mutation/kernels.py.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // All or none, because the Python kernel bumps all versions too.
+  // Bump all versions or none, because if this function returns false, the Python kernel bumps all.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -151,7 +154,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// The registration of a bypass. `kernel` is empty after it was removed.
+// The registration of a bypass. `kernel` is empty after the bypass was removed.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;

@@ -8,8 +8,8 @@
 namespace torchop {
 
 // bypass(name, overload, key, kernel) overrides `kernel`, a Python kernel at Autograd or
-// ADInplaceOrView, by a C++ kernel that calls it only if necessary. Returns a function that removes
-// the C++ kernel again, or None if `kernel` is not the operator's kernel at that key.
+// ADInplaceOrView, with a C++ kernel that calls `kernel` only if necessary. Returns a function that
+// removes the C++ kernel again, or None if `kernel` is not the operator's kernel at that key.
 PyObject* bypass(PyObject*, PyObject* args);
 
 // Returns the Python kernel that a bypass overrides, or nullptr for any other kernel.

@@ -15,8 +15,8 @@ namespace torchop {
 
 namespace {
 
-// Returns the kernel of the plan for a kernel in the dispatcher's table, or nullptr. A linear
-// search, because a plan has few kernels.
+// Returns the plan's kernel that corresponds to a kernel in the dispatcher's table, or nullptr. The
+// search is linear, because a plan has few kernels.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -26,7 +26,7 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
 }
 
 // Returns whether elements of the tensor share memory, as in an expanded tensor. Detects only
-// stride 0, like at::has_internal_overlap.
+// stride 0, as at::has_internal_overlap does.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -38,8 +38,8 @@ bool overlaps_itself(const at::TensorImpl& impl) {
 }
 
 // Returns whether a kernel may certainly mutate the tensor. The tensor must not overlap itself, be
-// an inference tensor outside of inference mode, or have a history to preserve. Otherwise the
-// Python kernels check it and raise the error.
+// an inference tensor outside of inference mode, or have a history to preserve. If it does, the
+// Python kernels check the tensor and raise the error.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -49,8 +49,8 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
 }
 
 // For in-place and out= operators: returns whether no other argument shares memory with a mutated
-// argument, except an input that is the same tensor. If they overlap, the result depends on the
-// order of the kernel's reads and writes, so the Python rules must check the call.
+// argument, except an input that is the same tensor. If arguments share memory, the result depends
+// on the order of the kernel's reads and writes, so the Python rules must check the call.
 bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   PyObject* tensor = values[written];
   bool alone = true;
@@ -72,8 +72,8 @@ bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
-  // Operators of torch.library.custom_op may mutate tensors that require grad. PyTorch does not
-  // rebase their history.
+  // Operators of torch.library.custom_op may mutate tensors that require grad, because PyTorch does
+  // not rebase the tensors' history for these operators.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   for (size_t index : plan.mutated) {
     values.each_tensor_of(
@@ -130,8 +130,9 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   return *found; // created by another thread
 }
 
-// Bumps the versions of mutated tensors. Called before the kernel, like in torch.library, because a
-// kernel may write before it raises.
+// Bumps the versions of mutated tensors. Called before the kernel, as in torch.library, because a
+// kernel may write before it raises. Must bump the same tensors as `count_versions` in bypass.cpp
+// and in _rules/mutation/kernels.py.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -227,14 +228,15 @@ PyObject* try_call(
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // A kernel with residuals may call this operator. `records_gradient()` must be False in this
-  // kernel then.
+  // If another operator's kernel, which returns residuals, is calling this operator,
+  // `records_gradient()` must be False in this operator's kernel.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it runs the kernel. If that raises, nothing was mutated.
+    // `record` creates the node before it runs the kernel, so if creating the node raises, nothing
+    // was mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -250,15 +252,15 @@ PyObject* try_call(
     });
   } else {
     count_versions(plan, values, decision.route);
-    // Without a kernel at Autograd, the Autograd keys stay enabled while the kernel runs, and the
-    // operators that it calls are recorded.
+    // If the operator has no kernel at Autograd, the Autograd keys stay enabled while its kernel
+    // runs, so operators that the kernel calls are recorded.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
     result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
-    // OpOverload dispatches calls with keyword arguments always in C++.
+    // OpOverload always dispatches calls with keyword arguments in C++.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

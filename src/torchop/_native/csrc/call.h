@@ -1,4 +1,4 @@
-// call.h: decide whether a call can be native, and run native calls.
+// call.h: decide whether a call can be native (run without the dispatcher), and run native calls.
 #pragma once
 
 #include <Python.h>
@@ -16,8 +16,8 @@ struct Decision {
   Route route;
 };
 
-// Binds the arguments of a call to `values`, and decides whether the call can be native and which
-// kernel it runs.
+// Binds a call's arguments to the parameters in `values`, and decides whether the call can be
+// native and which kernel it runs.
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 

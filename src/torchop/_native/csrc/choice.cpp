@@ -1,9 +1,10 @@
-// choice.cpp: select the kernel of a provider for each call, and cache the selections.
+// choice.cpp: select a provider's kernel for each call, and cache the selections.
 //
 // Python makes the selection. It depends on the open `torchop.priority` blocks, on
 // `torch.use_deterministic_algorithms`, and on the metadata and plain values of the arguments,
-// which the provider's function `supports` may read. These form the cache key. A change of anything
-// else, such as a new provider, compiles a new plan with a new Choice.
+// because the provider's function `supports` may read these. All of them are part of the cache key.
+// If anything else changes, such as when a provider is added, a new plan with a new Choice is
+// compiled.
 #include "choice.h"
 
 #include <structmember.h>
@@ -23,7 +24,8 @@ namespace torchop {
 
 namespace {
 
-// Each combination of settings adds a selection. Some programs never stop using new settings.
+// The cache is cleared when it has this many selections. Each combination of settings adds one, and
+// some programs never stop using new settings.
 constexpr size_t max_selections = 64;
 
 // The providers that may run under some settings, in order. All references are owned.
@@ -34,7 +36,7 @@ struct Selection {
   PyObject* function; // the kernel for all calls; nullptr if it depends on the arguments
 };
 
-// Cleared when it is full. Guarded by the critical section in `call_choice`.
+// The cached selections. Cleared when it is full. Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
   SeenCalls table; // the subject of a key is an index into `selections`
@@ -130,7 +132,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // Python code may have modified the cache, so look up the index of the settings again.
+  // `supports` may have run Python code that modified the cache, so look up the index again.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);
@@ -146,7 +148,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
 }
 
 // Returns the value of the ContextVar (new reference). Threads of the autograd engine have an empty
-// context. There, reads the context of the thread that called `backward()`, which
+// context. In such a thread, reads the context of the thread that called `backward()`, which
 // torch/autograd/graph.py propagates through ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
@@ -206,8 +208,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // `function` is not a THPObjectPtr, because if the thread is terminated during finalization,
-  // unwinding must not touch Python objects.
+  // `function` is not a THPObjectPtr: if the thread is terminated during finalization, unwinding
+  // must not touch Python objects.
   Py_DECREF(function);
   return result;
 }
@@ -256,7 +258,7 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return stop;
 }
 
-// No tp_clear, because a running call uses these members, as for Plan.
+// The type has no tp_clear, because a running call uses these members, as it uses those of a Plan.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,4 @@
-// current_plan.h: keep the plan of a call alive during the call.
+// current_plan.h: keep the operator's plan (its compiled kernels and rules) alive during a call.
 #pragma once
 
 #include "entry.h"
@@ -13,7 +13,7 @@ inline bool is_usable(PyObject* plan) {
 
 #ifdef Py_GIL_DISABLED
 
-// RAII guard that publishes the plan of a call in `thread.plans`, which keeps it alive, and marks
+// RAII guard that publishes a call's plan in `thread.plans`, which keeps the plan alive, and marks
 // the operator as running. Compiles a plan if necessary. Converts to false, with an exception set,
 // if the operator was deregistered or compiling failed.
 class CurrentPlan {
@@ -60,8 +60,8 @@ class CurrentPlan {
   }
 
  private:
-  // Publishes the current plan and checks that it is still the current one. If a registration has
-  // replaced it in between, the registration may not have seen it in `thread.plans`.
+  // Publishes the current plan, and checks afterwards that it is still the current one. Otherwise,
+  // the registration that replaced the plan may not have seen it in `thread.plans`.
   PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
@@ -100,8 +100,8 @@ class CurrentPlan {
 // exception set, if the operator was deregistered or compiling failed.
 class CurrentPlan {
  public:
-  // No Python code may run between the last check and taking the reference: it might release the
-  // GIL, and another thread might deregister the operator.
+  // No Python code may run between the last check and taking the reference. Python code might
+  // release the GIL, so another thread might deregister the operator.
   CurrentPlan(Entry& entry, Thread&) {
     while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
       if (!refresh_plan(entry))

@@ -5,11 +5,12 @@
 
 namespace torchop {
 
-// The number of open blocks in all threads. If it is 0, calls need no thread-local lookup.
+// The number of open `disabled()` blocks in all threads. If it is 0, calls need no thread-local
+// lookup.
 inline std::atomic<int> disabled_blocks{0};
 
-// Returns the number of open blocks in this thread. In a thread of the autograd engine, the number
-// in the thread that called `backward()`.
+// Returns the number of open blocks in this thread. In a thread of the autograd engine, returns the
+// number for the thread that called `backward()`.
 inline long open_here() {
   PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -21,8 +22,8 @@ inline bool is_disabled() {
 
 // Opens this many blocks, or closes blocks if the number is negative.
 inline void change_blocks(int by) {
-  // PyTorch acquires the GIL to free this object when a thread ends, and that would abort the
-  // process during finalization of the interpreter. So 0 is a shared object that is never freed.
+  // When a thread ends, PyTorch acquires the GIL to free this object, which would abort the process
+  // during the interpreter's finalization. So 0 is a shared object that is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

@@ -23,8 +23,8 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
-// The offset of the flags `with_keyset_` and `with_op_` in PythonKernelHolder. They come after the
-// function (a SafePyObject, two words) and the key.
+// The offset of the flags `with_keyset_` and `with_op_` in PythonKernelHolder. The flags come after
+// the function (a SafePyObject, two words) and the dispatch key.
 size_t keys_flag_offset = 0;
 
 // basicAutogradNotImplementedFallback, which redispatches if no input requires grad.
@@ -103,7 +103,7 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-// Checks that the key and the flags are where they should be, in two kernels with known values.
+// Checks the offsets of the dispatch key and the flags in two kernels for which both are known.
 bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
@@ -221,8 +221,8 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // Like DispatchKeyExtractor, mask out keys with a fallthrough kernel. For the few operators with
-  // one mask per backend, the loop below skips fallthroughs.
+  // Mask out keys with a fallthrough kernel, as DispatchKeyExtractor does. A few operators have one
+  // mask per backend; for these, the loop below skips fallthroughs.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -255,8 +255,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // A native call passes only the arguments. The function may be in the plan and also be
-        // registered here with `with_keyset=True`.
+        // Check again that the kernel takes only the arguments, because a function in the plan may
+        // also be registered here with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;

@@ -1,7 +1,7 @@
 // dispatch.h: predict from the dispatcher's tables which kernels it would run for a call.
 //
-// Each call reads the tables again. PyTorch has no notification about changes that would allow to
-// cache anything.
+// Each call reads the tables again, because PyTorch does not notify anyone when they change, so
+// nothing can be cached.
 #pragma once
 
 #include <Python.h>
@@ -30,21 +30,21 @@ using c10::DispatchKeySet;
 extern PyTypeObject* tensor_type;
 extern PyTypeObject* parameter_type;
 
-// The properties of all tensor arguments of a call that affect dispatch.
+// The properties of a call's tensor arguments that affect dispatch, for all tensors together.
 struct TensorSummary {
   DispatchKeySet keys;
   bool requires_grad = false;
   bool tangent = false;
 };
 
-// Returns whether a value is exactly of type Tensor or Parameter. Subclasses may override
-// `__torch_function__` or `__torch_dispatch__`.
+// Returns whether a value is exactly of type Tensor or Parameter. Subclasses are excluded, because
+// they may override `__torch_function__` or `__torch_dispatch__`.
 inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
-// Returns whether a value is a Tensor or an instance of a subclass. Unlike isinstance, runs no
-// Python code, because it does not read `__class__`.
+// Returns whether a value is a Tensor or an instance of a subclass. Unlike isinstance, this
+// function does not read `__class__`, so it runs no Python code.
 inline bool is_tensor(PyObject* value) {
   return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
@@ -59,8 +59,8 @@ inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImp
   return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
 }
 
-// Adds a plain tensor to a summary. Below autograd, requires_grad and tangents have no effect, and
-// reading them would be most of the work.
+// Adds a plain tensor to a summary. With `below_autograd`, does not read requires_grad and
+// tangents: they have no effect there, but reading them would be most of the work.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -72,7 +72,7 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
     return;
   seen.requires_grad |= meta->requires_grad_ || meta->grad_fn_;
   seen.tangent |= meta->fw_grad_ != nullptr;
-  if (C10_UNLIKELY(meta->is_view_)) { // may inherit both from its base
+  if (C10_UNLIKELY(meta->is_view_)) { // may inherit requires_grad and the tangent from its base
     seen.requires_grad |= impl->requires_grad();
     seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();
   }
@@ -81,8 +81,8 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
 // Returns whether a kernel is a Python function (a `PythonKernelHolder`).
 bool is_python_kernel(const c10::KernelFunction& kernel);
 
-// Returns the Python function of a kernel (borrowed), also if a bypass overrides it (see bypass.h).
-// Returns nullptr for other kernels.
+// Returns a Python kernel's function (borrowed), even if a bypass overrides the kernel (see
+// bypass.h). Returns nullptr for other kernels.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
 // Returns basicAutogradNotImplementedFallback, PyTorch's kernel at Autograd for operators without
@@ -91,8 +91,8 @@ const c10::KernelFunction& autograd_fallback_kernel();
 
 // Finds the memory layout of PyTorch's class PythonKernelHolder, which no header declares. `plain`
 // and `with_keys` are operators with `function` as their only kernel, at CPU, registered without
-// and with `with_keyset=True`. Returns false if the layout is unknown. Native calls must then stay
-// off.
+// and with `with_keyset=True`. Returns false if the layout is unknown; if so, the extension must
+// not make native calls.
 bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
@@ -104,8 +104,8 @@ bool takes_just_arguments(const c10::KernelFunction& kernel);
 // in other threads modify it; see lifetime.h.
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
-// The dispatcher kernels that a native call skips, because it does their work itself. Python
-// functions, borrowed from the plan, or nullptr.
+// The dispatcher kernels that a native call skips, because it does their work itself. They are
+// Python functions, borrowed from the call plan, or nullptr.
 struct OwnKernels {
   PyObject* autograd = nullptr;
   PyObject* version_counter = nullptr;
@@ -138,8 +138,9 @@ inline bool is_traced() {
 
 // Returns why no call of this thread can be native, or Reason::Native.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
-  // BackendSelect and ADInplaceOrView are included by default. Any other key belongs to a mode,
-  // functorch, torch.jit.trace or the Python dispatcher, which must intercept the call.
+  // BackendSelect and ADInplaceOrView are included by default. Any other included key belongs to a
+  // mode, functorch, torch.jit.trace or the Python dispatcher, and its owner must intercept the
+  // call.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
@@ -147,7 +148,7 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
-  // keys. torchop's Python kernels restore these keys, but native calls do not.
+  // keys. torchop's Python kernels restore these keys, but native calls would not.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
   // The same check as in the dispatcher. at::hasCallbacks() acquires a lock, which takes 40 ns.
@@ -155,8 +156,8 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // The next check for `__torch_function__` resets this flag. That must be the check for this call,
-  // and not for an operator that the kernel calls.
+  // The next check for `__torch_function__` resets this flag. The dispatcher must make that check
+  // for this call. Otherwise an operator that the kernel calls would reset the flag.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;
@@ -172,9 +173,9 @@ Reason tensors_reason(const TensorSummary& seen);
 // Returns the dispatch keys of the supported backends, such as CPU, CUDA and PrivateUse1.
 std::vector<DispatchKey> plain_backend_keys();
 
-// Follows the redispatches of the kernels in `own`, and of PyTorch's autograd fallback, from the
-// highest key to the first other kernel. `Route::reason` is Native if that is a Python kernel. Runs
-// no kernels.
+// Finds the first kernel, from the highest key down, that is neither in `own` nor PyTorch's
+// autograd fallback, because these only redispatch. `Route::reason` is Native if the found kernel
+// is a Python kernel. Runs no kernels.
 Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 
 } // namespace torchop

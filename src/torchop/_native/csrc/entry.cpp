@@ -1,5 +1,5 @@
-// entry.cpp: the entry point for calls. Finds the plan and runs it, or falls back to the
-// dispatcher.
+// entry.cpp: receive an operator's calls. Runs a call natively, as the operator's plan says, or
+// falls back to the dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -35,8 +35,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (!kind)
     return;
-  // `refresh` raises the reason if torchop deregistered the operator. Destroying a
-  // torch.library.Library leaves no reason.
+  // If torchop deregistered the operator, `refresh` raises an error with the reason. If a
+  // torch.library.Library was destroyed, no reason is known.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -69,7 +69,7 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. Not held while the observer runs, because it may replace itself.
+// Guards `observer`. Not held while the observer runs, because the observer may replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -111,10 +111,10 @@ __attribute__((noinline, cold)) bool call_observer(
   return false;
 }
 
-// Clears the plan if the call found an unknown kernel in the dispatch table, because PyTorch has no
-// notification for kernels that other packages register. A new plan may not support the kernel
-// either. Compiling a plan for each call would be slow, so this happens only if the number of such
-// calls is a power of two.
+// Clears the plan if the call found an unknown kernel in the dispatch table, because PyTorch does
+// not notify torchop when another package registers a kernel. A new plan may not support the kernel
+// either, and compiling a plan for each call would be slow, so the plan is cleared only if the
+// number of such calls is a power of two.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -122,7 +122,7 @@ __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, 
     release_plan(entry.plan.exchange(nullptr));
 }
 
-// Raises OperatorGoneError from the current exception.
+// Raises OperatorGoneError, with the current exception as its cause.
 __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
@@ -159,7 +159,7 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // The operator was deregistered during the call, so the dispatcher may have failed with an
+  // If the operator was deregistered during the call, the dispatcher may have failed with an
   // internal assert.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
@@ -196,9 +196,9 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
 #endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
-  // The caller is C code, so no C++ exception may propagate. HANDLE_TH_ERRORS would also construct
-  // a PyWarningHandler, which takes longer than the rest of this function. No code here issues C++
-  // warnings.
+  // The caller is C code, so no C++ exception may propagate. HANDLE_TH_ERRORS is not used, because
+  // it would also construct a PyWarningHandler, which takes longer than the rest of this function.
+  // No code here issues C++ warnings.
   try {
     // True for calls to a packet, which PyTorch always runs in the C++ dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
@@ -303,7 +303,8 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // `value` calls the operator that is registered now. Later, another operator may have the name.
+  // Store the lifetime of the operator that `value` calls, while it is registered: later, another
+  // operator may have the name.
   THPObjectPtr name(PyObject_Str(entry_of(self).name));
   THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
   if (!names)

@@ -1,4 +1,4 @@
-// entry.h: the entry point for calls to an operator through a handle or torch.ops.
+// entry.h: the entry of an operator, which receives calls through its handle and torch.ops.
 #pragma once
 
 #include <Python.h>
@@ -9,8 +9,8 @@
 
 namespace torchop {
 
-// The state of an operator for native calls, shared by its handle and its objects in torch.ops. A
-// registration clears `plan`, and the next call compiles a new one.
+// An operator's state for native calls, which its handle and its objects in torch.ops share. A
+// registration clears `plan`, so the next call compiles a new plan.
 struct Entry {
   PyObject_HEAD
 
@@ -19,7 +19,7 @@ struct Entry {
   // Compiles and installs a plan when called, or raises if the operator was deregistered. Owned.
   PyObject* refresh;
   PyObject* dispatch;       // calls the dispatcher; nullptr before the first plan; owned
-  LifetimePointer lifetime; // the lifetime of the operator that `dispatch` calls
+  LifetimePointer lifetime; // whether the operator that `dispatch` calls is still registered
   Counters counters;        // number of calls by reason
 };
 
@@ -32,8 +32,9 @@ extern std::atomic<PyObject*> observer;
 void exchange_observer(PyObject* given);
 
 // Runs a call, natively if possible. To fall back to the dispatcher, calls `dispatch`, or
-// `entry.dispatch` if that is nullptr. In a call to a packet, `next` is the Operator of the next
-// overload, or nullptr. It is called if PyTorch would skip this overload (see resolution.h).
+// `entry.dispatch` if `dispatch` is nullptr. In a call to a packet, `next` is the Operator of the
+// next overload, or nullptr. `next` is called if PyTorch would skip this overload (see
+// resolution.h).
 PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -46,12 +47,12 @@ PyObject* call_entry(
 // Python code, so the new plan may already be outdated on return.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Returns whether the operator was deregistered. Its dispatch table is then freed memory.
+// Returns whether the operator was deregistered. If so, its dispatch table has been freed.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
-// Raises OperatorGoneError, with the reason if torchop deregistered the operator.
+// Raises OperatorGoneError. If torchop deregistered the operator, the message gives the reason.
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
 // If the current exception is a RuntimeError, replaces it with `callee._explain_refusal(error)`,

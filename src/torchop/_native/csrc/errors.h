@@ -8,7 +8,7 @@
 
 namespace torchop {
 
-// Throws the current Python exception. Out of line, because a throw expression takes much code.
+// Throws the current Python exception. Out of line, because a throw expression needs much code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }

@@ -1,5 +1,5 @@
-// flat.h: flatten inputs and results for autograd. Each tensor in a list is an input or output of
-// the node.
+// flat.h: flatten inputs and results for autograd, so that each tensor in a list is an input or
+// output of the autograd node.
 #pragma once
 
 #include <Python.h>
@@ -33,7 +33,7 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
-// The inputs of a node. Edges and metadata are flat. `need_grad` has the structure of the
+// The inputs of a node. Edges and metadata are flat, but `need_grad` has the structure of the
 // arguments. Rare paths are `noinline`, because `record` is flattened.
 struct Inputs {
   torch::autograd::edge_list edges;
@@ -41,9 +41,9 @@ struct Inputs {
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // read by compiled autograd
   torch::autograd::variable_list variables;         // empty if a kernel cannot return an input
-  // The structure of list arguments, nullptr without lists. For torchop's formulas, `layout` has
-  // the length of each list. For torch.library's formulas, `metadata` is a function from the result
-  // to `ctx._pt_metadata`.
+  // The structure of list arguments; nullptr without lists. For torchop's formulas, `layout` has
+  // the length of each list. For torch.library's formulas, `metadata` is a function that computes
+  // `ctx._pt_metadata` from the result.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
@@ -82,8 +82,8 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // Adds the arguments that the dispatcher passes, for torch.library's formulas. These have one
-  // more input, for which the backward returns None.
+  // Adds the arguments that the dispatcher passes, for torch.library's formulas. Nodes for these
+  // formulas have one more input, for which the backward returns None.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -154,8 +154,8 @@ inline PyObject* output(PyObject* result, size_t index) {
 // The outputs of a node, with lists flattened.
 struct Outputs {
   THPObjectPtr flat;
-  // For each result, the length of the list, or None if it is not a list. nullptr without lists:
-  // `flat` is then the result itself.
+  // For each result, the list's length, or None if the result is not a list. nullptr if no result
+  // is a list; if so, `flat` is the result itself.
   THPObjectPtr layout;
   bool are_tuple = false;
 

@@ -1,8 +1,9 @@
 // frames.h: keep Dynamo from tracing kernels.
 //
-// Inside a frame that Dynamo compiled, its eval-frame callback would also trace the kernels of
-// native calls. The code objects of torchop's own functions are marked to prevent that. Kernels
-// cannot be marked, because users may compile these functions themselves.
+// Inside a frame that Dynamo compiled, Dynamo's eval-frame callback would also trace the kernels
+// that native calls run. The code objects of torchop's own functions are marked to prevent tracing.
+// Kernels cannot be marked, because users may compile these functions themselves, so native calls
+// suspend the callback.
 #pragma once
 
 #include <Python.h>

@@ -14,7 +14,7 @@ namespace torchop {
 namespace {
 
 struct Threads {
-  // Guards all members and the arrays of all Threads. No Python code may run while it is held.
+  // Guards all members, and the arrays in all Threads. No Python code may run while it is held.
   std::mutex mutex;
   // The running threads that have made native calls.
   std::vector<Thread*> all;
@@ -23,8 +23,8 @@ struct Threads {
 };
 
 Threads& threads() {
-  // The mutex is held during a fork, so the child gets a consistent copy. The child has only the
-  // thread that forked.
+  // The mutex is held during a fork, so that the child gets a consistent copy. In the child, all
+  // other threads are removed, because it has only the thread that forked.
   static auto* made = [] {
     pthread_atfork(
         [] { threads().mutex.lock(); },
@@ -119,7 +119,7 @@ void free_plans() {
     plans_to_free.store(threads().plans.size());
   }
   for (PyObject* plan : unused)
-    Py_DECREF(plan); // not under the mutex, because it may run Python code
+    Py_DECREF(plan); // after releasing the mutex, because this may run Python code
 }
 
 void release_plan(PyObject* plan) {

@@ -1,10 +1,11 @@
 // free_threads.h: synchronize native calls with registrations in other threads.
 //
-// With the GIL, a borrowed pointer stays valid until Python code runs, and most of this file is
-// empty. Without the GIL, plans are protected by hazard pointers: a call publishes the plan in its
-// Thread, and then checks that the plan is still current. A registration replaces the plan, and
-// frees the old one when no Thread has it any more. With a reference count instead, all threads
-// that call an operator would contend for one cache line.
+// With the GIL, a borrowed pointer stays valid until Python code runs, so most of this file is
+// empty. Without the GIL, operators' call plans are protected by hazard pointers. A call publishes
+// the plan in its Thread, and afterwards checks that the plan is still current. A registration
+// replaces the plan, and frees the old plan when no Thread contains it any more. Plans have no
+// shared reference count, because all threads that call an operator would contend for its cache
+// line.
 #pragma once
 
 #include <Python.h>
@@ -44,8 +45,8 @@ inline std::atomic<size_t> plans_to_free = 0;
 // Frees replaced plans that no call uses any more. May run Python code.
 void free_plans();
 
-// RAII guard that marks this thread as reading a dispatch table. Its scope must be short, because
-// `wait_for_table_reads` spins.
+// RAII guard that marks this thread as reading a dispatch table. The guard's scope must be short,
+// because `wait_for_table_reads` spins.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -65,19 +66,19 @@ class TableRead {
 // `Lifetime::changes`). Threads that start reading later check these members themselves.
 void wait_for_table_reads();
 
-// Makes an object immortal if other threads call it. Its references are then no longer counted.
+// Makes an object immortal if other threads call it, so that its references are no longer counted.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
 // Called for each kernel and handle that is called. Threads that call the same object contend for
 // its reference count. CPython 3.13 makes module-level functions immortal for this reason. This
-// function does so for an object if a sampled call shows that several threads call it.
+// function makes an object immortal if a sampled call shows that several threads call it.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Counts calls by reason, in several parts, because threads would contend for one cache line.
+// Counts calls by reason. Has several parts, because threads would contend for a single cache line.
 class Counters {
  public:
   static constexpr size_t size() {

@@ -19,9 +19,10 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Returns whether plain gradients have the shapes and devices of the inputs of the node `ctx`, and
-// are complex if and only if the input is. Returns false for gradients that autograd would convert,
-// for example by a sum. Returns true if only autograd can check.
+// Returns false if a gradient's shape or device differs from the corresponding input of the node
+// `ctx`, or if only one of the two is complex. Such gradients must be converted or rejected: for
+// example, autograd sums a gradient that broadcasts the input. The gradients must be plain. Returns
+// true for inputs that only autograd can check, such as nested tensors.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

@@ -3,8 +3,8 @@
 // Users have handles before the extension is loaded, so existing handles must change their type by
 // an assignment to `__class__`. This requires equal layouts. The Python class therefore has two
 // `__slots__` for the native type: the vectorcall function and the Entry. New handles are created
-// with the native type, because assigning to `__class__` replaces the key-sharing dict of an
-// instance by a larger one.
+// with the native type, because assigning to `__class__` replaces an instance's key-sharing dict
+// with a larger dict.
 //
 // The type is created in C, because for a Python subclass, or after an assignment to `__call__`,
 // CPython would set tp_call to `slot_tp_call`, which calls the Python method.
@@ -38,9 +38,8 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-// Deletes the descriptor of a slot, because Python code must not access the slot. Does not change
-// the layout. Returns the definition of the slot (borrowed from the type), or nullptr with an
-// exception set.
+// Deletes a slot's descriptor, because Python code must not access the slot. Does not change the
+// layout. Returns the slot's definition (borrowed from the type), or nullptr with an exception set.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
@@ -105,7 +104,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!type)
     return nullptr;
   auto* made = reinterpret_cast<PyTypeObject*>(type.get());
-  // type.__setattr__ would reset tp_call when it sets `__call__`.
+  // Update the dict directly, because type.__setattr__ would reset tp_call when it sets `__call__`.
   if (PyDict_Update(made->tp_dict, traceable) < 0)
     return nullptr;
   PyType_Modified(made);

@@ -1,4 +1,4 @@
-// handle.h: make calls of operator handles (`torchop.CustomOp`) native.
+// handle.h: make calls to operator handles (`torchop.CustomOp`) native.
 // See handle.cpp for the design.
 #pragma once
 
@@ -8,11 +8,11 @@ namespace torchop {
 
 // make_handle_type(CustomOp, traceable) creates a subclass of CustomOp with native calls. The items
 // of the dict `traceable`, such as the Python function `__call__`, become attributes of the new
-// type. Dynamo traces these. Can be called only once.
+// type, because Dynamo traces these. The function can be called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
-// adopt(handle, entry) changes the type of a handle to the native type, and makes it call the
-// entry.
+// adopt(handle, entry) changes a handle's type to the native type, so that calls to the handle run
+// the entry.
 PyObject* adopt(PyObject*, PyObject* args);
 
 } // namespace torchop

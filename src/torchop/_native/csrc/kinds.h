@@ -1,9 +1,9 @@
 // kinds.h: types of arguments, and their conversions.
 //
 // The dispatcher converts arguments to the types of the schema: a tuple to a list, an int to a
-// float, a string to a device. Native calls do the same for lists, numbers and strings. Calls with
-// other arguments that need a conversion fall back to the dispatcher, which converts them or raises
-// an error.
+// float, a string to a device. Native calls convert lists, numbers and strings in the same way. If
+// another argument needs a conversion, the call falls back to the dispatcher, which converts the
+// argument or raises an error.
 #pragma once
 
 #include <Python.h>
@@ -96,14 +96,15 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// The dispatcher drops an argument that equals the default. -0.0 equals a default of 0.0, so the
-// kernel would receive another value.
+// Calls with -0.0 need a check: the dispatcher drops an argument that equals the default. -0.0
+// equals a default of 0.0, so the kernel would receive 0.0.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// Returns whether a string can be converted to UTF-8, like C++ strings. Lone surrogates cannot.
+// Returns whether a string can be converted to UTF-8, which C++ strings use. A string with lone
+// surrogates cannot.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -117,10 +118,10 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Returns whether the dispatcher's checks of an object have no effect. It looks for
-// `__torch_function__`, for tensors in containers, and for tensors with isinstance, which reads
-// `__class__`. Must not run Python code of the object's class, because the dispatcher would run it
-// again.
+// Returns whether the dispatcher's checks of an object have no effect. The dispatcher looks for
+// `__torch_function__` and for tensors in containers, and tests with isinstance, which reads
+// `__class__`, whether the object is a tensor. This function must not run Python code of the
+// object's class, because the dispatcher would run that code again.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -189,7 +190,7 @@ inline bool has_plain_float(PyObject* value) {
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// Conversions to exact types. Like the dispatcher's, they call no overridden methods. They return a
+// Conversions to exact types. As in the dispatcher, they call no overridden methods. They return a
 // new reference, or nullptr, possibly with an exception set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
@@ -206,9 +207,9 @@ inline PyObject* plain_str(PyObject* value) {
   return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
 }
 
-// Converts a value to int, float or str like the dispatcher: int and bool to float, bool to int,
-// and instances of subclasses such as IntEnum. Returns a new reference, or nullptr without an
-// exception if the call must fall back to the dispatcher.
+// Converts a value to int, float or str as the dispatcher does: int and bool to float, bool to int,
+// and instances of subclasses, such as IntEnum, to the base type. Returns a new reference, or
+// nullptr without an exception if the call must fall back to the dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
   // `__torch_function__` of a subclass may intercept the call.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))

@@ -24,8 +24,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A call that is in the dispatcher for longer than this is probably running a kernel, and not
-// reading a table.
+// A call that is in the dispatcher for longer than this is probably running a kernel, so it does
+// not read a table.
 constexpr milliseconds timeout{1000};
 
 // All lifetimes, by the address of the operator's definition in the dispatcher. Never destroyed,
@@ -105,7 +105,7 @@ class Listener final : public c10::OpRegistrationListener {
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Waits for a condition with the GIL released. Returns false if the time is over.
+// Waits for a condition with the GIL released. Returns false if the timeout has expired.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
   if (C10_LIKELY(holds()))
@@ -133,10 +133,11 @@ void uncount(Call& call) {
     std::exchange(call.number, nullptr)->fetch_sub(1);
 }
 
-// Waits until no other thread changes the tables of the last calls in `called_here`, and counts
-// them. A call increments the counter and then reads `changes`. A change increments `changes` and
-// then reads the counter. So at least one of them sees the other. While a call waits, it is not
-// counted: otherwise a change of one table could wait for a call that waits for another change.
+// Waits until no other thread changes the tables that the last calls in `called_here` read, and
+// counts these calls. A call increments the counter before it reads `changes`. A change increments
+// `changes` before it reads the counter. So at least one of the two sees the other. A call is not
+// counted while it waits, because otherwise a change to one table could wait for a call that waits
+// for a change to another table.
 void count_last(size_t calls) {
   const auto begin = called_here.end() - std::ptrdiff_t(calls), end = called_here.end();
   const auto add = [&] {
@@ -157,7 +158,8 @@ void count_last(size_t calls) {
     add(); // continue, because the other thread may be waiting for this one
 }
 
-// Waits until no other thread has a call to these operators in the dispatcher, or for the timeout.
+// Waits until no other thread has a call to these operators in the dispatcher, or until the timeout
+// expires.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
   if (wait_until(timeout, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
     return;

@@ -1,9 +1,10 @@
 // lifetime.h: keep calls in the dispatcher from reading freed memory.
 //
-// The dispatcher reads the table of an operator without a lock and without the GIL. At the same
-// time, another thread may register or deregister a kernel, which frees memory that the call reads
-// next. PyTorch does not synchronize the two, so calls to the dispatcher are counted here. A change
-// of the table waits until no call is inside, and new calls wait for the change.
+// The dispatcher reads an operator's kernel table without a lock and without the GIL. At the same
+// time, another thread may register or deregister a kernel, and so free memory that the call reads
+// next. PyTorch does not synchronize these threads, so this file counts calls to the dispatcher. A
+// change to a table waits until no call is inside the dispatcher, and new calls wait for the
+// change.
 #pragma once
 
 #include <Python.h>
@@ -25,13 +26,13 @@ struct Lifetime {
   const c10::OperatorHandle op;    // valid only while `exists`
   std::atomic<bool> exists = true; // never becomes true again
   std::atomic<size_t> inside = 0;  // number of calls in the dispatcher
-  std::atomic<size_t> changes = 0; // number of changes, including changes that wait for calls
-  // `awaited` counts the calls for which a change must wait: the calls inside, except calls that
-  // wait for a lock. After a timeout, it is replaced with a new counter, so later changes do not
-  // wait for the same calls again. `numbers` owns all counters.
+  std::atomic<size_t> changes = 0; // table changes in progress, or waiting for calls
+  // `awaited` counts the calls for which a change must wait: the calls inside the dispatcher,
+  // except calls that wait for a lock. After a timeout, a new counter replaces it, so that later
+  // changes do not wait for the same calls again. `numbers` owns all counters.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
-  // Keeps the memory of the operator alive if it was deregistered while a call was inside.
+  // Keeps the operator's memory alive if it was deregistered while a call was in the dispatcher.
   std::optional<c10::RegistrationHandleRAII> registration;
 };
 
@@ -43,8 +44,8 @@ inline std::atomic<size_t> deregistered_operators = 0;
 // Returns the lifetime of a registered operator. Creates it on first use.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
-// Returns the lifetimes of the registered operators among `names`. Operators without a lifetime are
-// skipped, unless `all` is true: then their lifetimes are created.
+// Returns the lifetimes of the registered operators among `names`. If `all` is true, creates
+// missing lifetimes. Otherwise, skips operators without a lifetime.
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
 
 // RAII guard that counts a call as inside the dispatcher, for all operators whose tables it may
@@ -60,9 +61,9 @@ class DispatcherCall {
   c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
-// RAII guard that keeps calls on other threads out of the dispatcher while the tables of operators
-// change. The constructor waits for calls inside, with the GIL released. It has a timeout, because
-// a call inside may be waiting for this thread.
+// RAII guard that keeps calls on other threads out of the dispatcher while operators' tables
+// change. The constructor waits for calls in the dispatcher, with the GIL released. It has a
+// timeout, because such a call may be waiting for this thread.
 class Change {
  public:
   explicit Change(std::vector<LifetimePointer> lifetimes);
@@ -72,12 +73,12 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
-  std::shared_ptr<std::atomic<size_t>> of_thread_; // number of changes by the thread that made this
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // number of changes by the creating thread
 };
 
-// make_lock_enter(lock) returns the method `__enter__` of the registration lock. While a thread
-// waits for the lock, its calls are not counted: they read no table, and the thread that has the
-// lock may be waiting for calls in the dispatcher.
+// make_lock_enter(lock) returns the registration lock's method `__enter__`. While a thread waits
+// for the lock, its calls are not counted: they read no table, and the thread that holds the lock
+// may be waiting for calls in the dispatcher.
 PyObject* make_lock_enter(PyObject*, PyObject* lock);
 
 // hold_calls(names) starts a change, which ends when the returned object is freed. Returns None if
@@ -85,7 +86,7 @@ PyObject* make_lock_enter(PyObject*, PyObject* lock);
 PyObject* hold_calls(PyObject*, PyObject* names);
 
 // end_calls(names) makes new calls raise, and waits for calls in the dispatcher. If calls are still
-// inside after the timeout, the memory that they read later is not freed.
+// in the dispatcher after the timeout, the memory that they read later is not freed.
 PyObject* end_calls(PyObject*, PyObject* names);
 
 } // namespace torchop

@@ -41,7 +41,7 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Parses a dispatch key. c10::parseDispatchKey does not support all keys, such as AutogradMTIA.
+// Parses a dispatch key. c10::parseDispatchKey lacks some keys, such as AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -173,8 +173,8 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Detects a PyTorch that was built with other headers, but has the same version and commit. The key
-// in the file name covers all other differences.
+// Detects a PyTorch that was built with other headers although it has the same version and commit.
+// The key in the extension's file name covers all other differences.
 bool check_node_layout() {
   if (has_node_layout())
     return true;

@@ -1,10 +1,11 @@
 // operator.cpp: calls through torch.ops.
 //
-// An Operator replaces the C++ function in `_op` of an OpOverload or OpOverloadPacket. To call a
-// packet, PyTorch tries the overloads in the order of their definition, until the arguments match
-// the schema. A packet therefore has a list of Operators, one per overload, linked by `next`. A
-// call goes to the next one if PyTorch would certainly skip the overload (see resolution.h). If
-// that is not certain, the call falls back to PyTorch's function, which tries all overloads.
+// An Operator replaces the C++ function in the attribute `_op` of an OpOverload or
+// OpOverloadPacket. To call a packet, PyTorch tries the overloads in the order of their definition,
+// until the arguments match a schema. A packet therefore has a list of Operators, one per overload,
+// linked by `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes
+// to the next Operator. If that is not certain, the call falls back to PyTorch's function, which
+// tries all overloads.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -35,8 +36,8 @@ struct Operator {
   // If `entry` is set, the Operator of the packet's next overload, or nullptr. Otherwise, the
   // function to call if one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // If `entry` is nullptr, all overloads that PyTorch's function may try. The call is counted as
-  // inside the dispatcher for each of them. Owned; nullptr if `entry` is set.
+  // If `entry` is nullptr, all overloads that PyTorch's function may try. A call is counted as
+  // inside the dispatcher for each of these overloads. Owned; nullptr if `entry` is set.
   std::vector<LifetimePointer>* overloads;
 };
 
@@ -65,9 +66,9 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
   return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
 }
 
-// Calls PyTorch's function. The call is counted for all overloads, because PyTorch may read the
-// schemas of all of them. If an overload was deregistered, calls `op.next`: it raises
-// OperatorGoneError, or calls the operator that has the name now.
+// Calls PyTorch's function. The call is counted for all overloads, because PyTorch may read all
+// their schemas. If an overload was deregistered, calls `op.next` instead, which raises
+// OperatorGoneError or calls the operator that has the name now.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
@@ -143,7 +144,8 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// No tp_clear, because a running call uses these members. The other objects in a cycle have one.
+// The type has no tp_clear, because a running call uses these members. The garbage collector can
+// break a cycle at the other objects in it, which have a tp_clear.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -165,8 +167,9 @@ Py_hash_t hash_operator(PyObject* self) {
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // The generic lookup would find `__module__` of the type. torch/_ops.py passes the module of
-  // `_op` to `_get_packet` when it refreshes a packet.
+  // Return the replaced function's `__module__`, because the generic lookup would find the type's.
+  // When torch/_ops.py refreshes a packet, it passes the module of `_op` to `_get_packet`, so this
+  // attribute must be correct.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);

@@ -11,8 +11,8 @@ extern PyTypeObject* operator_type;
 // This hash lookup is cheaper than reading the attribute. Always returns true without the GIL.
 bool has_operator(PyObject* owner);
 
-// Returns whether an Operator makes native calls. Otherwise it calls PyTorch's function, and counts
-// the calls.
+// Returns whether an Operator makes native calls. An Operator without an entry calls PyTorch's
+// function and counts the calls.
 bool has_entry(PyObject* op);
 
 // Adds the type Operator to the module.

@@ -2,8 +2,8 @@
 //
 // `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. A
 // subclass would not work, because PyTorch checks for the exact class in many places. So this file
-// replaces the tp_call slot of the class. The attribute `__call__` is unchanged. If other code
-// assigns to it, CPython sets the slot again, which undoes the replacement.
+// replaces the class's tp_call slot. It does not change the attribute `__call__`. If other code
+// assigns to `__call__`, CPython sets the slot again, which undoes the replacement.
 #include "overloads.h"
 
 #include <array>
@@ -33,11 +33,11 @@ void after_replacement() {
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// See `patch_calls`. Owned, never freed.
+// The callback passed to `patch_calls`. Owned, never freed.
 PyObject* before_first_call = nullptr;
 
 // The addresses of objects for which `before_first_call` ran. Cleared when any operator is
-// deregistered, because the address may then belong to a new object, or the object to a new
+// deregistered, because afterwards an address may belong to a new object, or an object to a new
 // operator.
 struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
@@ -56,13 +56,13 @@ int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();
   if (prepared.deregistered != deregistered)
     prepared = {{}, deregistered};
-  // During finalization, the globals of the callback are cleared.
+  // The callback must not run during finalization, because its globals are cleared.
   if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
-  // Inserted last: a thread that finds the object does not wait for the callback.
+  // Insert the object last, because a thread that finds it does not wait for the callback.
   if (prepared.deregistered == deregistered)
     prepared.objects.insert(self);
   return 1;
@@ -114,8 +114,8 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
 }
 
 // One instantiation per class, because tp_call receives only the object, which may be an instance
-// of a subclass. The call to `original_calls` is a tail call. One more frame would double the
-// overhead for operators without native calls.
+// of a subclass. The call to `original_calls` is a tail call, because one more frame would double
+// the overhead for operators without native calls.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();

@@ -12,8 +12,8 @@ namespace torchop {
 // `_op`.
 PyObject* patch_calls(PyObject*, PyObject* args);
 
-// patch_handle_calls(cls) replaces tp_call of CustomOpDef. The method `__call__` only calls the
-// OpOverload, so the new function calls tp_call of the OpOverload directly.
+// patch_handle_calls(cls) replaces tp_call of CustomOpDef. Its method `__call__` only calls the
+// OpOverload, so the new function calls the OpOverload's tp_call directly.
 PyObject* patch_handle_calls(PyObject*, PyObject* args);
 
 } // namespace torchop

@@ -9,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns the version tag of a dict, a number that changes with the dict. Version tags are
-// deprecated since Python 3.12, so returns 0 there.
+// Returns a dict's version tag, a number that changes whenever the dict does. Returns 0 since
+// Python 3.12, which deprecates version tags.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -19,7 +19,7 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Runs no Python code, because all keys are strings or None.
+// Returns whether a source is unchanged. Runs no Python code, because all keys are strings or None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -91,7 +91,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // A call with lists cannot pass the caller's array, because the kernel gets copies of the lists.
+  // A call with lists cannot pass the caller's array, because the kernel receives copies of lists.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
@@ -302,8 +302,8 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// No tp_clear, because a running call uses the plan. Every cycle through a plan contains an Entry,
-// which has one.
+// The type has no tp_clear, because a running call uses the plan. Every cycle through a plan
+// contains an Entry, which has a tp_clear.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,4 @@
-// plan.h: the call plan of an operator. Each native call reads it.
+// plan.h: an operator's call plan: its kernels and compiled rules, which each native call reads.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +21,7 @@
 namespace torchop {
 
 // The kernels and rules of an operator. Immutable, except for caches (`mutable` members). A
-// registration replaces the plan, and running calls continue with the old one. All `PyObject*`
+// registration replaces the plan, but running calls continue with the old plan. All `PyObject*`
 // members are borrowed from `owned_objects`.
 struct Plan {
   Plan() = default;
@@ -32,16 +32,17 @@ struct Plan {
   Parameters parameters;
   Returns returns;
   Gradient gradient;
+  // Indices into `parameters.all`, including keyword-only arguments.
   std::vector<size_t> mutated;
   OwnKernels own;
   // A kernel in the dispatch table, and the function that a native call runs instead. The
-  // dispatcher kernel is a wrapper from torchop or torch.library. Native calls do its checks in
-  // C++.
+  // dispatcher kernel is a wrapper from torchop or torch.library, and native calls do the wrapper's
+  // checks in C++.
   struct Kernel {
     PyObject* dispatcher_kernel;
     PyObject* function;
-    // For operators with residuals: the author's function, which returns the result together with
-    // the residuals. nullptr if native calls must call `function`.
+    // For operators with residuals (outputs that only the backward uses): the author's function,
+    // which returns them together with the result. nullptr if native calls must call `function`.
     PyObject* author = nullptr;
   };
   std::vector<Kernel> kernels;
@@ -69,16 +70,18 @@ struct Plan {
   Py_ssize_t unknown_parameter = -1;
   // finish(args, kwargs, result) checks and converts results that `is_valid_result` rejects.
   PyObject* finish = nullptr;
-  // convert(result) converts a result of `finish` like the C++ dispatcher. nullptr, except for
-  // operators that OpOverload may dispatch in Python, which does not convert results.
+  // convert(result) converts a result of `finish` as the C++ dispatcher does. nullptr, except for
+  // operators that OpOverload may dispatch in Python, where results are not converted.
   PyObject* convert = nullptr;
-  // Created by the first call that needs it; owned.
+  // The copy of the operator that runs in PyTorch's autograd fallback. The first call that needs it
+  // creates it. Owned.
   mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
-  // All objects that the other members reference. A tuple, because it has no tp_clear.
+  // All objects that the other members reference. A tuple, because tuples have no tp_clear, so the
+  // garbage collector cannot clear it during a call.
   PyObject* owned_objects = nullptr;
 };
 
-// The Python object.
+// The Python object that contains a Plan.
 struct PlanObject {
   PyObject_HEAD
 

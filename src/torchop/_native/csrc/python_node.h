@@ -63,7 +63,7 @@ inline constexpr const char* node_capsule = "torchop._native._call_path.node";
 template <class Fields>
 class NewNode<Fields, true> {
  public:
-  // `maker` is the `apply` of a function whose forward returns take_node(ctx).
+  // `maker` is the `apply` of an autograd.Function whose forward returns take_node(ctx).
   explicit NewNode(PyObject* maker) {
     THPObjectPtr capsule = checked(PyObject_CallNoArgs(maker));
     auto* node = static_cast<Owner*>(PyCapsule_GetPointer(capsule.get(), node_capsule));
@@ -101,8 +101,8 @@ class NewNode<Fields, true> {
   PyObject* ctx_; // owned by the node
 };
 
-// Attaches tensors to a node by PyTorch's `_wrap_outputs`. Since PyTorch 2.14, it also sets
-// `attached` to the node that was used. This is not `node` if a view was marked dirty.
+// Attaches tensors to a node with PyTorch's `_wrap_outputs`. Since PyTorch 2.14, `_wrap_outputs`
+// also sets `attached` to the node that was used, which is not `node` if a view was marked dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -159,8 +159,8 @@ bool declares_dtypes(const Fields& fields) {
     return false;
 }
 
-// Applies the dtypes from `ctx.set_output_grad_dtype`, like python_function.cpp and with the same
-// messages. `has_gradient(index)` returns whether an output is differentiable.
+// Applies the dtypes from `ctx.set_output_grad_dtype`, as python_function.cpp does and with the
+// same messages. `has_gradient(index)` returns whether an output is differentiable.
 template <class Fields, class HasGradient>
 void apply_declared_dtypes(
     Fields& fields, torch::autograd::Node& node, size_t count, HasGradient&& has_gradient) {

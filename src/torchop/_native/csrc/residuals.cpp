@@ -46,7 +46,7 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// Creates a guard. The first one is stored in `first_guard`.
+// Creates a guard. The operator's first guard is stored in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -110,7 +110,7 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // tp_alloc, because `__new__` of a NamedTuple is a Python function.
+  // Call tp_alloc, because the `__new__` of a NamedTuple is a Python function, and therefore slow.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)

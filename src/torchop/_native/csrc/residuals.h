@@ -2,8 +2,8 @@
 // the kernel to the autograd node.
 //
 // A native call runs the author's function, which returns an object of type `Residuals::type` with
-// the result and the residuals. While it runs, the dict `recording` contains the result of
-// `torchop.records_gradient()`. In cases that this file does not support, the call runs the Python
+// the result and the residuals. While the function runs, `torchop.records_gradient()` returns the
+// value in the dict `recording`. In cases that this file does not support, the call runs the Python
 // wrapper from handover.py instead.
 #pragma once
 
@@ -19,9 +19,9 @@
 namespace torchop {
 
 // Residuals are constants for autograd, so a second derivative through them would be silently
-// wrong. If the backward is itself recorded, `guard`, a Python function, replaces the residuals
-// among the saved tensors by tensors with a gradient that raises. It depends only on their
-// positions.
+// wrong. Therefore, if the backward is itself recorded, the Python function `guard` replaces the
+// residuals among the saved tensors with tensors whose gradient raises. A guard depends only on the
+// residuals' positions.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
@@ -55,7 +55,7 @@ inline bool thread_records(PyObject* recording) {
 }
 
 // The dict `Residuals::recording`, which all operators share. Owned; nullptr until there is an
-// operator with residuals. Also used by calls to operators without residuals.
+// operator with residuals. Calls to operators without residuals use it too.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
 // RAII guard that saves and restores the recording state of this thread. Requires the GIL.
@@ -126,8 +126,8 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
 // which implement `torchop.records_gradient` and `torchop.residuals`.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals. If they are not the declared number of
-// tensors with memory of their own, returns false without calling it.
+// Calls the author's setup_context with the residuals. Returns false without calling it if the
+// residuals are not tensors with memory of their own, or are not as many as declared.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -135,8 +135,9 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the guard for the residuals that setup_context saved. If it has not saved all residuals,
-// or has stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns nullptr.
+// Returns the guard for the residuals that setup_context saved. If setup_context has not saved all
+// residuals, or has stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns
+// nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

@@ -13,8 +13,8 @@ namespace torchop {
 
 namespace {
 
-// Whether a value converts to a schema type. After `Rejected`, PyTorch tries the next overload.
-// `Unknown` includes errors that end the call.
+// Whether a value converts to a schema type. If a value is `Rejected`, PyTorch tries the next
+// overload. `Unknown` includes errors that end the call.
 enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {

@@ -8,7 +8,8 @@
 namespace torchop {
 
 // Returns whether PyTorch would certainly skip an overload with these parameters and try the next
-// one. Returns false if it would call the overload or raise an error, and if this is not certain.
+// overload. Returns false if PyTorch would call the overload or raise an error, or if this is not
+// certain.
 bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 

@@ -1,7 +1,7 @@
 // results.h: check the type and aliasing of results.
 //
-// These checks accept most valid results. All others are checked again in Python, which converts
-// the result or raises.
+// These checks accept most valid results. If they do not accept a result, Python checks it again,
+// and converts it or raises.
 #pragma once
 
 #include <Python.h>
@@ -26,7 +26,8 @@ struct Returns {
 
 namespace detail {
 
-// Returns the address of a tensor's storage. The tensor must have one, like all dense tensors.
+// Returns the address of a tensor's storage. The tensor must have a storage, as all dense tensors
+// do.
 inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
@@ -38,7 +39,7 @@ inline bool has_own_storage(PyObject* tensor) {
 
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
-    return false; // Python must compare it
+    return false; // Python must compare the result with the arguments
   // The fast path. A tensor with one reference is not an input, and a tensor that is the only owner
   // of its storage is not a view.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
@@ -92,8 +93,8 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// `is_valid_result` for schemas with lists. A list must have no other reference, because the
-// dispatcher would return a new list.
+// Does the work of `is_valid_result` for schemas with lists. A list is valid only if nothing else
+// references it, because the dispatcher would return a new list.
 __attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;

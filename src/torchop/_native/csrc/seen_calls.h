@@ -21,7 +21,7 @@ constexpr size_t max_key_words = 4096;
 // pointers and no tensor data.
 class CallKey {
  public:
-  // words_[0] is the subject, see `set_subject`.
+  // words_[0] is the number from `set_subject`.
   CallKey() : words_{0} {}
 
   // Appends the arguments of a vectorcall. Returns false if the key is too long, or an argument has
@@ -40,7 +40,7 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
-  // Sets a number that is also part of the key.
+  // Sets the subject: a number, chosen by the caller, that is also part of the key.
   void set_subject(uint64_t subject) {
     words_[0] = subject;
   }

@@ -18,9 +18,9 @@ namespace torchop {
 // Per-thread state. Only the owning thread writes it. Without the GIL, other threads read `plans`
 // and `reads_table`.
 struct Thread {
-  // The entries (borrowed) of the native calls that are running, innermost last. Not on the C
-  // stack, because a greenlet switch inside a kernel replaces the stack. The calls of several
-  // greenlets may return in any order.
+  // The entries (borrowed) of the native calls that are running, innermost last. They are not on
+  // the C stack, because a greenlet switch inside a kernel replaces the stack. Calls that run in
+  // several greenlets may return in any order.
   PyObject** running = nullptr;
   // The number of running calls, and the size of the arrays.
   size_t count = 0;
@@ -30,8 +30,8 @@ struct Thread {
   std::atomic<PyObject*>* plans = nullptr;
   std::atomic<bool> reads_table = false; // see TableRead
   size_t number = 0;                     // index of the thread, for Counters
-  // `note_call` samples one in this many calls. A prime number, because many programs repeat a
-  // sequence of calls, and each of them must be sampled at some time.
+  // `note_call` samples one in this many calls. The number is prime, because many programs repeat a
+  // sequence of calls, and each call in the sequence must be sampled at some time.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
@@ -78,7 +78,7 @@ inline Thread& this_thread() {
 // Grows the arrays for another running call. Returns false without an exception if out of memory.
 __attribute__((noinline, cold)) bool reserve_call(Thread& here);
 
-// Removes a call that is not the last one, because a greenlet switch reordered the calls.
+// Removes a call that is not the last in the array, because a greenlet switch reordered the calls.
 __attribute__((noinline, cold)) void end_earlier_call(
     Thread& here, PyObject* entry, PyObject* plan);
 
@@ -104,9 +104,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// RAII guard that marks an operator as running on this thread. A kernel must not deregister its own
-// operator, and native calls leave no Python frame from which to detect that. Requires count <
-// capacity.
+// RAII guard that marks an operator as running on this thread. It is needed because a kernel must
+// not deregister its own operator, but native calls leave no Python frame from which to detect
+// this. Requires count < capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
@@ -122,8 +122,8 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Removes a call that is not the last one, because of a greenlet switch. Any call of this entry
-  // will do, because they are indistinguishable.
+  // Removes a call that is not the last in the array, because of a greenlet switch. Removes any
+  // call with this entry, because such calls are indistinguishable.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -141,7 +141,8 @@ class RunningCall {
 
 // Sets the stack limits of this thread. Disables the check if they are unknown.
 inline void measure_stack(Thread& here) {
-  // For C code that kernels call, such as PyTorch and NumPy, which does not check the stack.
+  // The space for C code that kernels call, such as PyTorch and NumPy, and that does not check the
+  // stack.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)

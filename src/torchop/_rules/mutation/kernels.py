@@ -79,7 +79,10 @@ class _MutationKernels:
 
     @compilers.never_traced
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Bump the versions of mutated tensors. Runs at the ADInplaceOrView key."""
+        """Bump the versions of mutated tensors. Runs at the ADInplaceOrView key.
+
+        Must bump the same tensors as `count_versions` in csrc/call.cpp and csrc/bypass.cpp.
+        """
         definition = self.definition
         writes = written(definition, args, kwargs)
         check_version(definition, writes)
