@@ -1,8 +1,8 @@
 """The pytest plugin of torchop: one test for each operator and check.
 
-pytest imports plugins in every run of every project. Importing torchop takes seconds, because it
-imports PyTorch. So this package is separate, and imports `torchop.testing.pytest_plugin` when the
-first test needs it.
+pytest imports all installed plugins, even in projects that do not use them. Importing torchop takes
+seconds, because it imports PyTorch. So this package is separate from torchop, and imports
+`torchop.testing.pytest_plugin` only when a test needs it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give each pytest-xdist worker a file for the current call, to report crashes."""
+    """Give each pytest-xdist worker the name of a file to write its current call to.
+
+    If the worker crashes, `pytest_handlecrashitem` reads the file.
+    """
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="torchop-")
@@ -87,7 +90,7 @@ def torchop_check(request: pytest.FixtureRequest) -> Any:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    # Wrappers of plugins run around pytest's own, so the report has the outcome of xfail marks.
+    # This wrapper runs around pytest's own, so the report already accounts for xfail marks.
     report = yield
     if call.when == "call" and "torchop_check" in getattr(item, "fixturenames", ()):
         from torchop.testing import pytest_plugin  # already imported by the test

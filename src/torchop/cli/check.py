@@ -1,6 +1,7 @@
 """`python -m torchop check`: run the checks of `torchop.testing.check` as pytest tests.
 
-The tests run in workers of pytest-xdist, so a crash ends one worker and is a finding.
+The tests run in workers of pytest-xdist. If a kernel crashes, it ends one worker, and the crash is
+reported as a failure.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchop.testing.process_state import set_environment
 
 _MAPPINGS = ("examples", "reference", "expected")
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "pytest_torchop")
-# The number of workers that may crash.
+# The number of crashed workers after which pytest-xdist stops.
 _MOST_CRASHES = 100
 _TESTS = """\
 import sys
@@ -129,7 +130,7 @@ def check(
 def _with_examples(
     operators: tuple[str, ...], options: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return the operators that can be checked, and messages for the others.
+    """Return the operators that can be checked, and messages about operators that cannot.
 
     Raises:
         click.ClickException: an option is invalid for the first operator.
@@ -182,7 +183,7 @@ def _run(
     import pytest  # torchop does not depend on it
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}
-    # A name without an overload also matches the overloads. Exclude those that were not selected.
+    # A name without an overload matches all overloads. Exclude overloads that were not selected.
     others = [name for name in patterns.all_names() if str(name) not in operators]
     texts["exclude"] = repr(
         [str(each) for each in others if any(patterns.is_match(each, op) for op in operators)]

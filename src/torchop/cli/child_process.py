@@ -1,11 +1,12 @@
 """Run a generator function in a child process, because kernels may crash or hang.
 
-The child is a fork of a forkserver that only imports modules with operators. Unlike a fork of the
-program, it can use threads and accelerators, and inherits no locks. If a module initializes CUDA,
-forks of the server cannot use CUDA. Then the child is a new process that imports the modules.
+Usually the child is forked from multiprocessing's forkserver, which only imports the modules that
+register operators. Unlike a fork of the program, such a child can use threads and accelerators, and
+inherits no locks. If importing a module initializes CUDA, forks of the forkserver cannot use CUDA.
+Then the child is a new process that imports the modules itself.
 
-A child that needs operators of the program itself is a fork of the program. It uses one thread,
-because OpenMP deadlocks in forks with more.
+If the child needs operators that the program itself defines, it is a fork of the program. It uses
+one thread, because OpenMP deadlocks in forks with more threads.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ChildError(RuntimeError):
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Make the forkserver import modules, unless it is already running."""
+    """Make the forkserver import modules when it starts. No effect if it is already running."""
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
@@ -57,18 +58,19 @@ def answers_of(
 ) -> Iterator[Iterator[Any]]:
     """Yield the values of a generator function that runs in a child process.
 
-    A string that the function yields is not a value. It describes the next step, for errors.
+    Strings that the function yields are not passed on. A string describes the next step, for the
+    message if this step crashes or hangs.
 
     Args:
         function: a picklable generator function.
         args: the arguments of the function.
-        limit: the seconds until each value after the first.
+        limit: the time limit in seconds for each value after the first.
         modules: modules to import in the child process first.
         method: "fork" copies this process, and cannot use accelerators; "forkserver" can.
 
     Raises:
         ChildError: the process could not be started, exited, or exceeded the limit.
-        click.ClickException: a module cannot be imported, or the function raised this.
+        click.ClickException: a module cannot be imported, or the function raised a ClickException.
     """
     started = tuple(modules), function, args
     start = _method_for_modules() if method == "forkserver" else method
@@ -87,7 +89,7 @@ def _after_imports(
 def _method_for_modules() -> Literal["forkserver", "spawn"]:
     """Return how to start a process that imports modules.
 
-    The forkserver is unusable if its forks cannot use the accelerator.
+    Return "spawn" if forks of the forkserver cannot use the accelerator.
     """
     if devices.accelerator() is None:
         return "forkserver"
@@ -129,7 +131,7 @@ def _answers(
     try:
         yield _received(process, receiver, limit)
     finally:
-        # The child leads a process group, with all processes that it started.
+        # Kill the process group of the child: the child and all processes that it started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -156,13 +158,18 @@ def _received(process: Any, receiver: Connection, limit: float) -> Iterator[Any]
 
 
 def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> None:
-    """Wait for the next message, or raise ChildError."""
+    """Wait for the next message of the child.
+
+    Raises:
+        ChildError: the child exited, or sent no message in time.
+    """
     end = time.monotonic() + seconds
     while not receiver.poll():
         left = end - time.monotonic()
         if left <= 0:
             raise ChildError(f"{doing} took over {seconds:.0f} seconds")
-        # Also wait for the exit of the child, because grandchildren may hold the pipe open.
+        # Also wait for the exit of the child: its own children may hold the pipe open, and then the
+        # pipe does not report that the child has exited.
         ready = wait([receiver, process.sentinel], left)
         if process.sentinel in ready and not receiver.poll():
             raise ChildError(f"{doing} {_exit_of(process)}")
@@ -180,8 +187,9 @@ def _exit_of(process: Any) -> str:
 def _environment_of_server() -> Iterator[None]:
     """Set the environment of the forkserver, in case it starts in this block.
 
-    It needs `sys.path` to find the modules. It must use one thread: if a module calls kernels when
-    it is imported, OpenMP would start threads, and forks would wait for these forever.
+    The server needs `sys.path` to find the modules. It must use one thread: if a module calls
+    kernels when it is imported, OpenMP would start threads, and forks of the server, which do not
+    inherit these threads, would wait for them forever.
     """
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
@@ -198,11 +206,11 @@ def _run(
     threads: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run the function in the child, and send the values."""
+    """Run the function in the child, and send its values to the parent."""
     torch.set_num_threads(threads)
     set_environment(environment)  # replaces the environment of the forkserver
-    os.setpgid(0, 0)  # a new group, to be killed by the parent
-    if sys.platform == "linux":  # a child that hangs must exit with the parent
+    os.setpgid(0, 0)  # start a new process group, which the parent kills
+    if sys.platform == "linux":  # a child that hangs must be killed when the parent exits
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         for message in function(*args):
@@ -218,7 +226,11 @@ def _run(
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Import modules, or raise click.ClickException."""
+    """Import modules.
+
+    Raises:
+        click.ClickException: a module cannot be imported.
+    """
     for module in modules:
         path = Path(module.removesuffix(".py"))
         if not module.strip(".") or module != path.name:
@@ -240,7 +252,7 @@ def import_all(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _report_exit(module: str) -> Iterator[None]:
-    """Report calls of `os._exit` in the block. They would exit without a message."""
+    """Print a message if `os._exit` is called inside the `with` block."""
     leave, process = os._exit, os.getpid()
 
     def report(status: int = 0) -> NoReturn:
@@ -259,7 +271,7 @@ def _report_exit(module: str) -> Iterator[None]:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the file and line in a module that raised, in parentheses; empty if none of it ran."""
+    """Return " (file:line)" of the code that raised; "" if no code of the imported module ran."""
     lines = [
         f" ({frame.f_code.co_filename}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -270,7 +282,7 @@ def _raised_at(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def report_errors(what: str) -> Iterator[None]:
-    """Convert an exception in the block to a click.ClickException that starts with `what`."""
+    """Convert exceptions in the `with` block to a click.ClickException that starts with `what`."""
     try:
         yield
     except click.ClickException:

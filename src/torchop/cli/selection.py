@@ -86,7 +86,7 @@ def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Call
 
 
 def short_place(place: str) -> str:
-    """Return a place relative to the working directory, if it is inside."""
+    """Return `"file:line"` with the file relative to the working directory, if it lies inside."""
     file, separator, line = place.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return f"{file if relative.startswith('..') else relative}{separator}{line}"
@@ -96,14 +96,15 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Import packages and find their operators.
 
     Args:
-        names: packages, and patterns of operators, with `::`. For a pattern, the package with the
-            name of the namespace is imported, if it exists.
+        names: packages, and patterns of operators such as `"mylib::*"`. For a pattern, the package
+            with the name of the namespace is imported, if it exists.
         imports: other modules to import.
 
     Raises:
         click.ClickException: a module cannot be imported, or no operator matches.
     """
-    # Otherwise operators that Dynamo registers when imported would be attributed to a package.
+    # Import Dynamo first. Otherwise a package that imports Dynamo would appear to register the
+    # operators that Dynamo registers.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
@@ -123,7 +124,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
     )
-    # If the user named modules, they register the operators, perhaps without the whole package.
+    # If the user named modules to import, these register the operators. Do not import the whole
+    # package then.
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
         modules.append(namespace)
@@ -136,11 +138,11 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 
 
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
-    """Import a package, and return the operators that it registers, as far as that is known."""
+    """Import a package, and return the registered operators that can be attributed to it."""
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
-    # Operators defined in C++ have no module. They belong to the package if importing it registered
-    # them.
+    # The module of an operator defined in C++ is unknown. Attribute the operator to the package if
+    # importing the package registered it.
     registered = {
         name
         for name in operators

@@ -1,4 +1,4 @@
-"""Checks and measurements of operators."""
+"""Check that operators are correct, and measure their speed and memory."""
 
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
 from torchop.testing._check.api import check

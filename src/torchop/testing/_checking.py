@@ -19,21 +19,22 @@ from torchop.testing._snapshot import BACKWARD, HELPER, KERNEL, SETUP_CONTEXT, S
 class checking(Block):  # noqa: N801  (called like a function)
     """Check that operators mutate only the arguments that their schemas declare as mutated.
 
-    Inside the block, each call copies the inputs of the kernel and compares them bit for bit after
-    the kernel ran. The comparison includes metadata, version counters, and the memory around each
-    input, so it finds writes by PyTorch, NumPy and C extensions. Declared mutations may change
-    values, but not the storage, shape or strides; an `out=` argument may also be resized.
+    Inside `with checking():`, each call of an operator copies the inputs of the kernel and compares
+    them bit for bit after the kernel ran. The comparison includes metadata, version counters, and
+    the memory around each input, so it detects writes by PyTorch, NumPy and C extensions. Declared
+    mutations may change values, but not the storage, shape or strides; an `out=` argument may also
+    be resized.
 
-    The block covers all kernels registered with torchop that run in this thread or in its backward
-    passes, including kernels called by compiled code and by other kernels. It also covers formulas:
-    `backward` must not write into its incoming gradients, and `setup_context` must not write into
-    inputs and outputs. Compiled graphs run formulas only during compilation, so compile inside the
-    block.
+    The `with` block checks all kernels registered with torchop that run in this thread or in its
+    backward passes, including kernels called by compiled code and by other kernels. It also checks
+    formulas: `backward` must not write into its incoming gradients, and `setup_context` must not
+    write into inputs and outputs. Compiled graphs run formulas only during compilation, so compile
+    inside the block.
 
-    Blocks can be nested, and can decorate functions. Calls outside of blocks have no overhead.
-    Tensors without data, MKL-DNN tensors, tensors too large to copy, and all tensors during the
-    capture of a device graph are not compared. On a GPU, the backward pass runs in other threads,
-    which blocks cover since PyTorch 2.12. Other threads must not write into the inputs meanwhile.
+    `checking()` can be nested, and can decorate a function. Calls outside have no overhead. Tensors
+    without data, MKL-DNN tensors, tensors too large to copy, and all tensors during the capture of
+    a device graph are not compared. On a GPU, the backward pass runs in other threads, which are
+    checked since PyTorch 2.12. No other thread may write into the inputs during a call.
 
     Raises:
         UndeclaredMutationError: a kernel or formula mutated something else. Raised by the call.
@@ -48,14 +49,14 @@ class checking(Block):  # noqa: N801  (called like a function)
         Traceback (most recent call last):
         torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
 
-    Like the mutation test of `torch.library.opcheck`, but for all calls of a program.
+    Modeled on the mutation test of `torch.library.opcheck`, but checks all calls of a program.
     """
 
     def __init__(self) -> None:
         self._entered: list[list[checking]] = []
 
     def _recreate_cm(self) -> checking:
-        return checking()  # a decorated function may run in several threads at the same time
+        return checking()  # one object per call, because several threads may call the function
 
     def __enter__(self) -> None:
         with registration_lock:
@@ -67,7 +68,7 @@ class checking(Block):  # noqa: N801  (called like a function)
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("checking() was exited, but it was not entered")
-        self._entered.pop().remove(self)  # another thread may exit the block
+        self._entered.pop().remove(self)  # from the list of the thread that entered the block
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -78,9 +79,10 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The `open_blocks` of this thread. PyTorch copies context variables to the threads of backward.
+# The `checking` objects entered by this thread. PyTorch copies context variables to the threads of
+# backward, so that these use the same list.
 _blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
-_blocks = 0  # number of open blocks in all threads
+_blocks = 0  # the number of `checking` blocks entered in all threads
 
 
 def _switch(blocks: int) -> None:
@@ -92,7 +94,7 @@ def _switch(blocks: int) -> None:
 
 
 def is_open() -> bool:
-    """Return whether this thread, or the thread that started this backward, is inside a block."""
+    """Return whether this thread, or the thread that started this backward, is in `checking()`."""
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
@@ -134,7 +136,7 @@ class _Checker:
 def _checked(
     name: object, function: Callable[..., Any], take: Callable[..., Snapshot]
 ) -> Callable[..., Any]:
-    """Return a wrapper that compares snapshots of the arguments if it runs inside a block."""
+    """Return a wrapper that, inside `checking()`, detects changed arguments after each call."""
 
     @compilers.never_traced
     @functools.wraps(function)

@@ -16,8 +16,8 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that written values do not depend on the previous contents of outputs.
 
-    Only applies to operators in the form of `torch.Tag.out`. Inductor passes uninitialized memory
-    to these.
+    Only operators with a signature as `torch.Tag.out` requires are checked, because Inductor passes
+    uninitialized memory to their outputs.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return
@@ -25,7 +25,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
         _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # Random results differ between equal calls too, so they are not compared.
+        # Compare with a third call, because random results differ even between equal calls.
         if _same_bits(second, third) and not _same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on its previous contents: the kernel reads it, or "
@@ -38,7 +38,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
 def _written(
     schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
 ) -> list[tuple[str, Tensor]]:
-    """Fill the outputs with a byte, call the operator, and return them."""
+    """Fill the outputs with a byte, call the operator, and return the outputs."""
     args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
     tensors = list(named_inputs(schema, args, kwargs))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]

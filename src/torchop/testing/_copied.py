@@ -1,4 +1,4 @@
-"""copied_bytes: measure the copies that Inductor inserts for operators that write."""
+"""copied_bytes: measure the copies that Inductor inserts for operators that mutate arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchop._compat.inductor_graphs import Lowered
 
 
 def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Return the number of bytes that a compiled function copies because operators write tensors.
+    """Return the bytes that a compiled function copies because operators mutate their arguments.
 
     Inductor passes a copy to an operator if the previous value of the argument may be read later.
     If the argument is an input of the graph, Inductor copies the new value back. For a large cache,
@@ -64,19 +64,20 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     for clone, name in clones.items():
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
     for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
-        # If an operator writes into the input itself, the graph contains `x.copy_(x)`.
+        # If Inductor lets the operator write into the input without a copy, the graph contains
+        # `x.copy_(x)`.
         target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
         is_cloned = value in clones
         if target in lowered.inputs and (is_cloned or _is_written_copy(value)):
             size = inductor_graphs.size_in_bytes(node.all_input_nodes[0])
             name = lowered.inputs[target]
-            # Helpers that return a list write into a copy that they make themselves.
+            # A helper operator that returns a list copies the argument itself, so count this copy.
             copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
     return {_parameter(function, name): size for name, size in copied.items()}
 
 
 def _clones(lowered: Lowered) -> dict[Node, str]:
-    """Return the copies that operators write, with the name of the tensor that was copied."""
+    """Return the copies that Inductor passes to operators, with the name of the copied tensor."""
     copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
     copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
     mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
@@ -90,21 +91,21 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
             if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
                 origin = inductor_graphs.view_root(root.all_input_nodes[0])
                 if origin in lowered.inputs and origin not in mutated:
-                    continue  # the program itself makes this copy
+                    continue  # the program makes this copy, not Inductor
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Return whether a node is a written argument that a functional helper operator returns."""
+    """Return whether a node is the new value of an argument, returned by a functional helper."""
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return str(node.target).partition(".default")[0].endswith("__functional")
 
 
 def _parameter(function: Callable[..., Any], name: str) -> str:
-    """Return the name of a parameter for an argument of a function that takes `*args`."""
+    """Replace "args[0]" at the start of a name by the name of the function's first parameter."""
     found = re.match(r"args\[(\d+)\]", name)
     if found is None:
         return name

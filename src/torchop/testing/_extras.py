@@ -1,7 +1,7 @@
 """The command that installs the optional dependencies of torchop."""
 
-# Whether a package index has torchop. A release sets this to True, which changes messages and the
-# documentation.
+# Whether a package index has torchop. The first release sets this to True. Messages and the
+# documentation then contain the command to install from the index.
 ON_INDEX = False
 
 

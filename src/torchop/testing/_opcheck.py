@@ -1,4 +1,4 @@
-"""opcheck: check the contract between an operator and compilers."""
+"""opcheck: check that compilers can rely on an operator's schema, fake kernel and formula."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DEFAULT_TEST_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-# PyTorch's checks treat a tolerance of 0 as missing. This value has the effect of 0.
+# PyTorch's checks treat a tolerance of 0 as missing. The smallest float has the same effect as 0.
 _TINY = 5e-324
-# An additional check, for operators with a sharding rule.
+# The name of an additional check, for operators with a sharding rule.
 _SHARDING = "test_sharding"
 _PLACEMENTS = 100
 
@@ -53,10 +53,10 @@ def opcheck(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        args: the positional arguments: of the function for a handle, otherwise of the schema.
-            Without `args` and `kwargs`, the registered examples are used
+        args: the positional arguments of the call: for a handle, of its function; otherwise as in
+            the schema. Without `args` and `kwargs`, the registered examples are used
             (`CustomOp.register_examples`).
-        kwargs: the keyword arguments.
+        kwargs: the keyword arguments of the call.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`,
             `test_aot_dispatch_static`, and `test_sharding`. `test_sharding` calls
@@ -79,8 +79,8 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    Operators must not write some tensors that require grad. `opcheck` detaches such tensors, and
-    clones leaves for in-place operators, so samples may require grad.
+    Samples may require grad even if the operator must not write tensors that require grad:
+    `opcheck` detaches such tensors, and clones leaves for in-place operators.
 
     `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the bits of the
     inputs before and after a call, like `torchop.testing.checking`. `test_schema` detects memory
@@ -102,7 +102,7 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # Undeclared mutation is checked exactly once, with one of the selected checks.
+    # One of the selected checks also detects undeclared mutations.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -123,7 +123,7 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                # A subclass of the exception of torch.library.opcheck.
+                # A subclass of the exception that torch.library.opcheck raises, and of ours.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
@@ -134,7 +134,7 @@ def opcheck(
 
 
 def _what_to_do(error: Exception) -> str:
-    """Return a hint that completes the message of one of PyTorch's checks."""
+    """Return a fix to append to the message of one of PyTorch's checks."""
     if "found mismatched tensor metadata" in str(error):
         text = " The kernel returned the first. Make the fake kernel return the same metadata."
         strides = re.search(r"Strides are \(([\d, ]+)\) and", str(error))
@@ -155,9 +155,9 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Check an operator on all its examples, and return the first failure of each check."""
+    """Check an operator on all its examples, and return the first failure of each check, if any."""
     results: dict[str, str | Exception] = {}
-    op = Operator(op, "opcheck").handle or op  # examples are calls of the handle
+    op = Operator(op, "opcheck").handle or op  # examples are arguments for the handle
     for args, kwargs in make_examples(op):
         for check, result in opcheck(op, args, kwargs, **options).items():
             if not isinstance(results.get(check), Exception):
@@ -169,10 +169,10 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     """Run one of PyTorch's checks, on the sample or on the sample with detached tensors."""
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        return  # PyTorch's check would pass, but supports few devices
+        return  # PyTorch's check would pass, but raises on most devices
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
-        """Call the operator, and return floating-point results before the others.
+        """Call the operator, and return floating-point results before other results.
 
         PyTorch's check adds up all results in place, and cannot add a float to an integer.
         """
@@ -183,8 +183,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes.
 
-        Since PyTorch 2.15, the check copies arguments before it records gradients, and then needs
-        the gradients of overwritten tensors.
+        Since PyTorch 2.15, the check copies arguments before it computes gradients, and then needs
+        the gradients of tensors that the operator has overwritten.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)
@@ -225,7 +225,8 @@ def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
 
 
 def _stock_can_compare(sample: Sample) -> bool:
-    # PyTorch's schema check uses allclose and storages. These tensors support neither.
+    # PyTorch's schema check calls torch.allclose and reads storages. Some kinds of tensors do not
+    # support that.
     return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_of(sample)

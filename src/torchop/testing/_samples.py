@@ -1,4 +1,4 @@
-"""Convert the samples of `opcheck`, `check` and `check_sharding` to arguments of the schema."""
+"""Convert samples for `opcheck`, `check` and `check_sharding` to the arguments of the schema."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 def sample_of(
     operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Sample:
-    """Return the arguments of a sample in the form of the schema.
+    """Convert a sample to the arguments that the schema defines.
 
     Raises:
         TypeError: the arguments are not a sequence, or the keyword arguments not a mapping.
@@ -60,10 +60,10 @@ def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
 def without_refused_gradients(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Sample:
-    """Detach the tensors that must not require grad.
+    """Detach the tensors that must not require grad in a call of this operator.
 
-    Only in-place operators may write tensors that require grad. Operators with `out=` accept no
-    such tensors.
+    Only in-place operators may write tensors that require grad. If an operator has an `out=`
+    argument, no argument may require grad.
     """
     names = {a.name for a in schema.arguments} if schema.form is Form.OUT else set(schema.mutated)
     return _changed(schema, args, kwargs, names, Tensor.detach)
@@ -100,7 +100,7 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether these are arguments of a function with structured parameters."""
+    """Return whether the operator has structured parameters, and they accept the arguments."""
     try:
         handle.flat_arguments(args, kwargs)
     except Exception:
@@ -109,13 +109,13 @@ def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def single(tensor: Tensor) -> Tensor:
-    """Return a copy that requires grad if the tensor has dtype float32."""
+    """Return a detached copy. It requires grad if the tensor has dtype float32."""
     is_single = tensor.dtype in (torch.float32, torch.complex64)
     return tensor.clone().requires_grad_() if is_single else tensor
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a copy in double that requires grad if the tensor can have a gradient."""
+    """Return a copy in double precision. It requires grad if the tensor can have a gradient."""
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.double

@@ -14,16 +14,17 @@ from torchop._compat.classes import tree_leaves
 def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
     """Return the number of bytes that a call keeps alive for its backward.
 
-    Counts each storage of the tensors that the autograd graph saves, and of the tensors on the
-    `ctx` of custom functions. Includes inputs and results that the backward needs.
+    Counts the storages of all tensors that the autograd graph saves, and of tensors stored on the
+    `ctx` of autograd functions, each storage once. Includes inputs and results that the backward
+    needs.
 
     Args:
         function: an operator, or a function that calls operators.
-        args: its arguments. If none requires grad, nothing is saved.
+        args: its arguments. If no argument requires grad, nothing is saved.
         kwargs: its keyword arguments.
 
     Raises:
-        Exception: the function raised it.
+        Exception: the function raised this exception.
 
     Example:
         >>> import torch
@@ -40,7 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # Without hooks, autograd saves a result without a reference to the node.
+    # The hooks make autograd keep results that a node saves. Without hooks, a node does not refer
+    # to its own results.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -21,7 +21,8 @@ from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
-# By element size. Ranks add in another order than a single device.
+# Tolerances by element size in bytes. They allow for rounding, because several ranks add numbers in
+# another order than a single device.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
@@ -33,8 +34,9 @@ class ShardingReport(NamedTuple):
     """The result of `check_sharding`.
 
     Attributes:
-        placements: the number of right placements.
-        refused: the refused placements, where DTensor must redistribute a written tensor.
+        placements: the number of placements for which the call agrees.
+        refused: the placements that the operator rejects with `ShardingError`, because DTensor
+            would have to redistribute a tensor that the operator writes.
         skipped: the number of placements that were not tried because of the limit.
 
     Example:
@@ -59,13 +61,12 @@ def check_sharding(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> ShardingReport:
-    """Check the sharding rule of an operator: a call must agree for all placements.
+    """Check that calls on DTensors agree with a call on whole tensors, for many placements.
 
     Each tensor is replicated, sharded along each dimension and, if it is floating-point, passed as
     a partial sum, in all combinations on all dimensions of a mesh. Results, gradients and written
-    arguments are compared with those of a call on whole tensors. The ranks are simulated in this
-    process. If the process belongs to a process group, its ranks are used, and all of them must
-    call `check_sharding`.
+    arguments are compared with a call on whole tensors. If the process belongs to a process group,
+    all its ranks must call `check_sharding`. Otherwise the ranks are simulated in this process.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -74,17 +75,17 @@ def check_sharding(
             divide.
         kwargs: the keyword arguments.
         mesh: the shape of the device mesh.
-        limit: the maximum number of placements. Of more placements, a random sample is checked.
+        limit: the maximum number of combinations. If there are more, a random sample is checked.
         backend: a backend of `torch.compile`, such as `"aot_eager"`, to compile the call. It
             requires real ranks, because compilers cannot trace simulated ranks.
         atol: the absolute tolerance of comparisons; the default depends on the dtype.
         rtol: the relative tolerance of comparisons; the default depends on the dtype.
 
     Returns:
-        A report with the number of right placements, and the refused placements.
+        A report with the number of placements that agree, and the placements that were rejected.
 
     Raises:
-        OpCheckError: a call was wrong. The message names the first such placement.
+        OpCheckError: a call disagreed or raised. The message names the first such placement.
         MissingRuleError: the operator has no sharding rule.
         ValueError: no argument is a tensor, or `backend` is used without real ranks.
 
@@ -106,7 +107,7 @@ def check_sharding(
         torchop.testing.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
     operator = Operator(op, "check_sharding")
-    SHARDING.lookup(operator.overload)  # raises without one
+    SHARDING.lookup(operator.overload)  # raises if no sharding rule is registered
     call = _Call(operator, sample_of(operator, "check_sharding", args, kwargs), (atol, rtol))
     if not call.tensors:
         raise ValueError(f"check_sharding({operator.name}, ...): no argument is a tensor.")
@@ -123,7 +124,8 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # The first placement is replicated, so an error shows that the shapes violate the rule.
+            # Placements may be rejected, except for number 0. There all tensors are replicated, so
+            # an error means that the shapes of the whole tensors do not fit the sharding rule.
             if number:
                 refused.append(described)
                 continue
@@ -145,7 +147,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 
 
 class _Call:
-    """A call of the operator that can be repeated with other tensors."""
+    """A call of the operator that can be repeated with other placements of its tensors."""
 
     def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload
@@ -234,7 +236,7 @@ class _Call:
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """Return combinations of placements, and the number of combinations that are left out.
+    """Return combinations of placements, and the number of combinations beyond `limit`.
 
     In the first combination, all tensors are replicated.
     """
@@ -273,8 +275,9 @@ def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[An
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # for start-up time
 
-        # DTensor's caches may hold an equal mesh, but compilers compare meshes by identity ("Node
-        # tangents_2 was invalid, but is output", for PyTorch's own operators too).
+        # DTensor's caches may return an equal mesh of an earlier call, but compilers compare meshes
+        # by identity. Without clearing, compiling fails even for PyTorch's own operators: "Node
+        # tangents_2 was invalid, but is output".
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:

@@ -13,8 +13,8 @@ from torchop._compat import autograd, devices, dispatch, functorch, operators, t
 from torchop._core.contract import storage_of, version_of
 from torchop.extend import OpName, Schema, named_inputs
 
-# The number of bytes to compare on both sides of a tensor. A kernel that ignores strides writes
-# next to the elements of a view. The whole base tensor may be too large to copy.
+# The number of bytes to compare before and after a tensor's memory. A kernel that ignores strides
+# may write there if the tensor is a view. Copying the whole base tensor could take too much memory.
 MARGIN = 2**24
 
 
@@ -22,11 +22,11 @@ class Words(NamedTuple):
     """The parts of error messages that differ between kernels and formulas.
 
     Attributes:
-        mutated: says which input was mutated; a template for `argument` and `where`.
-        function: the function that mutated it.
+        mutated: a template with `argument` and `where` that says which input was mutated.
+        function: the function that mutated the input.
         fix: the fix for changed values.
         state_fix: the fix for changed metadata, such as the shape.
-        around_fix: another fix for writes into the base of a view, outside the view.
+        around_fix: an additional fix for writes into the base of a view, outside the view.
     """
 
     mutated: str
@@ -37,7 +37,7 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # Starts like the message of `torch.library.opcheck`.
+    # Has the same start as the message of `torch.library.opcheck`.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
@@ -62,7 +62,7 @@ SETUP_CONTEXT = Words(
 
 
 class Snapshot:
-    """Copies of the inputs of one call, to detect mutations that the schema does not declare.
+    """Copy the inputs of one call, to detect mutations that the schema does not declare.
 
     Inputs that cannot be compared are skipped: fake and meta tensors, tensors inside a `torch.func`
     transform, MKL-DNN and nested tensors, tensors too large to copy, and all inputs during the
@@ -84,8 +84,8 @@ class Snapshot:
     def of_formula(cls, tensors: Iterable[tuple[str, Tensor]], words: Words) -> Snapshot:
         """Return a snapshot of the arguments of `backward` or `setup_context`.
 
-        `tensors` holds pairs of description and tensor. Compilers and `torch.func` transforms run
-        formulas on tensors without data, so only the version counters of these are compared.
+        `tensors` yields pairs of description and tensor. Compilers and `torch.func` transforms run
+        formulas on tensors without data. Of such tensors, only version counters are compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -110,7 +110,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # the copies would become part of the graph
+                inputs = []  # the graph would capture the copies
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -133,7 +133,7 @@ class Snapshot:
             self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
-        """Raise UndeclaredMutationError if a declared mutation changed more than the values."""
+        """Raise UndeclaredMutationError if a declared mutation changed more than values."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
 
@@ -166,7 +166,7 @@ class Snapshot:
             if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
-                return  # both storages have the same memory, such as a NumPy array's
+                return  # both storages share memory, such as the memory of a NumPy array
         if not changed.any():
             return
         holders = [
@@ -184,7 +184,7 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # A loop, because there is no holder if the kernel replaced the storage of a mutable input.
+        # `holders` is empty if the kernel replaced the storage of a mutable input.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -261,12 +261,12 @@ class _Memory(NamedTuple):
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """Return the elements of `tensor` in a mask of bytes, with one more dimension for bytes."""
+        """Return a view of a mask of bytes with the shape of `tensor` and a dimension for bytes."""
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # Expanded dimensions have size 1 here. Otherwise the result would overlap itself, and could
-        # not be written to.
+        # Give expanded dimensions size 1. Otherwise the view would overlap itself, and PyTorch
+        # rejects writes to such views.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -275,8 +275,8 @@ class _Memory(NamedTuple):
         )
 
 
-# Fields of `_state` that a declared mutation must not change. The first changed field is reported,
-# so causes come before their effects.
+# Fields of `_state` that a declared mutation must not change. Only the first changed field is
+# reported, so a field comes before the fields that change with it.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -309,11 +309,11 @@ def _has_data(tensor: Tensor) -> bool:
         storages = [part.untyped_storage() for part in _parts(tensor)]
         # A wrapper subclass has a storage with a size, but without memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a Tensor subclass may raise anything; the user's call must not fail
+    except Exception:  # a Tensor subclass may raise any exception, and the call must not fail then
         return False
 
 
-# Accessors of the strided tensors in a sparse tensor.
+# By sparse layout, the functions that return the strided tensors of a sparse tensor.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),

@@ -1,4 +1,4 @@
-"""Interleaved timing of calls, for `check`, `bench`, recordings and tuning."""
+"""Time several calls in alternation, for `check`, `bench`, recordings and tuning."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchop.extend import Schema
 from torchop.testing._samples import inside_a_graph
 from torchop.testing.probes import copies, tensors_of
 
-_ROUNDS, _MOST_CALLS = 15, 100  # rounds per way, and calls per round
+_ROUNDS, _MOST_CALLS = 15, 100  # rounds for each way to make the call, and calls per round
 _LEAD_IN = 3  # untimed warm-up calls before each round
 
 
 class Way(NamedTuple):
-    """A way of calling an operator."""
+    """One of several calls to time, such as the same call with another provider."""
 
     make: Callable[[], Callable[[], Any]]  # creates the arguments, and returns the call to time
     mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -44,9 +44,9 @@ def way(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Way:
-    """Return a way to make a call. Written arguments are copied for each round.
+    """Return a way to make a call. Arguments that the call writes are copied for each round.
 
-    Repeated writes could overflow, and arithmetic with infinities has a different speed.
+    Without copies, repeated writes could overflow, and arithmetic with infinities is not as fast.
     """
 
     def make() -> Callable[[], Any]:
@@ -59,19 +59,19 @@ def way(
 def timed(
     ways: Mapping[str, Way], arguments: Any, seconds: float, *, on_device: bool = False
 ) -> dict[str, Timing | Exception]:
-    """Time several ways to make a call, or return the exception that a way raises.
+    """Time several ways to make a call. If a way raises, return its exception instead of a timing.
 
     Rounds are interleaved, so that a slow phase of the machine affects all ways. Accelerators run
     asynchronously, so by default only the launch of their kernels is timed.
 
     Args:
-        ways: the ways by name.
+        ways: the calls to time, by name.
         arguments: the arguments of the call, whose tensors determine the device to synchronize.
         seconds: the time limit for each way, unless one call takes longer.
         on_device: time the kernels on the accelerator with events and cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
-        native.wait()  # calls are many times slower during the build
+        native.wait()  # for the build of the extension, because calls are slower until it is loaded
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None
     a_round = _round if device is None else _device_rounds(device)
@@ -80,7 +80,7 @@ def timed(
     errors: dict[str, Exception] = {}
     for _ in range(_ROUNDS):
         for name in ways:
-            try:  # the generator is exhausted after an exception or the time limit
+            try:  # a generator that raised or reached the time limit yields no more rounds
                 times[name].extend(itertools.islice(rounds[name], 1))
             except Exception as error:
                 errors[name] = error
@@ -125,8 +125,8 @@ def _round(way: Way, wait: Callable[[], None], calls: int) -> float:
 
 def _device_rounds(device: torch.device) -> _Round:
     """Return a round for an accelerator that times each call with events."""
-    # Larger than any cache. Filling it takes longer than a launch, so the device never waits for
-    # Python.
+    # Larger than any cache, so filling it evicts the arguments. Filling it also takes longer than
+    # launching the call, so the measured time contains no wait for Python.
     memory = torch.empty(2**28, dtype=torch.int8, device=device)
 
     def a_round(way: Way, wait: Callable[[], None], calls: int) -> float:

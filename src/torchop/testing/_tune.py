@@ -37,7 +37,8 @@ class Tuned(NamedTuple):
         op: the name of the operator.
         measurements: for each kind of call, its `device`, its `call` in words, and its `kernels`,
             the fastest first, each with `provider`, `config`, `microseconds` and `interval`.
-        problems: the kernels that were left out, with reasons, and calls beyond the budget.
+        problems: the kernels that were left out, with reasons, and the calls that the time limit
+            left out.
 
     Example:
         >>> import torchop
@@ -70,8 +71,9 @@ def tune(
     """Measure the kernels of an operator's providers, with each config, on this machine.
 
     Kernels whose results differ from the reference by more than the provider's tolerance are left
-    out. The others are timed in interleaved rounds; on an accelerator with events and cold caches.
-    Afterwards, calls with `"tuned"` in their order run the fastest kernel, also in later processes.
+    out. The remaining kernels are timed in alternation; on an accelerator, with events and cold
+    caches. Afterwards, calls of operators with `"tuned"` in their priority run the fastest kernel,
+    in this process and in later ones.
 
     In a process group, all ranks must call this with the same operator. The first rank measures,
     and broadcasts the result.
@@ -129,11 +131,11 @@ def tune(
 class tuning(priority):  # noqa: N801  (called like a function)
     """Measure the kernels of operators for the calls inside a `with` block.
 
-    A call is measured if `"tuned"` is in the operator's order and there is no measurement of such
-    calls yet. The measurements take effect after the block. Calls during graph capture, tracing or
-    a backward, and calls of operators with an effect, are not measured. The block applies to this
-    thread or asyncio task. In a process group, all ranks must enter and exit the block. The first
-    rank measures, and broadcasts the result at the end.
+    A call is measured if `"tuned"` is in the operator's priority and no measurement for the sizes
+    of the call exists. The measurements take effect after the block. Calls during graph capture,
+    tracing or a backward, and calls of operators with an effect, are not measured. Only calls of
+    this thread or asyncio task are measured. In a process group, all ranks must enter and exit the
+    block. The first rank measures, and broadcasts the result at the end.
 
     Args:
         budget: the time limit in seconds.
@@ -177,7 +179,7 @@ class tuning(priority):  # noqa: N801  (called like a function)
 
 
 class _Tuner:
-    """Measures calls within a budget, and collects the results."""
+    """Measure calls within a time limit, and collect the results."""
 
     def __init__(self, budget: float, table: Path | None) -> None:
         self._left, self._table = budget, table
@@ -189,11 +191,12 @@ class _Tuner:
     def measure(
         self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Measure a call of the program, unless it is measured already or must not be repeated."""
+        """Measure a call of the program, unless a measurement exists or it must not be repeated."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
-                # The program may wait for residuals of its own call, not of measured kernels.
+                # The program may wait for the residuals of its own call, so measured kernels must
+                # not return theirs to it.
                 requested(self, lambda: self.find(kernels, *call, 1, known=True))
 
     def find(
@@ -211,7 +214,7 @@ class _Tuner:
             args: the positional arguments of the call.
             kwargs: the keyword arguments of the call.
             calls: the number of calls that share the remaining budget.
-            known: skip calls that have a measurement.
+            known: whether to skip a call that has a measurement already.
         """
         operator = Operator(kernels.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -224,7 +227,7 @@ class _Tuner:
         device = tuned.device_name((*args, *kwargs.values()))
         release = tuned.torch_release()
         measurement = Measurement(str(operator), device, release, arguments, sizes, ())
-        if measurement.key in self._seen or _rank():  # then the first rank measures
+        if measurement.key in self._seen or _rank():  # only the first rank (0) measures
             return
         if known and kernels.measured(args, kwargs) is not None:
             return
@@ -265,7 +268,7 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Time the kernels that agree with the reference, and return why others are left out.
+    """Time the kernels that agree with the reference, and return why other kernels are left out.
 
     Args:
         kernels: the kernels of one device.
@@ -309,7 +312,7 @@ def measure_kernels(
             label: way(function, operator.schema, call, torch.no_grad)
             for label, (_, function) in candidates.items()
         }
-        # A third of the time is reserved for estimating the duration of a call.
+        # Reserve a third of the time for estimating how long a call takes.
         timings = timed(ways, call, min(_SECONDS, seconds / 1.5 / len(ways)), on_device=True)
     found = []
     for label, (measured, _) in candidates.items():
@@ -386,5 +389,5 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
             except measurements.NewerTableError:
                 raise
             except measurements.TableError:
-                pass  # calls have warned about the invalid file, which is replaced
+                pass  # calls have warned about the invalid file, and it is replaced now
         measurements.write(path, measurements.merged(before, found))

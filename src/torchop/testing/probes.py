@@ -1,4 +1,4 @@
-"""Helpers for probes: transform arguments, call operators, and compare outcomes.
+"""Helpers for probes: change arguments, call operators, and compare outcomes.
 
 A *probe* is a function that raises if the operator is wrong. `check` prints programs that call a
 probe, and these programs import this module.
@@ -35,7 +35,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the arguments with other tensors."""
+    """Return the arguments with their tensors replaced, in order."""
     iterator = iter(tensors)
     return mapped(value, lambda tensor: next(iterator))
 
@@ -53,14 +53,14 @@ def is_sorted(tensor: torch.Tensor) -> bool:
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """Rotate the elements of a tensor, except sorted integers such as offsets."""
+    """Rotate the elements of a tensor. Sorted integers, such as offsets, do not change."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
 def has_integers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers. They may refer to other arguments."""
+    """Return whether a tensor holds integers, which may be indices into other arguments."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
@@ -68,8 +68,8 @@ def has_integers(tensor: torch.Tensor) -> bool:
 def other_values(value: Any, steps: int = 1) -> Any:
     """Return the arguments with the elements of each tensor rotated.
 
-    If several tensors hold integers, these do not change, because they may depend on each other
-    like starts and counts. An exception: no floating-point tensor would change.
+    If several tensors hold integers, the integers do not change, because they may depend on each
+    other, as starts and counts do. They change anyway if otherwise no tensor would change.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
@@ -88,18 +88,21 @@ def other_values(value: Any, steps: int = 1) -> Any:
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return a fixed tensor of 1 and -1 with the shape of a tensor."""
+    """Return a tensor of the same shape with elements 1 and -1, the same in each call."""
     generator = torch.Generator().manual_seed(3)
     return (torch.randint(0, 2, values.shape, generator=generator) * 2.0 - 1).to(values.device)
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a negative view: a tensor with these values whose memory holds their negation."""
+    """Return a negative view with these values. Its memory holds the negated values."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
 def copies(value: Any) -> Any:
-    """Copy the arguments into new memory with the same layout. Copies of views share memory too."""
+    """Copy the arguments into new memory with the same layout.
+
+    If arguments share memory, their copies share memory in the same way.
+    """
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
 
@@ -153,7 +156,7 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
-    """Call the operator with a fixed seed, and return results and written arguments."""
+    """Call the operator with a fixed seed, and return the results and the written arguments."""
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
@@ -235,7 +238,7 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
 
 
 def has_digits_of_float32(tensor: torch.Tensor) -> bool:
-    """Return whether a float32 could hold each element, and bfloat16 could not hold most."""
+    """Return whether float32 can represent every element, and bfloat16 only a minority."""
     tensor = tensor.detach()[tensor.isfinite()]
     if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
         return False
@@ -251,12 +254,12 @@ def shown(tensor: torch.Tensor) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor; if it is sparse, as a dense tensor."""
+    """Convert a sparse tensor to a dense tensor, and return other tensors unchanged."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the layout of a tensor can be changed."""
+    """Return whether a tensor can be copied to other strides, unlike a sparse tensor."""
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
@@ -276,8 +279,8 @@ def contiguous_copies(value: Any) -> Any:
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of a tensor's storage that a call must not write.
 
-    These are the bytes outside of the `writable` tensors in this storage, or, without any, outside
-    of the tensor.
+    If `writable` tensors use this storage, these are the bytes outside of the writable tensors.
+    Otherwise, these are the bytes outside of the tensor.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
@@ -325,9 +328,9 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """Return a call as a function of the tensors that require grad, and these tensors.
 
-    The function returns the floating-point and complex results, sparse results as dense tensors,
-    because gradcheck requires these. It clones the arguments of a mutable operator, because leaves
-    must not be written.
+    The function returns the floating-point and complex results. It converts sparse results to dense
+    tensors, because gradcheck requires these. It clones the arguments of a mutable operator,
+    because operators must not write leaves that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -363,7 +366,7 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of all results, with a different weight for each element."""
-    # On the device of the results, because a total on the CPU would synchronize.
+    # The sum is on the device of the results, because a sum on the CPU would synchronize.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:

@@ -1,4 +1,4 @@
-"""Process state that a call could change: read it, seed it, restore it.
+"""Read, seed and restore process state that a call could change, such as defaults and modes.
 
 The programs that `check` prints import this module and `probes`.
 """
@@ -72,7 +72,7 @@ def device_module() -> Any:
 
 
 def _each_device(function: Callable[[int], Any]) -> list[Any]:
-    """Call a function for each device of the accelerator; return [] if it is unsupported."""
+    """Call a function for each device of the accelerator; return [] if it is not implemented."""
     with contextlib.suppress(NotImplementedError):
         return [function(index) for index in range(torch.accelerator.device_count())]
     return []
@@ -103,7 +103,8 @@ def set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-# The getter and the setter of each state. Without a setter, `fork_rng` or the check restores it.
+# The getter and the setter of each state. A state without a setter is restored by `fork_rng` or by
+# the check.
 _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -129,7 +130,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    # Imports add filters permanently; checks restore their own.
+    # Not restored, because imports add filters that must stay. A check restores its own filters.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
@@ -144,8 +145,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
-# The same for an accelerator in use. Streams come first, because setting one changes the current
-# device.
+# Getters and setters of the states of an accelerator, if one is in use. The stream comes before the
+# device, because setting a stream changes the current device.
 _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.accelerator.current_stream()": (
         lambda: _each_device(torch.accelerator.current_stream),
@@ -210,7 +211,7 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Restore the state of the process at the end of a block."""
+    """Restore the state of the process at the end of a `with` block."""
     before = process_state()
     accelerated: dict[str, Any] = {"devices": ()}
     accelerator = devices.accelerator()
@@ -230,7 +231,7 @@ def restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings, and PyTorch's logging of exceptions, in a block."""
+    """Suppress warnings, and PyTorch's logging of exceptions, inside a `with` block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -265,7 +266,7 @@ def open_files() -> int:
 
 
 def threads() -> int:
-    """Return the number of threads, or of Python threads if the system does not report all."""
+    """Return the number of threads. Count only Python threads if the system does not report all."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return threading.active_count()

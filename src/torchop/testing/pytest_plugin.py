@@ -1,6 +1,6 @@
-"""The pytest plugin: plan a test for each operator and check, run it, and report it.
+"""The pytest plugin: generate a test for each operator and check, run it, and report the result.
 
-The hooks are in the package `pytest_torchop`, because it does not import PyTorch.
+The pytest hooks are in the package `pytest_torchop`, because it does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from torchop.testing._check.run import (
 
 # The arguments of `pytest.mark.torchop` that `plan_checks` takes.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
-# The name of the single test of an operator that has no plan.
+# The name of the single test of an operator for which no checks can be listed, for example because
+# it has no examples.
 _NO_PLAN = "examples"
 
 
@@ -52,8 +53,8 @@ class _Planned(NamedTuple):
     Attributes:
         op: the operator.
         check: the name of the check.
-        problem: the reason why the operator has no plan.
-        expected: the reason why the check is expected to fail.
+        problem: why no checks can be listed for the operator, if so.
+        expected: the reason why the check is expected to fail, if so.
     """
 
     op: _Operator
@@ -111,7 +112,7 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 
 
 def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned, bool]]:
-    """Yield the tests of an operator, and whether an expected failure must fail."""
+    """Yield each test of an operator, and whether the test fails if an expected failure passes."""
     options = {key: _of_operator(name, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
     operator = _Operator(str(name), options)
@@ -121,7 +122,8 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         for check in checks:
             names = [each for each in expected if check.is_named(each)]
             why = expected[names[0]] if names else ""
-            # A check of an expected family may pass. A check that is named must fail.
+            # If `expected` names this check, it must fail. If it names a family or pattern, single
+            # checks may pass.
             is_strict = bool({check.name, check.name.partition(".")[2]}.intersection(names[:1]))
             yield _Planned(operator, check.name, expected=why), is_strict
     except Exception as error:
@@ -138,7 +140,7 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
 
     Args:
         name: the operator.
-        expected: reasons by check, or such mappings by patterns of operators.
+        expected: reasons by name of the check, or one such mapping for each pattern of operators.
 
     Raises:
         ValueError: a name denotes no check.
@@ -157,7 +159,7 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# The checks of an operator share calls, until the tests of the next operator begin.
+# Cached for one operator at a time, because the checks of an operator share recorded calls.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
@@ -213,7 +215,10 @@ class PlannedCheck:
         return dataclasses.replace(report, results=(run_check(check),))
 
     def _written(self, check: Check, report: CheckReport, file: str) -> Check:
-        """Let the check write to `file` before each call, in case the call crashes."""
+        """Return the check, changed to write a program to `file` before each call.
+
+        If the call crashes the process, `report_crash` prints the program.
+        """
         values = {
             "report": report.to_dict(),
             "check": check.name,
@@ -228,7 +233,7 @@ class PlannedCheck:
         def cases(subject: Any, details: Any) -> Iterator[Any]:
             for case in check.kind.cases(subject, details):
                 program = ""
-                with contextlib.suppress(Exception):  # run the check anyway
+                with contextlib.suppress(Exception):  # run the check even if writing fails
                     program = program_of(check, case)
                 write(case.label, program)
                 yield case
@@ -251,7 +256,7 @@ def _expected_failure(result: Result, why: str) -> Result:
 def add_result(item: pytest.Item, report: Any) -> None:
     """Add the result of a check to the test report. Fail tests that did not run the check."""
     check = item.stash.get(_CHECK, None)
-    if check is None:  # the project overrides the fixture
+    if check is None:  # the project overrides the fixture `torchop_check`
         return
     if check.report is None:
         if report.passed:
@@ -271,7 +276,7 @@ def add_result(item: pytest.Item, report: Any) -> None:
         result = dataclasses.replace(result, outcome="failed", message=message)
         report.longrepr = _in_words(check.op, result)
     found = dataclasses.replace(check.report, results=(result,))
-    # As text, because pytest-xdist only serializes plain values.
+    # As JSON text, because pytest-xdist serializes only simple types.
     report.torchop = json.dumps(found.to_dict(), default=str)
 
 
@@ -292,7 +297,7 @@ def report_crash(report: Any, worker: Any) -> None:
     file = Path(worker.workerinput["torchop_call"])
     values = json.loads(file.read_text(encoding="utf-8"))
     limit = worker.config.getoption("timeout", None)
-    # The clock of pytest-timeout starts a little earlier.
+    # The time limit of pytest-timeout starts a little earlier than `started`.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
     message = f"{values['label']}: the call {problem}."

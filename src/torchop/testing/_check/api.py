@@ -1,4 +1,4 @@
-"""check: try many kinds of inputs and uses of an operator, starting from an example."""
+"""The function `torchop.testing.check`."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ def check(
     """Try many kinds of inputs and uses of an operator, starting from a few example calls.
 
     `check` generates variants of the examples: other memory layouts, sizes, dtypes and values, and
-    arguments that share memory. It compares each variant with the same call on fresh contiguous
-    copies, or with a reference. It compares gradients with finite differences, `vmap` with a loop,
-    and compiled and exported programs with eager mode. Other checks detect undeclared writes,
-    state that survives a call, and leaks. `check` shrinks a failing example, and prints it as a
-    program.
+    arguments that share memory. It compares the results for each variant with a call on contiguous
+    copies of the arguments, or with a reference. It compares gradients with finite differences,
+    `vmap` with a loop, and compiled and exported programs with eager mode. Other checks detect
+    undeclared writes, calls that affect later calls, and leaks. `check` reduces a failing example,
+    and prints a program that reproduces the failure.
 
-    If the operator has providers, `check` compares the kernel of each with the reference, and
-    verifies the properties that the provider declares.
+    If the operator has providers, `check` compares each provider's kernel with the reference
+    kernel, and verifies the properties that the provider declares.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        examples: calls, each a tuple of arguments, a dict of them, or `(args, kwargs)`. By default,
-            the registered examples (`CustomOp.register_examples`). Use small tensors. If some
-            tensors of an example require grad, only their gradients are checked; otherwise, the
-            gradients of all floating-point and complex arguments.
-        reference: a function with the operator's arguments that returns or writes the right values.
-            It is called with contiguous copies.
+        examples: calls, each a tuple of arguments, a dict of arguments, or `(args, kwargs)`. By
+            default, the registered examples (`CustomOp.register_examples`). Use small tensors. If
+            some tensors of an example require grad, only their gradients are checked; otherwise,
+            the gradients of all floating-point and complex arguments are checked.
+        reference: a function with the operator's parameters that returns or writes the right
+            values. It is called with contiguous copies of the arguments.
         seed: the seed of random inputs; the same seed generates the same inputs.
-        budget: the seconds after which to stop. The report lists the checks that did not run.
+        budget: the time limit in seconds. The report lists the checks that did not run.
         allow_not_run: whether the report may be `ok` although checks did not run.
-        raise_exception: whether to raise failures; otherwise they are only in the report.
-        only: the checks to run: names, their last parts, families, or patterns such as
-            `"memory.*"`.
+        raise_exception: whether to raise failures; otherwise the report contains them.
+        only: the checks to run: names such as `"memory.gaps"`, their last parts, families such as
+            `"memory"`, or patterns such as `"memory.*"`.
         rtol: the relative tolerance of comparisons; by default, as in `torch.testing.assert_close`.
         atol: the absolute tolerance of comparisons. With `rtol=0, atol=0`, bits are compared.
 
     Returns:
-        A `CheckReport`. Print it to see why a check could not be done.
+        A `CheckReport`. Print it to see all outcomes, with reasons.
 
     Raises:
         MissingRuleError: no examples were passed or registered.

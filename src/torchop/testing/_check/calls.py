@@ -1,4 +1,4 @@
-"""Make one call of an operator, and record the effects for probes."""
+"""Make one call of an operator, and record its effects for the probes of `check`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it instead of a result)
-    """The reason why a check cannot be done, or why a variant does not exist."""
+    """The reason why a check cannot be done, or why a variant does not apply to an example."""
 
 
 class Refused(CannotCheck):
@@ -35,7 +35,7 @@ class ValidError(ValueError):
 
 
 class ForkError(Exception):
-    """Stands for a call that forks the process. Such a call is not repeated."""
+    """The recorded error of a call that forks the process. Such a call is not repeated."""
 
 
 REJECTED = "'valid' of register_examples rejects it"
@@ -52,7 +52,7 @@ def breaks_contract(error: BaseException) -> bool:
 
 
 class Example(NamedTuple):
-    """The arguments of a call, in the form of the schema."""
+    """The arguments of a call, as the schema of the operator defines them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -66,12 +66,12 @@ class Example(NamedTuple):
         return Example(*probes.mapped(tuple(self), change))
 
     def replace(self, index: int, tensor: Tensor) -> Example:
-        """Return the example with another tensor at one place."""
+        """Return the example with another tensor at this index of `tensors`."""
         tensors = self.tensors
         return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
-        """Return the example with other tensors."""
+        """Return the example with its tensors replaced, in order."""
         return Example(*probes.with_tensors(tuple(self), tensors))
 
     def with_argument(self, name: str, value: Any) -> Example:
@@ -119,12 +119,13 @@ class Record:
 
     Attributes:
         result: the returned value.
-        outcome: copies of the returned and the written values.
+        outcome: copies of the results and the written arguments.
         given: the arguments after the call.
-        error: the exception that the call raised.
-        swapped: the exception for a declared write that replaced the storage or the strides.
-        mutation: the same, or the exception for an undeclared write.
-        around: the argument around whose elements the call wrote; an empty string if none.
+        error: the exception that the call raised, if any.
+        swapped: the exception to raise if the call replaced the storage or the strides of an
+            argument that it may write.
+        mutation: `swapped`, or the exception to raise for an undeclared write.
+        around: the name of an argument if the call wrote next to its elements; otherwise "".
     """
 
     result: Any = None
@@ -139,8 +140,8 @@ class Record:
 class Call:
     """One call of an operator. It runs when its record is first read.
 
-    During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
-    A second call, where it returns zeros, then shows elements that the kernel does not write.
+    During this call, `torch.empty` returns memory filled with NaN or with the largest integer. In a
+    second call, `torch.empty` returns zeros. Elements that the kernel does not write then differ.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
@@ -172,25 +173,25 @@ class Call:
         return [name for name, tensor in pairs if tensor.requires_grad]
 
     def again(self, example: Any = None) -> list[Any]:
-        """Return the outcome of another call, with copies of these arguments or of others."""
+        """Call again with copies of the arguments, or of `example`, and return the outcome."""
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
         """Return the call as a function of the tensors that require grad, and these tensors."""
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes must use these methods to change values, because the methods call `valid`. Only finite
-    # differences bypass it: their steps are as small as rounding errors.
+    # Probes must change values with these methods, because these call the predicate `valid` of
+    # `register_examples`. Only finite differences bypass `valid`: their steps are tiny.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
         """Return the example with `change` applied to each tensor, or raise CannotCheck."""
         return self.valid(self.example.map(change))
 
     def valid(self, example: Example) -> Example:
-        """Return an example.
+        """Return the example unchanged.
 
         Raises:
-            CannotCheck: `valid` of `register_examples` rejects it.
+            CannotCheck: `valid` of `register_examples` rejects the example.
         """
         if not is_valid(self.op, example):
             raise CannotCheck(REJECTED)
@@ -222,7 +223,7 @@ class Call:
             return Record(error=ForkError("a call forks the process"), given=given)
         around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
-            # PyTorch's operators with out= may resize a tensor over the memory behind it.
+            # An operator with out= may resize a tensor, which then covers the memory after it.
             is_same = tensor.shape == shape
             if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
                 around = around or name
@@ -238,11 +239,11 @@ class Call:
         """The outcome of the call on contiguous copies, where `torch.empty` returns zeros.
 
         Raises:
-            Exception: the call raised it.
+            Exception: the call on contiguous copies raised this exception.
         """
         outcomes: list[list[Any]] = [[]]
-        # A NaN may come from uninitialized memory, so calls with NaN are repeated. Holding all
-        # outcomes makes each call allocate other memory.
+        # A NaN may come from uninitialized memory, so repeat calls that return NaN. Keeping all
+        # outcomes alive forces each call to allocate other memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))

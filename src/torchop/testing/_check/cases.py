@@ -1,4 +1,4 @@
-"""Cases: calls that may show a fault, and the variants that make them."""
+"""Cases, which are calls that may fail a check, and variants, which generate cases."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any, TypeAlias
 
 from torchop.testing._check.calls import Example
 
-# Tables and numbers that a check reports in addition to its outcome.
+# Tables and numbers that a check adds to its result, such as a table of dtypes.
 Details: TypeAlias = dict[str, Any]
-# Makes the arguments of a call from an example, such as transposed ones.
+# Converts an example to the arguments of a call, for example to transposed tensors.
 Arrangement: TypeAlias = Callable[[Example], Example]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way of changing the author's examples.
+    """A way to generate cases from the author's examples, such as transposing tensors.
 
     Attributes:
         name: the name of the variant.
-        group: the kind of change, such as `"layout"`. One fault often fails a whole group.
-        make: `make(subject, example)` yields the cases of one example, or raises CannotCheck.
-        most: the number of examples to change.
+        group: the kind of change, such as `"layout"`. Failures in one group often have one cause.
+        make: `make(subject, example)` yields the cases for one example, or raises CannotCheck.
+        most: the maximum number of examples to generate cases from.
     """
 
     name: str
@@ -33,18 +33,20 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call that may show a fault, can be shrunk, and can be printed.
+    """One call that a check makes, with the probe that decides whether the operator is wrong.
 
     Attributes:
-        label: the change, in words.
-        example: the example from which the arguments are made. Shrinking replaces it.
-        arrange: makes the arguments from the example, or raises CannotCheck. By default, the
-            arguments are the example.
+        label: a description of the change, for messages.
+        example: the example from which `arrange` makes the arguments. Shrinking replaces it.
+        arrange: converts the example to the arguments of the call, or raises CannotCheck. By
+            default, the arguments are the example.
         group: the group of the variant.
-        probe: `probe(call, **options)` raises if the operator is wrong.
-        options: more arguments of the probe, or a function that makes them from the arguments.
+        probe: `probe(call, **options)` raises if the operator is wrong. By default, the probe of
+            the check.
+        options: more arguments of the probe, or a function that returns them for the call's
+            arguments.
         calls: whether the call must succeed before the probe runs.
-        shrink: whether to try smaller examples.
+        shrink: whether to search for a smaller example that fails.
     """
 
     label: str
@@ -59,6 +61,6 @@ class Case:
     shrink: bool = True
 
     def arguments(self) -> Example:
-        """Return new arguments."""
+        """Return the arguments of the call, made from the example each time."""
         example = self.example.copy()
         return example if self.arrange is None else self.arrange(example)

@@ -20,13 +20,13 @@ class Result:
         message: the failure, with the smallest example; or the reason why the check cannot be done
             or did not run.
         program: a program that raises the same error, if the check failed.
-        question: the question that the check answers.
+        question: the question that the check answers, such as "Do 200 calls leak nothing?".
         seconds: the duration.
         cases: the number of variants that were tried.
-        refused: the number of variants that the operator refused with an exception.
+        refused: the number of variants for which the operator raised an exception.
         details: further results, such as a table of dtypes.
-        cause: the exception of the kernel behind a failure, or the crash of the process; an empty
-            string for other failures.
+        cause: the exception of the kernel that caused the failure, or the crash of the process; an
+            empty string for other failures.
         rejected: the number of variants that `valid` of `register_examples` rejected.
         group: the group of the variant that failed, such as `"layout"`.
 
@@ -61,7 +61,7 @@ class Result:
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results, and so fail if a plain call is wrong.
+# Checks that compare results, so they also fail if calls with the unchanged examples are wrong.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -79,7 +79,7 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# Checks that also fail if the first check fails on a plain call.
+# If the check in a key fails for an unchanged example, it explains failures of these other checks.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.repeated": (*_COMPARE, *_OF_GRADIENTS),
@@ -108,8 +108,8 @@ class Finding(NamedTuple):
     """One fault of an operator.
 
     Attributes:
-        failure: the clearest failure, with the program that shows it.
-        others: the names of other checks that fail for the same cause.
+        failure: the clearest failure, with a program that reproduces it.
+        others: the names of other checks that fail because of the same fault.
     """
 
     failure: Result
@@ -117,7 +117,7 @@ class Finding(NamedTuple):
 
 
 def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
-    """Group failures by cause, in the order of the table of checks."""
+    """Group failures with the same cause. The first failure of a group is the clearest."""
     groups: list[list[Result]] = []
     for failure in failures:
         group = next((g for g in groups if any(_explains(one, failure) for one in g)), None)
@@ -129,7 +129,7 @@ def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def _explains(one: Result, other: Result) -> bool:
-    """Return whether two failures have the same cause, and `one` is the clearer."""
+    """Return whether both failures have the same cause, and `one` shows it more clearly."""
     if one.cause and one.cause == other.cause:
         return True
     if one.provider != other.provider:
@@ -138,8 +138,8 @@ def _explains(one: Result, other: Result) -> bool:
     if one.group in ("plain", "gradient") or first == "memory.contiguous":
         patterns = _EXPLAINS.get(first, ())
         return any(fnmatch.fnmatchcase(second, pattern) for pattern in patterns)
-    # A kernel that ignores strides also fails for arguments that share memory. Failures of the fake
-    # kernel have another cause than failures of results, even in the same variants.
+    # A kernel that ignores strides fails for other layouts, and for arguments that share memory. A
+    # fault of the fake kernel and wrong results never have the same cause.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
 

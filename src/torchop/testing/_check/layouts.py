@@ -1,4 +1,4 @@
-"""Lay out tensors in memory with other strides and offsets."""
+"""Copy tensors into memory with other strides and storage offsets."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torchop.testing._check.cases import Arrangement
 from torchop.testing._check.relations import has_fixed_values
 from torchop.testing.probes import is_plain, negative_view
 
-# The number of elements of the guard region behind each tensor, and before a tensor at an offset.
+# The number of guard elements after each tensor, and also before a tensor with a storage offset.
 GUARD = 8
 
 
 def filler(tensor: Tensor, finite: bool = False) -> float:
-    """Return the value for memory around a tensor.
+    """Return the value to fill the memory around a tensor with.
 
-    The default is NaN, because out-of-bounds reads then show in results. A `finite` value shows
-    out-of-bounds additions, which NaN hides. For integers, it is an element of the tensor, because
-    a kernel could crash with another index.
+    For floating-point tensors, the value is NaN by default, because a kernel that reads it returns
+    NaN. Adding to NaN does not change it, so `finite` returns a number that shows out-of-bounds
+    additions. For integer tensors, the value is an element of the tensor: if the integers are
+    indices, any other value may be out of range and crash the kernel.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 3.0 if finite else float("nan")
@@ -38,7 +39,7 @@ def filler(tensor: Tensor, finite: bool = False) -> float:
 def placed(
     tensor: Tensor, strides: tuple[int, ...], offset: int = 0, finite: bool = False
 ) -> Tensor:
-    """Copy a tensor into new memory with these strides and a guard region at the end."""
+    """Copy a tensor into new memory with these strides, and with guard elements at the end."""
     span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     size = offset + (span + 1 if tensor.numel() else 0) + GUARD
     memory = torch.full((size,), 0, dtype=tensor.dtype, device=tensor.device)
@@ -48,7 +49,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor that is larger by `row` in each dimension."""
+    """Return the strides of a contiguous tensor whose sizes are larger by `row` than `shape`."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
@@ -124,15 +125,20 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "conjugate": conjugate,
     "expanded": expanded,
 }
-# The layouts of written tensors, whose elements must not share memory.
+# The layouts for tensors that the operator writes. Their elements must not share memory.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
-    """Return the example with tensors in other layouts, by index.
+    """Return the example with some tensors in other layouts.
+
+    Args:
+        layouts: the names of layouts by index of the tensor.
+        example: the example.
+        finite: whether to fill the memory around tensors with finite numbers instead of NaN.
 
     Raises:
-        CannotCheck: no tensor can have its layout.
+        CannotCheck: none of the tensors can have its layout.
     """
     tensors = example.tensors
     problem: CannotCheck | None = None

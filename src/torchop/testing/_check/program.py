@@ -1,4 +1,4 @@
-"""Write a failure as a program that calls the probe with literal arguments."""
+"""Write a program that reproduces a failure: it calls the probe with literal arguments."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Larger tensors are written as bytes.
+# Tensors with more elements are written as the bytes of `torch.save`.
 _MOST_ELEMENTS = 400
 # The dtypes that `torch.tensor` infers from literals.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
-# Tensors with more bytes are replaced by random ones.
+# Tensors with more bytes are replaced by random numbers.
 _MOST_BYTES = 2**18
 
 
@@ -35,7 +35,7 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return a program that calls a probe, with the kernel of `provider` if it is given."""
+    """Return a program that calls a probe. With `provider`, it runs this provider's kernel."""
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -65,12 +65,12 @@ def write(
 
 
 def is_public(probe: Any) -> bool:
-    """Return whether a probe is public. Public probes take an operator and arguments."""
+    """Return whether a probe is a public function, so it takes an operator and its arguments."""
     return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
 
 def _place_among_imports(line: str) -> tuple[bool, str]:
-    """Return a sort key that puts the standard library first."""
+    """Return a sort key for imports that puts the standard library first."""
     module = line.split()[1]
     return module.partition(".")[0] not in sys.stdlib_module_names, module
 
@@ -85,7 +85,7 @@ def _broken(text: str) -> str:
 
 
 def _definition(op: OpOverload) -> list[str]:
-    """Return imports of the modules that define the operator."""
+    """Return import statements for the modules that define the operator."""
     modules = [
         module
         for module in modules_of(OpName.parse(op.name()))
@@ -99,12 +99,12 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Write arguments. Tensors that share memory become views of one variable."""
+    """Write arguments as source code. Tensors that share memory become views of one variable."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        # Keys: the identity of a repeated tensor, or the address of shared memory.
+        # The keys contain the `id` of a repeated tensor, or the address of shared memory.
         self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
@@ -149,7 +149,7 @@ class _Arguments:
         return self._variable("tensor", id(tensor), lambda: self._new_tensor(tensor))
 
     def _variable(self, kind: str, key: int, text: Callable[[], str]) -> str:
-        """Return the variable for a repeated tensor or for shared memory."""
+        """Return the name of the variable for a repeated tensor or for shared memory."""
         if (kind, key) not in self._variables:
             value = text()
             name = self._variables[kind, key] = f"{kind}_{len(self._variables)}"
@@ -201,7 +201,7 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _random(self, tensor: torch.Tensor) -> str:
-        """Write random numbers in the range of the tensor, because they may be indices."""
+        """Write random numbers in the range of the tensor's values, so that indices stay valid."""
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():

@@ -1,7 +1,7 @@
 """Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-Kernels often do not verify these relations, so variants must preserve them. They are recognized
-from the values in the example.
+Kernels often do not verify such arguments, and read out of bounds if indices exceed a size. So
+variants must preserve these relations. They are inferred from the values in the example.
 """
 
 from __future__ import annotations
@@ -18,34 +18,38 @@ from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
-    """Return whether integers are sorted, lengths or a permutation, so they must not be equal."""
+    """Return whether integers may be sorted, segment lengths, or a permutation.
+
+    Such integers must keep their values. For example, they must not all be set to one value.
+    """
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, _Indices) for relation in relations)
 
 
 def referred(example: Example) -> set[int]:
-    """Return the indices of tensors whose sizes limit integers."""
+    """Return the indices of tensors whose sizes limit the values of integer tensors."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
     return {each.place for some in relations for each in some if isinstance(each, _Related)}
 
 
 def are_distinct(tensor: Tensor) -> bool:
-    """Return whether a tensor may hold distinct scatter indices."""
+    """Return whether a tensor is a vector of distinct integers, such as scatter indices."""
     return has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """Adapt the integers of a resized example, to preserve their relations.
+    """Adapt the integers of a resized example, so that relations of the original example hold.
 
     Args:
         before: the original example.
         after: the resized example.
 
     Raises:
-        CannotCheck: that is impossible.
+        CannotCheck: no integers satisfy all relations.
     """
     olds, news = before.tensors, after.tensors
-    totals: dict[int, int] = {}  # sums of segment lengths; an int argument may repeat them
+    # New sums of segment lengths by old sum. An int argument with the old sum gets the new sum.
+    totals: dict[int, int] = {}
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
         for relation in relations:
@@ -63,16 +67,16 @@ def with_valid_integers(before: Example, after: Example) -> Example:
 
 
 class _Relation:
-    """A relation between the integers in a tensor, or to the size of another tensor."""
+    """A property of the integers in a tensor, possibly relative to the size of another tensor."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         raise NotImplementedError
 
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Return similar integers for which the relation holds.
+        """Return integers that are close to `value` and satisfy the relation.
 
         Raises:
-            CannotCheck: there are none.
+            CannotCheck: no integers satisfy it.
         """
         raise NotImplementedError
 
@@ -100,7 +104,7 @@ class _Permutation(_Relation):
 
 @dataclass(frozen=True)
 class _Related(_Relation):
-    """A relation to the size of a dimension of another tensor.
+    """A relation between integers and the size of one dimension of another tensor.
 
     Attributes:
         place: the index of the other tensor in the example.
@@ -115,7 +119,7 @@ class _Related(_Relation):
 
 
 class _Indices(_Related):
-    """Integers from 0 to size - 1."""
+    """Indices: integers from 0 to size - 1."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return not value.numel() or 0 <= int(value.min()) <= int(value.max()) < self.size(tensors)
@@ -129,14 +133,14 @@ class _Indices(_Related):
 
 
 class _RowLengths(_Indices):
-    """The number of valid elements in each row of a padded batch."""
+    """The number of valid elements in each row of a padded batch: from 0 to the row length."""
 
     def size(self, tensors: Sequence[Tensor]) -> int:
         return super().size(tensors) + 1
 
 
 class _Offsets(_Related):
-    """The starts of segments and the end of the last: from 0 to the size, never decreasing."""
+    """The start of each segment, and the end of the last: from 0 to the size, never decreasing."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         ends = (int(value[0]), int(value[-1])) if len(value) else ()
@@ -151,7 +155,7 @@ class _Offsets(_Related):
 
 
 class _Lengths(_Related):
-    """The lengths of segments. They add up to the size."""
+    """The lengths of segments. Their sum is the size."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)
@@ -160,14 +164,14 @@ class _Lengths(_Related):
         total = self.size(tensors)
         if not value.numel():
             return value
-        # Shorten the last segments, or extend the last one.
+        # If the new size is smaller, shorten the last segments. If it is larger, extend the last.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
         ends[-1] = total
         return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)
 
 
 def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
-    """Yield the relations that the integers of a tensor satisfy."""
+    """Yield the relations to preserve for an integer tensor, judging by its current values."""
     others = [*_sizes_of_others(tensor, example)]
     low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
     rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
@@ -182,7 +186,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and _Permutation().holds(tensor, ()):
         yield _Permutation()
-    # Small indices often add up to a size, so lengths may be indices too.
+    # The sum of small indices may equal a size by chance, and then they look like lengths. So also
+    # yield the relations of indices.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)
@@ -191,7 +196,7 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:
-    """Yield the index, the dimension and the size of each dimension of the other tensors."""
+    """Yield `(index of the tensor, dimension, size)` for every dimension of the other tensors."""
     for place, other in enumerate(example.tensors):
         if other is not tensor and is_plain(other):
             yield from ((place, dim, size) for dim, size in enumerate(other.shape))

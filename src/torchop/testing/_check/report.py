@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True, repr=False)
 class CheckReport:
-    """The report of `torchop.testing.check`. Print it to see all outcomes.
+    """The report of `torchop.testing.check`. Print it to see the outcome of each check.
 
     Attributes:
         op: the name of the operator.
@@ -66,7 +66,10 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, at least one ran, and no time limit stopped the others."""
+        """Whether no check failed, at least one ran, and the time limit left out none.
+
+        With `allow_not_run`, only failures count.
+        """
         return not self.failures and (self.allow_not_run or not self._not_run())
 
     @property
@@ -95,7 +98,7 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            # Checks with the same reason share a line, because reasons can be long.
+            # Checks that cannot be done for the same reason share a line, because it can be long.
             checks: dict[str, list[str]] = {}
             for result in self.results:
                 if result.outcome == outcome:
@@ -110,14 +113,14 @@ class CheckReport:
         lines += [f"  {', '.join(names)}: {words}" for words, names in details.items()]
         return "\n".join([*lines, *self._problems()])
 
-    __repr__ = __str__  # notebooks display it
+    __repr__ = __str__  # notebooks display the repr
 
     def in_short(self) -> str:
-        """Return only the summary and the failures, as text."""
+        """Return the summary and the failures as text, without the checks that passed."""
         return "\n".join([self.summary(), *self._problems()])
 
     def _not_run(self) -> str:
-        """Return the reason why the checks are incomplete; an empty string if they are not."""
+        """Return why the checks are incomplete; an empty string if they are complete."""
         if missing := self.count("not run"):
             why = next(result.message for result in self.results if result.outcome == "not run")
             return f"{missing} checks did not run: {why}. Give them time, or pass allow_not_run."
@@ -126,7 +129,7 @@ class CheckReport:
         return ""
 
     def _problems(self) -> list[str]:
-        """Return each finding with its program, and the names of checks with the same cause."""
+        """Return the text of each finding: failure, program, and other checks with this cause."""
         problem = "" if self.allow_not_run else self._not_run()
         lines = [f"  {problem}"] if problem else []
         for failure, others in self.findings:
@@ -136,15 +139,15 @@ class CheckReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values. `from_dict` reads them."""
+        """Return the report as dicts, lists and strings, which `from_dict` accepts."""
         return {"format": 1, "ok": self.ok, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
-        """Return the report that `to_dict` converted, possibly in another process.
+        """Return a report from the result of `to_dict`, possibly of another process.
 
         Raises:
-            ValueError: the values are not a report.
+            ValueError: the values are not the result of `to_dict`.
         """
         if values.get("format") != 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Plan the checks of an operator, and run one."""
+"""List the checks for an operator, and run one of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SECONDS_TO_SHRINK = 3.0
 
 @dataclass(frozen=True)
 class Check:
-    """A planned check of one operator.
+    """A check to run on one operator.
 
     Attributes:
         subject: the operator with its examples.
@@ -59,16 +59,17 @@ class Check:
         return self.kind.name if provider is None else f"{self.kind.name}[{provider.name}]"
 
     def is_named(self, pattern: str) -> bool:
-        """Return whether a name, a last part of a name, a family or a pattern denotes the check.
+        """Return whether `pattern` denotes this check.
 
-        A name without a provider denotes the check of every provider.
+        It may be the full name, its last part, the family, or a pattern such as `"memory.*"`. A
+        name without a provider denotes the check of every provider.
         """
         return any(_is_named(name, pattern) for name in (self.name, self.kind.name))
 
 
 def _is_named(check: str, pattern: str) -> bool:
     family, _, last = check.partition(".")
-    # Brackets enclose a provider. In fnmatch, they would enclose a set of characters.
+    # In check names, brackets enclose a provider. fnmatch would read them as a set of characters.
     return pattern in (family, last) or fnmatch.fnmatchcase(check, pattern.replace("[", "[[]"))
 
 
@@ -79,7 +80,7 @@ def plan_checks(
     only: str | Sequence[str] | None = None,
     **options: Any,
 ) -> list[Check]:
-    """Return the checks of an operator. `run_check` runs each. For arguments, see `check`."""
+    """Return the checks to run on an operator with `run_check`. See `check` for the arguments."""
     subject = Subject(op, examples, **options)
     planned = list(_planned(subject))
     if only is None:
@@ -94,7 +95,7 @@ def plan_checks(
 
 
 def is_check(pattern: str) -> bool:
-    """Return whether a pattern denotes a check of any operator."""
+    """Return whether a pattern denotes a check that exists for some operator."""
     return any(_is_named(kind.name, pattern.partition("[")[0]) for kind in CHECKS)
 
 
@@ -108,7 +109,7 @@ def no_such_check() -> str:
 
 
 def _planned(subject: Subject) -> Iterator[Check]:
-    """Yield all checks of an operator's reference, and of each provider."""
+    """Yield all checks of an operator, for its reference kernel and for each provider."""
     with_provider = list(providers.of_providers(subject))
     for is_costly in (False, True):
         some = [kind for kind in CHECKS if kind.is_costly is is_costly]
@@ -124,11 +125,11 @@ def _planned(subject: Subject) -> Iterator[Check]:
 
 
 def run_check(check: Check, *, end: float = math.inf) -> Result:
-    """Run one check, and return its result. Exceptions become part of the result.
+    """Run one check, and return its result. Exceptions are reported in the result.
 
     Args:
-        check: one of `plan_checks`.
-        end: the deadline, as a value of `time.perf_counter`. A check that is not finished by then
+        check: a check from `plan_checks`.
+        end: the deadline, as a value of `time.perf_counter`. A check that does not finish in time
             has the outcome "not run".
     """
     if check.subject.unsupported:
@@ -146,7 +147,7 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
         run.cause = _cause(error)
     except _OutOfTime:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
-    except NotImplementedError as error:  # PyTorch has no kernel for the dtype
+    except NotImplementedError as error:  # PyTorch has no kernel for a dtype or device
         outcome, message, text = "cannot be done", reason(error), ""
     except Exception as error:  # the operator raised before the first case
         outcome, message, text = "failed", f"preparing the check raised {reason(error)}", ""
@@ -178,7 +179,7 @@ def shortened(message: str) -> str:
 
 
 def _renamed(method: Any, name: str) -> Callable[[], Any]:
-    """Return a method under another name, for the traceback of faulthandler after a crash."""
+    """Return a copy of a method with a new name. After a crash, faulthandler prints this name."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
@@ -200,7 +201,8 @@ class _Run:
     def outcome(self) -> tuple[Outcome, str, str]:
         if time.perf_counter() > self.end:
             raise _OutOfTime
-        _ = self.subject.first_calls  # must precede all other calls: some probes compare with them
+        # Some probes compare with the first calls in the process, so make these before all others.
+        _ = self.subject.first_calls
         refusals: dict[str, str] = {}
         rejected = self.subject.counts["rejected"]
         problem: CannotCheck | None = None
@@ -222,7 +224,7 @@ class _Run:
                 if failure is not None:
                     failed = case, failure
                     break
-        except CannotCheck as error:  # the generator's reason for having no more cases
+        except CannotCheck as error:  # the reason why the generator yields no more cases
             problem = problem or error
         finally:
             self.rejected = self.subject.counts["rejected"] - rejected
@@ -240,10 +242,10 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """Return the exception that the probe raises; None if it passes.
+        """Return the exception that the probe raises; None if the probe passes.
 
         Raises:
-            CannotCheck: the probe cannot read the call.
+            CannotCheck: the call cannot be made, or the probe does not apply to it.
         """
         subject = self.subject
         with restored():
@@ -265,10 +267,10 @@ class _Run:
         return None
 
     def _refusal(self, call: Call) -> Exception | None:
-        """Return the exception of a call that violates the schema; None if the call succeeds.
+        """Return the exception of a call that violates the schema; None if the probe can run.
 
         Raises:
-            CannotCheck: the call is refused.
+            CannotCheck: the operator rejects the arguments, or another check reports the violation.
         """
         declined = self.subject.declined(call.example)
         if declined is not None:
@@ -287,7 +289,7 @@ class _Run:
         return None
 
     def _again(self, case: Case) -> Exception | None:
-        """Return the exception that the probe raises; None if it passes or cannot run."""
+        """Return the exception that the probe raises; None if the probe passes or cannot run."""
         try:
             return self.failure(case)
         except Exception:
@@ -317,7 +319,7 @@ class _Run:
         return "failed", message, text
 
     def _fails_contiguous(self, case: Case, options: Any) -> bool:
-        """Return whether the comparison fails in contiguous memory too, in one of two calls."""
+        """Return whether the comparison also fails for contiguous copies, in one of two calls."""
         plain = Example(*probes.contiguous_copies(tuple(case.arguments())))
         if not self.subject.is_valid(plain):
             return False
@@ -331,7 +333,7 @@ class _Run:
 
 
 def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
-    """Return the probe of a case, and the options."""
+    """Return the probe to run on a case, and the probe's options."""
     if case.probe is None:
         return check.kind.probe, check.kind.options(check.subject, case, call)
     options = case.options(call.example) if callable(case.options) else case.options
@@ -339,9 +341,9 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return a program with the call of a case, without making the call.
+    """Return a program that makes the call of a case, without making the call here.
 
-    It is written before a call that may crash the process.
+    The pytest plugin writes the program to a file before each call, in case the call crashes.
     """
     options = case.options if isinstance(case.options, Mapping) else {}
     return _program(check, case, case.probe or results.succeeds, options)
@@ -356,12 +358,12 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 
 def _cause(error: BaseException) -> str:
     """Return the exception behind a failure; an empty string for an assertion of a check."""
-    # Dynamo wraps the exception of the kernel in another.
+    # Dynamo wraps the exception of the kernel in an exception of its own.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # Remove the line of the traced call, because it differs between failures.
+    # Remove the text "(in ... of ...)" about the traced call, because it differs between failures.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

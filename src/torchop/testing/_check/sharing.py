@@ -33,7 +33,7 @@ def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Place the second tensor one element behind the first, in the same memory."""
+    """Place both tensors in the same memory. The second starts one element after the first."""
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     memory.fill_(filler(first, finite=True))
@@ -53,7 +53,8 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Changed integers may be out of range: they can be indices, lengths or offsets.
+    # Sharing memory changes values. Integers may be indices, so changed integers could be out of
+    # range.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")
@@ -71,9 +72,9 @@ _WORDS: dict[Sharing, str] = {
 def shared(
     sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
 ) -> Iterator[Case]:
-    """Let each pair of tensors share memory.
+    """Yield a case for each pair of tensors, with the two tensors sharing memory.
 
-    With `with_written`, the operator writes one of them; otherwise, it only reads both.
+    With `with_written`, the operator writes one tensor of the pair. Otherwise it reads both.
     """
     tensors, written = example.tensors, subject.written_places(example)
     arguments = [*example.args, *example.kwargs.values()]
@@ -86,10 +87,10 @@ def shared(
             if counts != int(with_written) or (with_written and left not in written):
                 continue
             if with_written and (in_list[left] or in_list[right]):
-                continue  # items of lists, such as parameters, never share memory
+                continue  # callers do not pass lists whose items, such as parameters, share memory
             differ = tensors[left].shape != tensors[right].shape
             if with_written and differ:
-                continue  # no caller passes a part of the written tensor as a weight
+                continue  # callers do not pass part of the written tensor as, for example, a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
             yield Case(label, example, functools.partial(_share, sharing, left, right))

@@ -18,12 +18,12 @@ from torchop.testing.probes import is_plain
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
     """Search for the smallest example that still fails, for at most `seconds`.
 
-    Equal dimensions shrink together, and values become simpler. An example counts as failing only
-    if it raises an exception of the same class.
+    Dimensions of equal size shrink together, and values become simpler. A smaller example replaces
+    the example only if the failure is an exception of the same class.
     """
     before = failure(case)
     if before is None:
-        return case  # the failure is not reproducible, so candidates cannot be compared
+        return case  # the failure is not reproducible, so smaller examples cannot be judged
     end = time.perf_counter() + seconds
     better = True
     while better:
@@ -39,7 +39,7 @@ def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: flo
 
 
 def _smaller(example: Example) -> Iterator[Example]:
-    """Yield simpler examples, those with the largest change first."""
+    """Yield smaller and simpler examples, starting with the largest changes."""
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     changes = [bold] if len(bold) > 1 else []
@@ -54,7 +54,7 @@ def _smaller(example: Example) -> Iterator[Example]:
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Return a replacement with small numbers; None if the tensor has small numbers or integers."""
+    """Return a tensor of small whole numbers; None if the tensor has integers or small numbers."""
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # integers may be indices
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8

@@ -20,7 +20,7 @@ def sizes(example: Example) -> list[int]:
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Truncate a dimension, or repeat its elements, until it has this size."""
+    """Resize a dimension: remove elements at the end, or append repetitions."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -30,7 +30,7 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Replace sizes in all tensors. Dimensions of equal size keep equal sizes.
+    """Replace sizes in all tensors, so that dimensions with equal sizes stay equal.
 
     Raises:
         CannotCheck: integer arguments cannot be adapted, or an empty dimension would grow.
@@ -49,18 +49,18 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each change with the resized example, and skip changes that are impossible."""
+    """Yield each change with the resized example, and skip changes that cannot be made."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
 
 
 def sizes_changed(changes: Mapping[int, int]) -> str:
-    """Describe the changes of `resized`."""
+    """Describe changes of sizes, for messages."""
     return ", ".join(f"size {size} changed to {new}" for size, new in changes.items())
 
 
-# Larger by one than common block and grid sizes.
+# Sizes that are one larger than a common block or grid size.
 BLOCKS = (1025, 65537)
 _MOST_ELEMENTS = 2**19  # in an example or in the results, to keep calls below a second
 
@@ -68,10 +68,10 @@ _MOST_ELEMENTS = 2**19  # in an example or in the results, to keep calls below a
 def larger_sizes(
     example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
 ) -> list[dict[int, int]]:
-    """Return changes of one size each to a value above a common block size.
+    """Return changes that each enlarge one size beyond a common block size.
 
-    Sizes of distinct indices do not change, because their range is limited. Sizes that would make
-    the `results` too large, as for an outer product, do not change either.
+    The number of distinct indices does not change, because the indexed size limits it. Sizes that
+    would make the `results` too large, as for an outer product, do not change either.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

@@ -1,4 +1,4 @@
-"""The operator under test, with examples and the calls of variants."""
+"""The operator under test, with its examples and the calls that checks have made."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchop.testing.process_state import restored
 
 
 class Subject:
-    """The operator under test, with examples and the properties that checks depend on.
+    """The operator under test, with its examples and the properties that checks depend on.
 
     Raises:
         MissingRuleError: no examples were passed or registered.
@@ -68,7 +68,7 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The check that reported a schema violation. Other checks skip such calls.
+        # The check that reported a schema violation. Other checks skip calls with this violation.
         self.broken_in: str | None = None
         # The number of calls that `valid` rejected, shared by copies of this subject.
         self.counts = Counter(rejected=0)
@@ -83,7 +83,7 @@ class Subject:
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # Detached and contiguous, because variants choose the layout.
+        # Detached and contiguous, because variants choose the layout and what requires grad.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
         self._calls: dict[Case, Call] = {}
@@ -109,7 +109,7 @@ class Subject:
         return self.name
 
     def with_provider(self, provider: Provider, unsupported: str) -> Subject:
-        """Return a copy of this subject for the kernel of a provider, without any results."""
+        """Return a copy of this object for the kernel of a provider, without recorded calls."""
         made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
@@ -122,7 +122,7 @@ class Subject:
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Return whether `valid` accepts a call, and count the call if not.
+        """Return whether `valid` of `register_examples` accepts a call. Count rejected calls.
 
         Raises:
             ValidError: `valid` raised an exception, or did not return a bool.
@@ -132,31 +132,35 @@ class Subject:
         return answer
 
     def declined(self, example: Example) -> str | None:
-        """Return why the provider does not support a call; None if it does, or for no provider."""
+        """Return why the provider under test does not support a call.
+
+        Return None if it supports the call, or if no provider is under test.
+        """
         if self.provider is None:
             return None
         try:
             answer = self.provider.takes(*every_argument(self.schema, *example))
-        except ProviderError as error:  # `providers.supports` reports it
+        except ProviderError as error:  # the check `providers.supports` reports this error
             return str(error)
         name = self.provider.name
         return None if answer else f"`supports` of the provider {name!r} returns False"
 
     def place(self, example: Example) -> int:
-        """Return the index of an example."""
+        """Return the index of an example in `examples`."""
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases of a variant, the same objects each time.
+        """Yield the cases that a variant generates, the same objects each time.
 
         Raises:
-            CannotCheck: at the end, the reason why there are no more.
+            CannotCheck: the variant does not apply to an example. Raised after the last case.
         """
         if variant.name not in self._cases:
             found: list[Case] = []
             problem = None
             base = self.of_reference
-            is_plain = variant.group == "plain"  # includes the examples that the operator refuses
+            # Only the unchanged calls also use examples for which the operator raises.
+            is_plain = variant.group == "plain"
             for example in base.examples if is_plain else base.accepted(most=variant.most):
                 try:
                     for case in variant.make(base, example):
@@ -170,10 +174,10 @@ class Subject:
             raise problem
 
     def call(self, case: Case) -> Call:
-        """Return the call of a case. All probes share it.
+        """Return the call of a case. All probes of the case share the same `Call`.
 
         Raises:
-            CannotCheck: the variant does not exist, or `valid` rejects it.
+            CannotCheck: the example cannot be changed in this way, or `valid` rejects the call.
         """
         if case not in self._calls:
             example = case.arguments()
@@ -183,22 +187,25 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Return the case, after registering an existing call for it."""
+        """Let `Subject.call` return an existing call for this case, and return the case."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Let all layouts of an example share one call on contiguous copies."""
+        """Let the calls of an example in all layouts share one call on contiguous copies."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
             self._outcomes.append((example, Call(self.op, *example)))
         (made,) = (made for known, made in self._outcomes if known is example)
-        with contextlib.suppress(Exception):  # the probe makes the call again, and raises it
+        with contextlib.suppress(Exception):  # the probe repeats the call, and raises its exception
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
-        """Return the exception that the operator raises for these arguments, or None."""
+        """Return the exception that the operator raises for an example; None if it succeeds.
+
+        Return CannotCheck if the provider or `valid` of `register_examples` rejects the example.
+        """
         why = self.declined(example) if self.is_valid(example) else REJECTED
         if why is not None:
             return CannotCheck(why)
@@ -207,7 +214,7 @@ class Subject:
 
     @functools.cached_property
     def first_calls(self) -> list[Call]:
-        """The first calls with the examples."""
+        """The first calls of the operator with the examples, one for each example."""
         calls = [Call(self.op, *example) for example in self.examples]
         for call in calls:
             if self.declined(call.example) is None:
@@ -216,7 +223,7 @@ class Subject:
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
-        """Return the first examples that the operator accepts."""
+        """Return the first `most` examples for which the operator does not raise."""
         return [self.examples[place] for place in self._accepted[:most]]
 
     @functools.cached_property
@@ -237,7 +244,7 @@ class Subject:
         """Return the accepted examples whose tensors are strided.
 
         Raises:
-            CannotCheck: there are none. The message starts with `what`.
+            CannotCheck: no such example exists. The message starts with `what`.
         """
         layouts = [{t.layout for t in each.tensors} - {torch.strided} for each in self.accepted()]
         if all(layouts):
@@ -249,7 +256,7 @@ class Subject:
     # Properties of the operator
 
     def written_places(self, example: Example) -> set[int]:
-        """Return the indices of the written tensors, among the tensors of an example."""
+        """Return the indices in `example.tensors` of the tensors that the operator writes."""
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
@@ -263,7 +270,7 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """Return the options of a comparison, with the outcome of the reference, if any."""
+        """Return options to compare results, with the outcome of the reference, if any."""
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
             options["values"] = False
@@ -292,18 +299,18 @@ class Subject:
             raise CannotCheck("results are random")
 
     def needs_vmap(self) -> None:
-        """Raise CannotCheck without a vmap rule."""
+        """Raise CannotCheck if the operator has no vmap rule."""
         if not self.has_kernel("FuncTorchBatched"):
             raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
-        """Raise CannotCheck without a fake kernel that runs."""
+        """Raise CannotCheck if the operator has no fake kernel, or it raises for the examples."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:
-        """The reason why the fake kernel does not run on the examples; None if it does."""
+        """The reason why the fake kernel fails for the examples; None if it succeeds."""
         with contextlib.suppress(CannotCheck):  # the operator refuses every example
             for example in self.accepted():
                 problem = self.problem_of_fake(example)
@@ -312,7 +319,7 @@ class Subject:
         return None
 
     def problem_of_fake(self, example: Example) -> str | None:
-        """Return the exception of the fake kernel for an example; None if it runs."""
+        """Return why the fake kernel fails for an example; None if it succeeds."""
         try:
             self._run_fake(example)
         except Exception as error:
@@ -347,7 +354,7 @@ class Subject:
 
     @functools.cached_property
     def double_examples(self) -> list[Example]:
-        """The examples in double, with tensors that require grad.
+        """The examples converted to double, with tensors that require grad.
 
         Raises:
             CannotCheck: the operator has no gradient, or does not support double.
@@ -388,8 +395,8 @@ class Subject:
     def _as_given(self, number: int, example: Example) -> Example:
         """Detach the tensors that do not require grad in the author's example.
 
-        If no tensor there requires grad, all do, except tensors that are written in addition to a
-        result, such as running statistics.
+        If no tensor of the author's example requires grad, detach only tensors that the operator
+        writes in addition to returning results, such as running statistics.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):
@@ -402,7 +409,7 @@ class Subject:
 
 
 def _has_fakes(example: Example) -> bool:
-    """Return whether PyTorch supports fake tensors of an example, unlike of CSR tensors."""
+    """Return whether all tensors have a layout of which fake tensors exist, unlike CSR."""
     try:
         with fake_tensors.new_fake_mode() as mode:
             example.map(mode.from_tensor)

@@ -1,7 +1,8 @@
 """The table of all checks.
 
-A check runs a probe on the calls of variants, or on calls from a function. A name consists of a
-family and the check, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
+A check generates calls, with variants or with a function of its own, and runs a probe on each. Its
+name consists of a family and a last part, such as `"memory.transposed"`. To add a check, add a row
+to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from torchop.testing._check.checks import (
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
-# Returns options of a probe, or raises CannotCheck if the probe does not apply.
+# Returns the options of a probe for a call, or raises CannotCheck if the probe does not apply.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# Yields the cases of a check, and may add details to the report. If it raises
-# CannotCheck and has yielded no case, the check cannot be done.
+# Yields the cases of a check, and may add details to its result. If it raises CannotCheck before
+# the first case, the outcome of the check is "cannot be done".
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
 @dataclass(frozen=True)
 class CheckKind:
-    """One check of any operator.
+    """One row of the table: a check that applies to any operator.
 
     Attributes:
         name: the name, such as `"memory.transposed"`.
-        question: the question that the check answers, for the report.
-        cases: yields the calls.
-        probe: reads the records of the calls, unless a case has another probe.
+        question: the question that the check answers. Reports and the documentation print it.
+        cases: yields the calls to check.
+        probe: raises if a call is wrong. A case may have another probe.
         options: returns the options of the probe.
-        of_kernel: whether to repeat the check with the kernel of a provider.
+        of_kernel: whether to repeat the check for a provider's kernel.
         is_costly: whether the check compiles programs. Such checks run last.
-        takes_refused: whether the probe also reads the records of calls that raise.
+        takes_refused: whether the probe also runs on calls that raise.
     """
 
     name: str
@@ -69,7 +70,15 @@ class CheckKind:
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """Return a check that runs the probe in `options` on variants, separated by spaces."""
+    """Return a check that runs a probe on the calls of variants.
+
+    Args:
+        name: the name of the check.
+        options: keyword arguments of `CheckKind`, such as the probe.
+        variants: the names of variants, separated by spaces.
+        question: the question that the check answers.
+        more: more keyword arguments of `CheckKind`.
+    """
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
         problem = None
@@ -85,25 +94,30 @@ def _of(
 
 
 def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[CheckKind, ...]:
-    """Return a check for each variant."""
+    """Return one check for each variant. `questions` has the names of variants as keys."""
     items = questions.items()
     return tuple(c for name, text in items for c in _of(f"{family}.{name}", options, name, text))
 
 
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
-    """Return a check for each function that yields cases. The docstring is the question."""
-    questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]  # none with -OO
+    """Return one check for each function that yields cases.
+
+    The name of the check is the name of the function, and its question is the first line of the
+    docstring.
+    """
+    # With `python -OO`, functions have no docstrings.
+    questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]
     names = [f"{family}.{each.__name__}" for each in functions]
     rows = zip(names, questions, functions, strict=True)
     return tuple(CheckKind(*row, **options) for row in rows)
 
 
 # --------------------------------------------------------------------------------------------------
-# Probes with their options
+# Options of probes
 
 
 def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options of `same_as_contiguous`. With a reference, they contain its outcome."""
+    """Return the options of `same_as_contiguous`, with the outcome of the reference, if any."""
     options = subject.expectation(call.example, case.label)
     if "expected" not in options and case.group == "layout":
         subject.share_expected(call, case.example)
@@ -172,7 +186,7 @@ def _if_deterministic(provider: Provider) -> bool:
 # The table
 
 CHECKS: tuple[CheckKind, ...] = (
-    # Contracts come first, because later calls may change the state of the operator.
+    # Checks of contracts come first, because later checks may change the state of the operator.
     *_of(
         "contracts.schema",
         _SCHEMA,

@@ -1,7 +1,7 @@
-"""Variants: changes of the author's examples.
+"""Variants, which generate calls from the author's examples.
 
-A variant yields calls that differ from one example. `VARIANTS` lists the variants in groups, such
-as layouts and values. The probes in `table.py` read the record of each call.
+A variant yields calls that differ from an example in one way, for example in memory layout or in
+values. `VARIANTS` lists the variants, in groups. The probes in `table.py` check each call.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def _which(subject: Subject, example: Example, chosen: list[int], count: int) ->
 
 
 def plain(subject: Subject, example: Example) -> Cases:
-    """Yield the example, contiguous."""
+    """Yield the example with contiguous tensors."""
     yield Case("the example", example)
 
 
 def original(subject: Subject, example: Example) -> Cases:
-    """Yield the example as it was passed."""
+    """Yield the author's example with its original layouts."""
     passed = subject.originals[subject.place(example)]
     yield Case("the example as it was passed", passed.map(Tensor.detach))
 
@@ -64,7 +64,7 @@ _WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negat
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """Lay out all tensors, then each tensor alone."""
+    """Give all tensors this layout, then each tensor alone."""
     places = set(range(len(example.tensors)))
     if not places:
         raise CannotCheck("no argument is a tensor")
@@ -82,7 +82,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
-    """Yield conjugate views, after converting real examples to complex numbers."""
+    """Replace tensors by conjugate views. Real floating-point tensors become complex first."""
     if not any(t.dtype.is_complex for t in example.tensors):
         # float8 has no complex dtype.
         example = example.map(
@@ -94,7 +94,7 @@ def conjugate(subject: Subject, example: Example) -> Cases:
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
-    """Expand written tensors, whose elements then share memory."""
+    """Expand tensors that the operator writes, so that their elements share memory."""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     arrange = in_layout("expanded", subject.written_places(example))
@@ -106,7 +106,7 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
-    """Change all dimensions to one size, then all equal dimensions."""
+    """Set all dimensions to `size`, then for each present size only the dimensions of this size."""
     chosen = all_and_each([n for n in sizes(example) if n != size])
     if not chosen:
         raise CannotCheck("no tensor has a dimension")
@@ -115,13 +115,13 @@ def sized(size: int, subject: Subject, example: Example) -> Cases:
 
 
 def longer(subject: Subject, example: Example) -> Cases:
-    """Add one element to all equal dimensions."""
+    """Enlarge dimensions by one element. Dimensions of equal size change together."""
     for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
         yield Case(sizes_changed(change), other)
 
 
 def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
-    """Make dimensions a little larger than common block sizes."""
+    """Enlarge dimensions to sizes in `blocks`. Dimensions of equal size change together."""
     results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
     changes = larger_sizes(example, results, blocks)
     if not changes:
@@ -137,7 +137,7 @@ def odd_strides(subject: Subject, example: Example) -> Cases:
 
 
 def zero_dim(subject: Subject, example: Example) -> Cases:
-    """Replace tensors by their first element, without a dimension."""
+    """Replace tensors by 0-dim tensors with their first element."""
     tensors = example.tensors
     places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
     places = [place for place in places if not has_fixed_values(tensors[place], example)]
@@ -169,7 +169,7 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
         if not is_float(tensor):
             return tensor
         is_integer = not dtype.is_floating_point and not dtype.is_complex
-        if is_integer and tensor.layout is torch.strided:  # sparse tensors have fewer functions
+        if is_integer and tensor.layout is torch.strided:  # sparse tensors support fewer functions
             tensor = tensor.real if tensor.dtype.is_complex else tensor
             return (tensor.nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
         if tensor.dtype.is_complex and not dtype.is_complex:
@@ -180,7 +180,7 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
 
 
 def dtypes(subject: Subject, example: Example) -> Cases:
-    """Convert floating-point tensors to every dtype."""
+    """Convert all floating-point and complex tensors to each dtype."""
     _needs_float(example)
     for dtype in EVERY:
         name = str(dtype).removeprefix("torch.")
@@ -212,7 +212,7 @@ def precisions(subject: Subject, example: Example) -> Cases:
 
 
 def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
-    """Add noise, relative to each element, that a smaller dtype cannot represent."""
+    """Add noise, relative to each element, that a dtype with fewer digits cannot represent."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -235,7 +235,8 @@ def _needs_float(example: Example) -> None:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# Special numbers as functions of the limits of a dtype: one list for each set to try.
+# For each kind of special numbers, a description and a function from the limits of a dtype to the
+# sets of numbers to try.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
@@ -246,7 +247,8 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # Not the maximum with the minimum: their sum depends on the order of additions.
+        # The maximum and the minimum are in separate sets. With both in one tensor, a sum would
+        # depend on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
 }
@@ -277,7 +279,7 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 
 
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
-    """Return a strided layout; if the unchanged call fails in it, the contiguous layout."""
+    """Return a non-contiguous layout, or the contiguous one if the unchanged call fails in it."""
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
         call = subject.call(Case("", example, layout))
@@ -300,13 +302,13 @@ def int8(subject: Subject, example: Example) -> Cases:
 
 
 def _may_be_places(integers: Tensor, example: Example) -> bool:
-    """Return whether integers could be indices into a tensor, or sizes of segments."""
+    """Return whether integers may be indices into a tensor, or lengths of segments."""
     most = max((tensor.numel() for tensor in example.tensors), default=0)
     return bool(((integers >= 0) & (integers <= most)).all())
 
 
 def scalars(subject: Subject, example: Example) -> Cases:
-    """Replace numbers by values that kernels often treat separately, and invert flags."""
+    """Replace numbers by values that kernels often treat as special cases, and invert bools."""
     named = subject.by_name(example)
     for name, value in named.kwargs.items():
         others: set[Any] = set()
@@ -315,8 +317,9 @@ def scalars(subject: Subject, example: Example) -> Cases:
         elif type(value) is float:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
-            # C++ operators may require particular integers. A number above all indices of a tensor
-            # may be a size, so it only grows.
+            # Only for operators in Python, because C++ operators may require particular integers.
+            # If all elements of an integer tensor are smaller than this number, they may be indices
+            # and the number their limit. A smaller number would make them invalid, so enlarge it.
             indices = filter(probes.has_integers, named.tensors)
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
@@ -325,7 +328,7 @@ def scalars(subject: Subject, example: Example) -> Cases:
 
 
 def absent(subject: Subject, example: Example) -> Cases:
-    """Replace optional arguments by None."""
+    """Replace each optional argument by None."""
     named = subject.by_name(example)
     for argument in subject.schema.arguments:
         is_given = named.kwargs.get(argument.name) is not None
@@ -350,7 +353,7 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", longer=longer),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
-    # For fake kernels in Python, which may loop over the elements.
+    # Smaller than "blocks", for checks of fake kernels in Python, which may loop over elements.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),

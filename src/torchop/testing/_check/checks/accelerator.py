@@ -39,14 +39,16 @@ def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
 
 
 def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()) -> None:
-    """Check that a captured graph replays with equal bits, also with other values.
+    """Check that replaying a captured graph returns the same bits as an uncaptured call.
 
-    If tensors require grad, the graph contains the backward, and gradients are compared.
+    The graph is replayed with the captured values, then with other values in the same tensors. If
+    tensors require grad, the graph contains the backward, and gradients are compared.
 
     Args:
-        call: the call.
+        call: the call to capture.
         device_type: the type of the accelerator.
-        others: calls between capture and replay. They must not invalidate the graph's memory.
+        others: arguments of calls to make between capture and replay. These calls must not
+            invalidate memory that the graph uses.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     to_device = operator.methodcaller("to", device)
@@ -55,7 +57,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
     trains = any(tensor.requires_grad for tensor in example.tensors)
     run, what = (_gradients, "formula") if trains else (probes.outcome, "kernel")
     with torch.no_grad():
-        for _ in range(2):  # lazy initialization must not be captured
+        for _ in range(2):  # warm up, because lazy initialization must not be captured
             run(op, *example.copy())
         try:
             with captured(device_type) as replay:
@@ -69,7 +71,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
                 "torch.Tag.cudagraph_unsafe, and compilers leave it out of graphs."
             ) from None
         for other in others:
-            with contextlib.suppress(Exception):  # a refused call must not change results either
+            with contextlib.suppress(Exception):  # failed calls must not change results either
                 run(op, *probes.mapped(other, to_device))
         for which, values in (("the same", example), ("other", call.other_values())):
             try:
@@ -91,7 +93,7 @@ def _gradients(op: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def captured(device_type: str) -> Iterator[Callable[[], None]]:
-    """Capture the block into a graph, on a separate stream. Yield the function that replays it."""
+    """Capture the `with` block into a device graph. Yield the function that replays the graph."""
     graph = _graph_type(device_type)()
     if type(graph) is getattr(torch.accelerator, "Graph", None):
         stream = torch.Stream(device_type)
@@ -104,13 +106,20 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 
 
 def _graph_type(device_type: str) -> Any:
-    """Return the graph class of the device module, or `torch.accelerator.Graph` of PyTorch 2.13."""
+    """Return the device module's graph class, such as `torch.cuda.CUDAGraph`.
+
+    Without one, return `torch.accelerator.Graph`, or None on releases before PyTorch 2.13.
+    """
     of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
     return of_module or getattr(torch.accelerator, "Graph", None)
 
 
 def _accelerator_of(subject: Subject) -> str:
-    """Return the type of the accelerator, or raise CannotCheck without a kernel for it."""
+    """Return the type of the accelerator.
+
+    Raises:
+        CannotCheck: there is no accelerator, or the operator has no kernel for it.
+    """
     if not torch.accelerator.is_available():
         raise CannotCheck("no accelerator is available")
     device = devices.accelerator_type()
@@ -132,7 +141,7 @@ def accelerator(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def capture(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a captured graph replay with equal bits, also with other values?"""
+    """Does replaying a captured graph return the same bits as a call, for other values too?"""
     device = _accelerator_of(subject)
     if _graph_type(device) is None:
         raise CannotCheck(f"this PyTorch does not support graphs on {device}")

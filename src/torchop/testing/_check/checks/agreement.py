@@ -1,4 +1,4 @@
-"""Probes of providers: agreement with the reference, and `supports`."""
+"""Probes of providers: agreement with the reference kernel, and soundness of `supports`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from torchop.testing.process_state import process_state, restored, seed_all
 
 
 def only(op: OpOverload, name: str) -> priority:
-    """Return a context where calls run the kernel of one provider, if it supports them."""
+    """Return a context where the operator runs one provider's kernel, if it supports the call."""
     return in_order({op.name(): [name]})
 
 
 def in_order(orders: Any) -> priority:
-    """Return a context with these priorities. It overrides outer contexts."""
+    """Return a `torchop.priority` context with these priorities, and no other restrictions.
+
+    Restrictions of outer contexts, such as `deterministic_only`, do not apply in this context.
+    """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
 
@@ -35,8 +38,9 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    The default tolerances are those of `torch.testing.assert_close`. A result of less than 64 bits
-    may differ more, if the error is at most twice the error of the reference.
+    The default tolerances are the defaults of `torch.testing.assert_close`. A result of less than
+    64 bits may differ by more than the tolerance if its error is at most twice the error of the
+    reference. Both errors are differences from the reference in double.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -74,14 +78,17 @@ def agrees_with_reference(
 def _as_near_as_reference(
     call: Call, actual: list[Any], expected: list[Any], declared: Mapping[Any, Any]
 ) -> list[bool]:
-    """Return for each result whether the error is at most twice the error of the reference."""
+    """Return for each result whether its error is at most twice the error of the reference.
+
+    Both errors are differences from the outcome of the reference in double.
+    """
 
     def is_near(one: Any, other: Any, double: Any) -> bool:
         if not isinstance(one, Tensor) or one.dtype in declared or one.shape != other.shape:
             return False
         if one.dtype is not other.dtype or not one.is_floating_point() or one.itemsize > 4:
             return False
-        # Both may round to the dtype of an argument first.
+        # The provider and the reference may round intermediate values to the dtype of an argument.
         eps = max(torch.finfo(t.dtype).eps for t in (*arguments, one) if t.is_floating_point())
         one, other = one.double(), other.double()
         finite = double.isfinite() & other.isfinite()
@@ -101,10 +108,10 @@ def _as_near_as_reference(
 
 
 def reference_outcome(call: Call) -> list[Any]:
-    """Return the outcome of a call with the reference.
+    """Return the outcome of a call that runs the reference kernel.
 
     Raises:
-        NotImplementedError: the reference refuses the call.
+        NotImplementedError: the reference raises for these arguments.
     """
     if call.reference is None:
         with only(call.op, REFERENCE):
@@ -115,14 +122,14 @@ def reference_outcome(call: Call) -> list[Any]:
 
 
 def provider_of(call: Call, name: str) -> Provider:
-    """Return the kernel of a provider for the device of a call."""
+    """Return the provider's kernel for the device of a call."""
     device = next((t.device.type for t in call.tensors), "cpu")
     found = [each for each in providers_of(call.op) if each.name == name]
     return min(found, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
 def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Check that gradients with the kernels of a provider agree with the reference."""
+    """Check that gradients computed with a provider's kernels agree with the reference kernel's."""
     function, inputs = call.function()
     tolerance = {torch.double: (1e-7, 1e-7), **provider_of(call, provider).tolerance}
     with in_order({"*": [REFERENCE]}):
@@ -134,7 +141,7 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
 
 
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
-    """Check that rows have the same bits alone and in batches, at each position.
+    """Check that the result for a row has the same bits alone and at each position of a batch.
 
     Args:
         call: the call.
@@ -175,12 +182,12 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
-    """Check that `supports` depends only on arguments, and rejects calls that raise.
+    """Check that `supports` depends only on arguments, and rejects calls that the kernel rejects.
 
     Args:
         call: the call.
         provider: the name of the provider.
-        first: the first answer of `supports` in this process, if known.
+        first: the value that `supports` returned first in this process, if known.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
@@ -236,7 +243,10 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Return zeros for a sparse tensor, because `supports` gets the data of such a tensor."""
+    """Replace a sparse tensor by zeros of the same shape, and return other tensors unchanged.
+
+    `supports` can read the data of sparse tensors, and must not depend on it.
+    """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 
 

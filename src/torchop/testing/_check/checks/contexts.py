@@ -48,7 +48,7 @@ def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any)
 
 
 def draws_for_each(call: Call) -> None:
-    """Check that `vmap` respects `randomness`."""
+    """Check that `vmap` draws random numbers as its argument `randomness` requires."""
     run, originals = probes.on_tensors(call.op, *call.example)
     mapped = [torch.stack([original, original, original]) for original in originals]
     seed_torch(0)
@@ -103,7 +103,7 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 
 
 def runs_in_autocast(call: Call) -> None:
-    """Check that autocast changes nothing, or casts some of the inputs."""
+    """Check that a call under autocast has the same outcome as without, or with inputs cast."""
     tensors = call.tensors
     device = tensors[-1].device
     lower = torch.get_autocast_dtype(device.type)
@@ -145,10 +145,10 @@ def runs_in_inference_mode(call: Call) -> None:
 
 
 def takes_subclasses(call: Call) -> None:
-    """Check that subclasses of Tensor that only forward calls do not change the outcome."""
+    """Check that passing tensor subclasses that only forward calls does not change the outcome."""
 
     class PassingFunctionTensor(torch.Tensor):
-        """A subclass without any behavior."""
+        """A subclass with the default `__torch_function__`, which only forwards calls."""
 
     with torch.no_grad():
         expected = call.again()
@@ -165,7 +165,7 @@ def takes_subclasses(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases
+# Cases. The report prints the first line of each docstring, the question that the check answers.
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
@@ -192,7 +192,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         written_places = subject.written_places(example)
         for in_dims in choices[:9]:
             if any(in_dims[place] is None for place in written_places):
-                continue  # vmap cannot write a batch into one tensor
+                continue  # vmap cannot write a batch of results into a tensor that is not mapped
             yield _mapped(example, in_dims=in_dims)
         yield _mapped(example, in_dims=choices[0], chunk_size=2)
         if all(tensor.dim() for tensor in tensors):

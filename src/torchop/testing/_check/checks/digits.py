@@ -25,12 +25,12 @@ def _in_double(tensor: Tensor) -> Tensor:
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
     """Check that the result agrees with the result in double, up to the precision of the dtype.
 
-    Without tolerances, the bound is estimated: each input moves by one unit of this precision, and
-    the largest change of the results in double is the error to expect.
+    Without tolerances, the acceptable error is estimated: each input changes by one unit in the
+    last place of the dtype, and the largest change of the results in double is the bound.
     """
 
     def moved(share: float) -> Any:
-        """Return the outcome in double of inputs that differ by this share of one unit."""
+        """Return the outcome in double, after changing each input by `share` of one unit."""
         example = call.changed(
             lambda t: (
                 t.double() * (1 + share * torch.finfo(t.dtype).eps * probes.signs_like(t))
@@ -112,7 +112,8 @@ def keeps_digits_of_half(call: Call) -> None:
 def keeps_float_arguments(call: Call, name: str) -> None:
     """Check that the kernel reads a float argument as a double, not as float32.
 
-    If a change by 2**-20 moves every result, a change by 2**-32 must move them too.
+    A change of the argument by 2**-32 is lost in float32. If a change by 2**-20 changes every
+    result, a change by 2**-32 must change the results too.
     """
     value = call.kwargs[name]
 

@@ -27,7 +27,7 @@ from torchop.testing.process_state import seed_torch
 def describes_results(call: Call, symbols: bool = False) -> None:
     """Check that the fake kernel returns the metadata of the real results.
 
-    With `symbols`, the fake kernel gets symbolic sizes.
+    With `symbols`, the fake tensors passed to the fake kernel have symbolic sizes.
     """
     succeeds(call)
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
@@ -42,7 +42,7 @@ def describes_results(call: Call, symbols: bool = False) -> None:
 def assert_same_metadata(
     fakes: Sequence[Any], reals: Sequence[Any], what: str, whose: str = "the fake kernel"
 ) -> None:
-    """Raise AssertionError if fake results describe other results than the real ones."""
+    """Raise AssertionError if the metadata of fake results differs from the real results."""
     if len(fakes) != len(reals):
         raise AssertionError(f"{whose} returns {len(fakes)} {what}s, but the kernel {len(reals)}.")
     for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
@@ -77,7 +77,7 @@ def _with_fake_tensors(example: Example, symbols: bool) -> Any:
 
 
 def _metadata(fake: Tensor, real: Tensor) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name of each property that must agree, with the fake and the real value."""
+    """Yield `(name, fake value, real value)` for each property that must agree."""
     yield "dtype", fake.dtype, real.dtype
     yield "layout", fake.layout, real.layout
     yield "device", fake.device.type, real.device.type
@@ -106,8 +106,9 @@ _CONTIGUOUS = (
 def fakes_on_the_device(call: Call, device: str) -> None:
     """Check that the fake kernel returns floating-point tensors on the device of the arguments.
 
-    Fake tensors have no memory, so the device need not exist. A second call changes the default
-    device. Tensors that stay on the CPU in both calls are on the CPU on purpose.
+    Fake tensors have no memory, so the device need not exist. A result on the CPU is an error only
+    if it follows the default device in a second call: then the fake kernel omitted `device=`. A
+    result that stays on the CPU in both calls is on the CPU on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
@@ -167,7 +168,7 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 
     Args:
         call: the call.
-        dynamic: sizes. Dimensions with such a size are exported as dynamic.
+        dynamic: the sizes to export as dynamic, in every dimension that has one of them.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 
@@ -208,7 +209,7 @@ def registers_autograd(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases
+# Cases. The report prints the first line of each docstring, the question that the check answers.
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
@@ -300,7 +301,7 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _open_sizes(subject: Subject, example: Example) -> list[int]:
-    """Return the sizes of an example that the kernel accepts other sizes for."""
+    """Return the sizes of an example that can be changed without the kernel raising."""
 
     def is_open(size: int) -> bool:
         resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]

@@ -28,7 +28,8 @@ from torchop.testing.process_state import seed_torch
 def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
     """Check gradients with finite differences.
 
-    If they disagree, the inputs may be at a kink, so the check is repeated near them.
+    If they disagree, the inputs may lie where the function has a kink, such as relu at 0. So the
+    check is repeated at nearby inputs.
     """
     function, inputs = call.function()
     check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
@@ -40,7 +41,7 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
     def check_at(tensors: Any) -> None:
         if is_large and order == 1 and not forward:
-            # first, because gradcheck needs minutes to report a wrong gradient
+            # Check one direction first, because gradcheck takes minutes to report a wrong gradient.
             probes.slope_is_right(function, tensors)
         check(function, tensors, **options)
 
@@ -56,10 +57,10 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
-    """Return the tensors that require grad, with random numbers added.
+    """Return the tensors that require grad, with random numbers up to `distance` added.
 
     Raises:
-        CannotCheck: `valid` of `register_examples` rejects these.
+        CannotCheck: `valid` of `register_examples` rejects the changed tensors.
     """
     moved = call.changed(
         lambda t: (
@@ -106,7 +107,7 @@ def gradients_are_numbers(call: Call, what: str) -> None:
 def slopes_are_right(call: Call) -> None:
     """Check gradients in float32 with finite differences, in one direction, at three points.
 
-    They must agree at one point, because the others may be kinks.
+    They must agree at one of the points only, because the function may have kinks at the others.
     """
     function, _ = call.function()
     problem: RuntimeError | None = None
@@ -124,10 +125,11 @@ def slopes_are_right(call: Call) -> None:
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Check that backward detects writes to arguments or results, or does not depend on them.
+    """Check that backward raises, or is unaffected, if a tensor was written after the forward.
 
-    Also check that backward does not write into the incoming gradients, because autograd may pass
-    them to other nodes too.
+    The check writes to the arguments and results between forward and backward. It also checks that
+    backward does not write into incoming gradients, because autograd may pass the same gradient
+    tensor to other nodes.
     """
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
@@ -195,7 +197,7 @@ WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
 
 
 def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
-    """Check that gradients agree with those computed in other `ways`, keys of `WAYS`."""
+    """Check that autograd's gradients agree with gradients computed in `ways`, keys of `WAYS`."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -204,7 +206,7 @@ def same_gradients(call: Call, ways: Sequence[str], **tolerances: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases
+# Cases. The report prints the first line of a check's docstring, the question that it answers.
 
 gradient_case = functools.partial(Case, group="gradient")
 
@@ -235,7 +237,7 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 
 def trainable_example(subject: Subject) -> Example | None:
-    """Return the first example, requiring grad; None if the operator has no formula."""
+    """Return the first example with tensors that require grad; None without a formula."""
     if subject.schema.is_mutable:
         return None
     try:
@@ -247,7 +249,7 @@ def trainable_example(subject: Subject) -> Example | None:
 
 
 def requiring_grad(example: Example) -> Example:
-    """Return the example with floating-point tensors that require grad."""
+    """Return a copy of the example where all floating-point tensors require grad."""
     return example.map(
         lambda t: t.detach().requires_grad_() if t.dtype.is_floating_point else t.detach()
     )
@@ -325,8 +327,8 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
 def _of_reads(example: Example) -> list[int]:
     """Return the indices of integer tensors whose elements may be equal, such as gather indices.
 
-    Scatter indices may have to be distinct. They have as many elements as some tensor has rows, so
-    integer tensors of such a size are left out.
+    An operator may require distinct scatter indices. Scatter indices have one element for each row
+    of another tensor, so integer tensors with such a number of elements are left out.
     """
     floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
     lengths = {size for tensor in floats for size in tensor.shape}
@@ -338,7 +340,7 @@ def _of_reads(example: Example) -> list[int]:
 
 
 def _leaf(example: Example, before: Example) -> Example:
-    """Return the example with the same tensors requiring grad as before."""
+    """Return the example where the tensors require grad that require grad in `before`."""
     pairs = zip(example.tensors, before.tensors, strict=True)
     return example.with_tensors([t.detach().requires_grad_(o.requires_grad) for t, o in pairs])
 

@@ -1,4 +1,4 @@
-"""Checks of backward: layouts of incoming gradients, and tensors that require no grad."""
+"""Checks of backward: incoming gradients in other layouts, and inputs that require no grad."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torchop.testing.process_state import seed_torch
 
 
 def incoming_gradient(result: Tensor) -> Tensor:
-    """Return an incoming gradient for a result, with different elements."""
+    """Return an incoming gradient for a result. Its elements differ from each other."""
     values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
     return values.reshape(result.shape).to(result.dtype)
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives are the same if other tensors require no grad."""
+    """Check that second derivatives by one tensor are the same if the others require no grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -63,7 +63,8 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Layouts of incoming gradients, with an operation that passes them.
+# Layouts of incoming gradients. Each has a description, which names an operation whose backward
+# passes such gradients, and a function that copies a gradient into the layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -74,10 +75,10 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
-    """Repeat the first elements of dimensions by stride 0.
+    """Repeat the first element along each dimension in `dims`, with stride 0.
 
-    The memory is large enough for a contiguous tensor, so a kernel that ignores the strides reads
-    NaN, and not out of bounds.
+    The memory is as large as for a contiguous tensor, and filled with NaN. A kernel that ignores
+    the strides therefore reads NaN instead of memory out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values
@@ -88,9 +89,9 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Check that backward returns the same for an incoming gradient in this layout.
+    """Check that backward returns the same gradients if an incoming gradient has this layout.
 
-    The gradient of one result at a time has the layout. The others are contiguous.
+    One incoming gradient at a time has the layout. The gradients of other results are contiguous.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
@@ -129,9 +130,10 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
 
 
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
-    """Return a description of the difference; an empty string if they agree up to rounding."""
+    """Describe how two lists of gradients differ; return "" if they agree up to rounding."""
     try:
-        # Kernels may round differently, but a wrong stride changes much more.
+        # A kernel may round differently in another layout. Ignored strides cause larger differences
+        # than the rounding of float16.
         tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
         probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:

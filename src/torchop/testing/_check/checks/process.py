@@ -1,4 +1,4 @@
-"""Checks of side effects: on the process, on later calls, and on other threads."""
+"""Checks of a call's side effects on the process, on later calls, and on other threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torchop.testing.process_state import (
 
 
 def _differ(actual: Any, expected: Any) -> bool:
-    """Return whether the bits of two outcomes differ."""
+    """Return whether two outcomes differ in any bit."""
     try:
         probes.assert_same(actual, expected, "", rtol=0, atol=0)
     except AssertionError:
@@ -52,11 +52,13 @@ def _differ(actual: Any, expected: Any) -> bool:
 
 
 def is_repeatable(call: Call, first: Any = None) -> None:
-    """Check that equal calls return equal bits, in 5 to 300 calls within 0.2 seconds.
+    """Check that calls with the same arguments return the same bits.
+
+    Makes 5 to 300 calls, for about 0.2 seconds.
 
     Args:
         call: the call.
-        first: the outcome of the first call in the process. By default, a call is made.
+        first: the outcome of the first call in the process. By default, the probe makes a call.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -80,14 +82,14 @@ def _drawn(call: Call, seed: int) -> list[Any]:
 
 
 def draws_from_its_generator(call: Call) -> None:
-    """Check that results depend on the passed generator only."""
+    """Check that random results depend only on the generator passed as an argument."""
     drawn = [_drawn(call, seed) for seed in (1, 2)]
     what = "with an equal generator, and another seed of PyTorch's default generator"
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
 
 
 def draws_anew(call: Call) -> None:
-    """Check that results depend on the seed, or that the call advances a generator."""
+    """Check that results change with the seed, or that the call advances a generator."""
     results = []
     for seed in range(16):
         seed_all(seed)
@@ -108,10 +110,11 @@ def has_no_memory(call: Call, others: Any) -> None:
     single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
     for what, calls in [*single, ("several others", others)]:
         for other in calls:
-            with contextlib.suppress(Exception):  # a refused call must not change results either
+            with contextlib.suppress(Exception):  # failed calls must not change results either
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # Change the values of tensors in place, and compare with calls on the same values elsewhere.
+    # A kernel may cache results by address. So change the values of tensors in place, and compare
+    # with a call on copies of the new values at other addresses.
     try:
         call.changed(_doubled)
     except CannotCheck:
@@ -119,7 +122,7 @@ def has_no_memory(call: Call, others: Any) -> None:
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
     probes.mapped(same, lambda t: t.copy_(_doubled(t)))
-    # 32 copies, because a few may reuse the address of an earlier argument.
+    # 32 copies, because the allocator may place a few at the address of an earlier argument.
     elsewhere = [probes.copies(same) for _ in range(32)]
     try:
         here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
@@ -134,7 +137,7 @@ def _doubled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keeps_no_input(call: Call) -> None:
-    """Check that nothing holds the memory of the arguments after the call."""
+    """Check that the memory of the arguments can be freed after the call."""
     names = iter(call.names)
     watched = []
 
@@ -167,19 +170,22 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # A first run also fills caches of the process, so only repeated growth is a leak.
+    # The first run may also fill caches, so only growth in a second run is a leak.
     if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
         raise AssertionError(f"memory grows with every {calls // 4} calls: {growths}.")
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """Return the counters that grow in all windows of `each` calls, with the growth per window."""
+    """Return the counters that indicate a leak, with their growth in each window of `each` calls.
+
+    Such a counter grows in every window, by about the same amount.
+    """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     # A full collection clears CPython's free lists, such as 2,000 tuples of each length. Freezing
     # keeps it fast, because it then skips all older objects.
     gc.freeze()
-    # Each counter with the growth per call that is a leak.
+    # For each counter, its getter and the growth per call from which it counts as a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),
@@ -211,13 +217,17 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
 
 
 def leaves_process_alone(call: Call, draws: bool = False) -> None:
-    """Check that the call changes no process state. If it `draws`, generators may advance."""
-    # Values that a kernel is unlikely to set itself.
+    """Check that the call changes no process state, such as default dtypes, modes and seeds.
+
+    With `draws`, the call may advance random number generators.
+    """
+    # Set the state to values that a kernel is unlikely to set, so that a write changes the state.
     seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
-        # A filter that no kernel sets, and that suppresses warnings of the call.
+        # No kernel sets this filter, so the check detects a kernel that replaces the filters. The
+        # filter also suppresses warnings of the call.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         call.op(*example.args, **example.kwargs)
@@ -245,7 +255,7 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases
+# Cases. The report prints the first line of each docstring, the question that the check answers.
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
@@ -265,7 +275,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
             shrink=False,
         )
         arguments = (*example.args, *example.kwargs.values())
-        # With probability 0 or 1, dropout and similar operators draw nothing.
+        # Dropout and similar operators draw no random numbers if the probability is 0 or 1.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", example, probe=draws_from_its_generator)
@@ -283,7 +293,7 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Return calls with other values, other sizes, and of other examples."""
+    """Return calls with other values, calls with other sizes, and calls with other examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
@@ -302,7 +312,7 @@ def kept(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("the memory of the arguments", example, probe=keeps_no_input, shrink=False)
 
 
-_LONGEST = 60  # seconds for the calls that look for leaks
+_LONGEST = 60  # the time limit in seconds for the repeated calls of `leaks`
 
 
 def leaks(subject: Subject, details: Details) -> Iterator[Case]:
@@ -337,7 +347,10 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
-    """Check that two threads that call at once, with different values, get the right results."""
+    """Check that two threads that call the operator at the same time get the right results.
+
+    The threads pass different values. Both must finish within `seconds`.
+    """
     calls = [tuple(call.example), tuple(call.other_values())]
     try:
         pairs = [(each, call.again(each)) for each in calls]
@@ -352,8 +365,9 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
             for _ in range(25):
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
-                right = expected[: len(result)]  # without written arguments
-                # With tolerances, because OpenMP uses fewer threads if another call is busy.
+                right = expected[: len(result)]  # the results come before the written arguments
+                # With tolerances, because the number of OpenMP threads, and so the order of a sum,
+                # depends on the other call.
                 probes.assert_same(result, right, "in two threads", **tolerances)
         except BaseException as error:
             problems.append(error)

@@ -28,13 +28,13 @@ from torchop.testing.process_state import restored
 
 
 def of_providers(subject: Subject) -> Iterator[Subject]:
-    """Yield a copy of the subject for each provider of the operator."""
+    """Yield a `Subject` for each provider of the operator, with the same examples."""
     device = next((t.device.type for each in subject.examples for t in each.tensors), "cpu")
     kernels: dict[str, list[Provider]] = {}
     for provider in providers_of(subject.op):
         kernels.setdefault(provider.name, []).append(provider)
     for several in kernels.values():
-        # A kernel for this device takes precedence over a kernel for every device.
+        # Prefer a kernel for this device type to a kernel for all device types.
         fitting = [p for p in several if device in p.devices]
         fitting = fitting or [p for p in several if None in p.devices]
         provider = (fitting or several)[-1]
@@ -46,27 +46,27 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
         )
         made = subject.with_provider(provider, unsupported)
         pairs = provider.tolerance.values()
-        if pairs:  # for comparisons of the kernel with itself in other settings
+        if pairs:  # compare calls of this kernel with each other up to its declared tolerance
             limits = map(max, zip(*pairs, strict=True))
             made.tolerances = dict(zip(("rtol", "atol"), limits, strict=True))
         yield made
 
 
 def order_of(subject: Subject) -> str | None:
-    """Return the provider under test; None for an operator with one kernel."""
+    """Return the name of the provider under test; None for an operator without providers."""
     if subject.provider is not None:
         return subject.provider.name
     return REFERENCE if providers_of(subject.op) else None
 
 
 def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Return a context where calls run the kernel under test."""
+    """Return a context where calls run the kernel of the provider under test."""
     name = order_of(subject)
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
 
-# The variants for comparisons with the reference. Whether sums of extreme numbers overflow depends
-# on the order of additions.
+# The variants for comparisons of a provider with the reference. "extremes" is excluded, because
+# whether a sum of extreme numbers overflows depends on the order of additions.
 _COMPARED = [
     variant
     for name, variant in VARIANTS.items()
@@ -75,14 +75,18 @@ _COMPARED = [
 
 
 def declared(subject: Subject) -> Provider:
-    """Return the provider under test, or raise CannotCheck without one."""
+    """Return the provider under test.
+
+    Raises:
+        CannotCheck: the operator has no provider.
+    """
     if subject.provider is None:
         raise CannotCheck("the operator has no provider")
     return subject.provider
 
 
 def compared(subject: Subject, details: Details) -> Iterator[Case]:
-    """Yield the cases of all variants, each with the record of the reference."""
+    """Yield the cases of all variants, after recording each call with the reference kernel."""
     base = subject.of_reference
     declared(subject)
     for variant in _COMPARED:
@@ -153,7 +157,7 @@ def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         tensors = [t if probes.is_plain(t) and t.dim() else None for t in example.tensors]
         rows = next((len(t) for t in tensors if t is not None), 0)
-        # The tensors with as many rows as the first are the batch.
+        # The tensors with as many rows as the first tensor have a batch dimension.
         batched = [n for n, t in enumerate(tensors) if t is not None and len(t) == rows]
         if rows:
             options = {"provider": provider, "batched": batched}

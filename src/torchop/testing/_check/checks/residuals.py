@@ -32,7 +32,7 @@ def same_in_training(call: Call) -> None:
 
 
 def residuals_stay(call: Call) -> None:
-    """Check that residuals are fresh tensors that a later call does not change."""
+    """Check that residuals own their memory, so that a later call does not change them."""
     form, flat = _training(call)
     residuals = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     before = [tensor.clone() for tensor in residuals]
@@ -59,7 +59,7 @@ def every_residual_is_read(call: Call) -> None:
     declared = _definition(call.op).declaration.residuals
     named, read = declared.named, set()
 
-    class Watched(named):  # type: ignore[misc, valid-type]  # known at run time
+    class Watched(named):  # type: ignore[misc, valid-type]  # the base class is a variable
         def __getattribute__(self, name: str) -> Any:
             read.update({name} & set(named._fields))
             return super().__getattribute__(name)
@@ -74,7 +74,7 @@ def every_residual_is_read(call: Call) -> None:
 
     declared.named = Watched
     try:
-        with native.disabled():  # call plans hold the original class
+        with native.disabled():  # native calls would create residuals of the original class
             call.op(*call.args, **call.kwargs)
     finally:
         declared.named = named
@@ -87,7 +87,7 @@ def every_residual_is_read(call: Call) -> None:
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the training form of the operator, and the arguments for this call."""
+    """Return the operator that also returns residuals, and the arguments for this call."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)
@@ -106,11 +106,14 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases
+# Cases. The report prints the first line of the docstring, the question that the check answers.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are residuals fresh, used, and described by the fake kernel, and do results stay the same?"""
+    """Are residuals new tensors that setup_context reads and the fake kernel describes?
+
+    The check also compares the results of calls with and without residuals.
+    """
     definition = _definition(subject.op)
     if definition is None or definition.declaration.residuals is None:
         raise CannotCheck("it declares no residuals")
@@ -124,5 +127,5 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    args, kwargs = examples[0].copy()  # last, because a wrong operator may raise
+    args, kwargs = examples[0].copy()  # after all cases, because a wrong operator may raise here
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)

@@ -28,7 +28,7 @@ def same_as_contiguous(
 ) -> None:
     """Check that the call agrees with a call on contiguous copies, or with `expected`.
 
-    It must not write to the memory around the tensors.
+    Also check that the call does not write to the memory around the tensors.
     """
     succeeds(call)
     if call.record.swapped is not None:
@@ -39,12 +39,12 @@ def same_as_contiguous(
     try:
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
     except AssertionError:
-        writes_every_element(call, what)  # a clearer message, if that is the cause
+        writes_every_element(call, what)  # raises a clearer message if elements are uninitialized
         raise
 
 
 def same_or_refused(call: Call, what: str) -> None:
-    """Check that the call raises, or agrees with a call whose arguments share no memory."""
+    """Check that the call raises, or agrees with a call on copies that share no memory."""
     if call.record.error is None:
         probes.assert_same(call.record.outcome, call.contiguous, what)
 
@@ -53,7 +53,7 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
     """Check that no element of the results is uninitialized memory from `torch.empty`."""
     succeeds(call)
     if call.record.mutation is not None:
-        return  # a second call would get other arguments
+        return  # the first call changed the arguments, so a second call cannot be compared
     for index, (one, other) in enumerate(zip(call.record.outcome, _in_zeros(call), strict=True)):
         try:
             probes.assert_same([one], [other], what, **tolerances)
@@ -75,7 +75,7 @@ def _in_zeros(call: Call) -> list[Any]:
 
 
 def keeps_its_schema(call: Call) -> None:
-    """Check that the call writes only declared arguments, and returns fresh memory."""
+    """Check that the call writes only arguments declared as mutated, and returns new memory."""
     succeeds(call)
     if call.record.mutation is not None:
         raise call.record.mutation
@@ -97,7 +97,7 @@ def keeps_its_schema(call: Call) -> None:
                     f"{where} and {other_place} of {schema} share memory. Return a copy of one."
                 )
         example = call.example.copy()
-        # A kernel that returns the same tensor in each call overwrites an earlier result.
+        # A kernel that returns the same tensor in each call overwrites the first result here.
         later = dict(named_outputs(call.op(*example.args, **example.kwargs)))
         for where, tensor in outputs:
             if where in later and _share_memory(tensor, later[where]):
@@ -131,7 +131,7 @@ def _is_same_view(left: Tensor, right: Tensor) -> bool:
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:
-    """Check that every element is written, and agrees with a reference."""
+    """Check that every element of the results is written, and agrees with `expected` if given."""
     if options.get("values", True):
         writes_every_element(call, what)
     if expected is not None:
@@ -143,8 +143,8 @@ def ignores_num_threads(
 ) -> None:
     """Check that results do not depend on the number of threads.
 
-    Random numbers may depend on it if the call `draws` them. If the call `is_large`, the order of a
-    sum and the choice between equal elements may depend on it too.
+    If the call `draws` random numbers, they may depend on the number of threads. If the call
+    `is_large`, the order of a sum and the choice between equal elements may depend on it too.
     """
 
     def outcome() -> Any:
@@ -160,7 +160,8 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # Enlarged arguments may be inconsistent, and the kernel may read out of bounds.
+        # Not an error: enlarged arguments may be inconsistent, so that the kernel reads out of
+        # bounds and returns arbitrary values.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
