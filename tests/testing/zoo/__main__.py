@@ -41,9 +41,9 @@ The columns count wrong operators:
   operators{kinds} ({families});
 - *alone*: the operators that no other check reports in this run.
 
-A check with 0 in the last column stays if others report the faults only by accident, or if the run
-has left out the operators. Two checks need an accelerator. Their wrong operators are in
-`tests/integration/device`. `nox -s zoo -- --page` measures and writes this page.
+A check with 0 in the last column is useful nevertheless if other checks report its faults only by
+accident, or if the run has left out its operators. Two checks need an accelerator; their wrong
+operators are in `tests/integration/device`. `nox -s zoo -- --page` measures and writes this page.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |
