@@ -1,9 +1,9 @@
 """Compiled rules and installers.
 
 Every operator owns one instance of each compiled rule, which holds the functions registered for it
-(kernels, the fake kernel, the backward formula, ...). Installers run when an operator is defined
-and register its initial dispatcher kernels and mode rules. Instances of `torchop.Rule` are in
-`user`.
+(kernels, the fake kernel, the backward formula, ...). Installers run when an operator is defined.
+They register the operator's first dispatcher kernels, and its default rules for TorchDispatchModes.
+The package `user` contains the rules that are instances of the public class `torchop.Rule`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The autocast rule."""
+"""The autocast rule: the dtype to which autocast casts the inputs of an operator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """For each device type, the dtype to which autocast casts floating-point inputs."""
+    """The dtypes to which autocast casts an operator's floating-point inputs, by device type."""
 
     dtypes: Mapping[str, torch.dtype] = NOTHING
 

@@ -1,7 +1,7 @@
 """Rules for selective activation checkpointing.
 
-They combine the policy of an operator with the policy function of the checkpointed region, and save
-the results of effectful and random operators.
+The rules combine an operator's checkpoint policy with the checkpointed region's policy function,
+and save the results of effectful and random operators.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Decision(NamedTuple):
 
     Attributes:
         registered: the policy as the user registered it, for cache keys.
-        decide: returns the policy of a call, given the context and the arguments.
+        decide: returns the policy for a call, given PyTorch's selective checkpoint context and the
+            arguments of the call.
     """
 
     registered: str | Callable[..., Any]
@@ -33,10 +34,10 @@ class Decision(NamedTuple):
 
 
 def install(definition: Definition) -> None:
-    """Prevent compilers from recomputing a random operator in the backward.
+    """Prevent compilers from recomputing the operator in the backward if it is random.
 
-    The functionalization rule does the same for operators that mutate arguments, and
-    `register_for_checkpoints` for helper operators.
+    For operators that mutate arguments, the functionalization rule does this, and for helper
+    operators, `register_for_checkpoints` does.
     """
     declaration = definition.declaration
     if (
@@ -48,7 +49,7 @@ def install(definition: Definition) -> None:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Handle a call in a checkpointing mode, for an operator with a policy or an effect."""
+    """Handle a call to an operator with a policy or an effect in a checkpointing mode."""
     if registries.effect_of(op._name) is not None:
         # Otherwise a compiler could recompute the call in the backward, together with all earlier
         # effectful calls. PyTorch's pass that prevents recomputation does not cover this case.
@@ -58,7 +59,7 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
 
 
 def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register the default rules of an operator for checkpointing modes and for traces.
+    """Register an operator's default rules for checkpointing modes and for traces.
 
     Args:
         called: the operator.
@@ -79,7 +80,7 @@ def register_for_traces(called: object, op: OpOverload | None = None, extra: str
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call. Save the results if the operator is random or has a `SAVE` policy.
+    """Trace a call, and mark its results as saved if the operator is random or has a `SAVE` policy.
 
     Workaround for pytorch/pytorch#190758: under `activation_memory_budget`, the partitioner may
     recompute any node that is not marked MUST_SAVE.
@@ -96,9 +97,9 @@ def _saving(op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, 
 def saved_under_budget(
     op: Any, args: Any, kwargs: Any, proxy_mode: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which traced results are saved.
+    """Return a context that marks traced results as saved, if the operator requires this.
 
-    Return a null context if the operator is not random and does not have a `SAVE` policy.
+    Return a null context if the operator is neither random nor has a `SAVE` policy.
     """
     if Tag.nondeterministic_seeded not in op.tags:
         rule = get_rule("checkpoint_policy")
@@ -113,7 +114,7 @@ def saved_under_budget(
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator while the mode's policy function respects the policy of `op`."""
+    """Call the operator in a mode whose policy function respects the policy of `op`."""
     rule = get_rule("checkpoint_policy")  # the core must not import the rule
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
@@ -133,7 +134,7 @@ def _with_policies(
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """Return the operator's policy, unless only the region's policy is a `MUST` policy."""
+    """Return the region's policy if only it is a `MUST` policy, otherwise the operator's policy."""
     # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

@@ -1,4 +1,4 @@
-"""The effect rule. Compilers neither remove nor reorder calls of operators with a side effect."""
+"""The effect rule: compilers neither remove nor reorder calls to operators with side effects."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from torchop._schema.schema import Schema
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# The prefix of the names of TorchScript classes in schemas.
+# In schemas, the names of TorchScript classes start with this prefix.
 _CUSTOM_CLASS = "__torch__"
-# The effect that each operator had when it was last traced. By name and never removed, because
-# PyTorch's caches find compiled code by the operator's name.
+# The effect that each operator had when it was last traced. The keys are names, and entries are
+# never removed, because PyTorch's caches find compiled code by the operator's name.
 _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
     """The effect that `custom_op` or `register_effect` declares for an operator.
 
-    Graphs pass a token from one effectful call to the next, which prevents compilers from removing
-    or reordering them. Calls under vmap raise unless a vmap rule is registered, because vmap does
-    not define how often the effect happens for a batch.
+    Graphs pass a token from one effectful call to the next, so compilers cannot remove or reorder
+    these calls. vmap does not define how often the effect happens for a batch, so calls under vmap
+    raise unless a vmap rule is registered.
     """
 
     declared: Declared = None
@@ -42,7 +42,7 @@ class EffectRule(CompiledRule[Declared]):
     remove_vmap_guard: Callable[[], object] | None = None
 
     def watch(self) -> None:
-        """Check each traced call: see `functionalize_unless_dropped`."""
+        """Check each traced call with `functionalize_unless_dropped`."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             registries.register_default_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
@@ -101,13 +101,13 @@ class EffectRule(CompiledRule[Declared]):
         )
 
     def _withdraw_watch(self) -> None:
-        """Undo `watch`, unless another library has declared an effect."""
+        """Undo `watch`, unless another library has declared an effect since."""
         if registries.effect_of(str(self.definition)) is None:
             registries.remove_default_rules(str(self.definition), FunctionalTensorMode)
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Check traced calls if the operator returns nothing, and later declare the effect."""
+    """Check traced calls if the operator returns nothing. Return a function that sets an effect."""
     schema, effect = definition.schema, definition.declaration.effect
     if schema.returns_nothing:
         definition.rule(EffectRule).watch()
@@ -124,7 +124,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
-    """Return the effect that `custom_op` declares. Warn if the operator should declare one."""
+    """Validate the `effects` argument of `custom_op`. Warn if it is missing but looks necessary."""
     declared = check_effect(name, effect, schema, "effects")
     if declared is not None:
         check_not_traced(name, declared)
@@ -140,7 +140,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Validate an effect. Raise ValueError if PyTorch would ignore it."""
+    """Validate an effect, and raise ValueError if PyTorch would ignore the effect."""
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
@@ -168,7 +168,7 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Raise if graphs that were compiled earlier would ignore a new effect."""
+    """Raise if a new effect comes too late, because earlier compiled graphs would ignore it."""
     effect = _kind(declared)
     before = _traced.get(str(name), effect)
     if before is effect:
@@ -221,8 +221,8 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     _traced[name] = effect
     if effect is None:
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    # The checkpointing rule does the same. But before PyTorch 2.13, regions without a policy have
-    # no checkpointing mode.
+    # The checkpointing rule also does this. But before PyTorch 2.13, regions without a policy
+    # function have no checkpointing mode, so that rule does not run.
     with checkpointing.saving_in_trace():
         return mode.__torch_dispatch__(op, types, args, kwargs)
 

@@ -1,8 +1,8 @@
-"""Define operators that are derived from another operator and deregistered together with it.
+"""Define operators that are derived from another operator, and deregistered with it.
 
 Users call some derived operators, such as the in-place form. The others are helper operators:
-`name__kind` replaces the operator `name` in compiled graphs. They are defined together with the
-operator, because graphs that are loaded from a cache or file look them up by name.
+`name__kind` replaces the operator `name` in compiled graphs. They are defined as soon as the
+operator is, because graphs that are loaded from a cache or file look them up by name.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ def define_helper_operator(
         definition: the operator. The helper operator has the same tags.
         kind: the suffix of the name.
         schema: the schema without the name.
-        function: the kernel.
-        fake: the fake kernel.
+        function: the kernel. fake: the fake kernel.
         tags: additional tags.
         error: the exception to raise if another package defined an operator of this name.
-        origin: the operator that the helper operator inherits public rules from. By default,
-            `definition`.
+        origin: the operator from which the helper operator inherits public rules (`torchop.Rule`).
+            By default, this is `definition`.
         convention: the calling convention of functions that users register for the helper operator.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
@@ -63,7 +62,7 @@ def define_helper_operator(
         name,
         Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        # An operator of another package has no known site.
+        # If another package defined the operator, its source location is unknown.
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
@@ -85,9 +84,11 @@ def define_derived(
     """Define an operator that is derived from `origin`.
 
     Args:
-        origin: the operator to inherit public rules from, such as sharding rules.
+        origin: the operator from which the derived one inherits public rules, such as sharding
+            rules.
         declaration: the declaration of the derived operator.
-        kind: how the operator is derived from `origin`, such as `"inplace"`. Public rules need it.
+        kind: how the operator is derived from `origin`, such as `"inplace"`. Public rules depend on
+            it.
         owner: deregistering this operator also deregisters the derived one. By default, `origin`.
         lib: a library whose closing also deregisters the derived operator.
     """

@@ -1,7 +1,7 @@
-"""The inlining rule: compilers replace a call of the operator by the operators in its function.
+"""The inlining rule: compilers replace a call with the operators in the operator's function.
 
-The graphs of Dynamo and `torch.export` still contain the call. It is replaced when AOTAutograd
-traces the graph for the backend, below autograd.
+The graphs of Dynamo and `torch.export` still contain the call, because it is replaced only later:
+when AOTAutograd traces the graph for the backend, below autograd.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Inlined(NamedTuple):
 
     Attributes:
         backends: the names of the backends. None means all backends.
-        launches: whether the function launches Triton kernels. Such a function only runs on GPUs,
-            so calls on a device with its own kernel are not inlined.
+        launches: whether the function launches Triton kernels. Such a function runs only on GPUs,
+            so a call on a device that has its own kernel is not inlined.
     """
 
     backends: tuple[str, ...] | None
@@ -111,10 +111,11 @@ class InliningRule(CompiledRule["Inlined | None"]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the rule for FunctionalTensorMode, if the declaration says that calls are inlined.
+    """Install the rule for FunctionalTensorMode, if the operator is declared as inlined.
 
     This must run before installers of other default rules for FunctionalTensorMode, because the
-    first default rule wins. Operators that mutate arguments have another rule, made by `around`.
+    first default rule wins. Operators that mutate arguments have another rule, which `around`
+    creates.
     """
     inlined = definition.declaration.inlined
     if inlined is None:
@@ -133,18 +134,18 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule for FunctionalTensorMode so that it inlines calls where this is declared.
+    """Wrap a rule for FunctionalTensorMode to inline the calls that are declared as inlined.
 
     Args:
         definition: the operator.
-        opaque: the rule that records a call of the operator in the graph.
+        opaque: the rule that records a call to the operator in the graph.
     """
     inlined = definition.declaration.inlined
     return opaque if inlined is None else _hook(definition, inlined, opaque)
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
-    """Return the first device of the arguments that has its own kernel, or None."""
+    """Return the first of the arguments' device types that has its own kernel, or None."""
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
@@ -152,7 +153,7 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
-    """Wrap an operator's function to explain errors that occur because it cannot be traced."""
+    """Wrap an operator's function to explain errors that occur if it cannot be traced."""
     assert definition.function is not None
     function = bind(definition.function, definition.schema)
 
@@ -183,7 +184,7 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
 def _hook(
     definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the rule for FunctionalTensorMode. It calls `opaque` if the call is not inlined."""
+    """Return the rule for FunctionalTensorMode, which inlines a call or passes it to `opaque`."""
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 
@@ -208,9 +209,9 @@ def _hook(
 def _chosen(
     definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return the kernel of the provider that would run the call, or None for the reference.
+    """Return the kernel of the provider that would run the call, or None for the reference kernel.
 
-    If `supports` of a provider depends on a symbolic size, the result becomes a guard.
+    If a provider's `supports` function reads a symbolic size, its result becomes a guard.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
     provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))

@@ -1,4 +1,4 @@
-"""The torch_dispatch rule, for TorchDispatchModes and Tensor subclasses."""
+"""The torch_dispatch rule: an operator's behavior in modes and on Tensor subclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """The registered functions of an operator, by TorchDispatchMode or Tensor subclass."""
+    """An operator's registered functions, by TorchDispatchMode or Tensor subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
@@ -39,7 +39,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def retract(self) -> None:
-        # Registered rules are removed when their library closes.
+        # Only default rules must be removed here, because a registered rule is removed when its
+        # library closes.
         registries.remove_default_rules(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:

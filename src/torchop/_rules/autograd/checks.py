@@ -73,7 +73,7 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
     """Raise GradientError if differentiating the kernel would be wrong or pointless.
 
     Args:
-        definition: the operator.
+        definition: the operator whose kernel would be differentiated.
         decomposes: whether the operator is a derived form that calls the functional operator.
     """
     schema = definition.schema
@@ -111,7 +111,7 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:
-    """Raise if a jvp alone would replace an autograd kernel of another library."""
+    """Raise if registering only a jvp would replace another library's autograd kernel."""
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
@@ -134,7 +134,8 @@ def _non_functional_problem(definition: Definition) -> str | None:
             "(torch.Tag.inplace) returns the tensor that it mutates, and can have one"
         )
     if schema.returns_written:
-        # Releases before PyTorch 2.13 have no torch.Tag.inplace, so the message omits it.
+        # PyTorch has torch.Tag.inplace only since 2.13, so the message omits the tag on older
+        # releases.
         tag = (
             " without being tagged as in-place (torch.Tag.inplace)"
             if form_tags(Form.INPLACE)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
-    """Wrap a formula to pass it only contiguous gradients.
+    """Wrap a backward formula so that it receives only contiguous gradients.
 
     Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
     conjugated (from `conj`).
@@ -25,8 +25,8 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# All wrapped formulas share this code object. Native calls recognize the wrapper by it, and call
-# `__wrapped__` directly if all gradients are contiguous.
+# All wrapped formulas share this code object. Native calls use it to recognize the wrapper. If all
+# gradients are contiguous, they skip the wrapper and call `__wrapped__`.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 

@@ -38,14 +38,15 @@ def raise_if_data_was_read(
 
     Args:
         definition: the operator.
-        part: the function that raised `error`, such as "backward formula".
+        part: a description of the function that raised `error`, such as "backward formula".
         values: the arguments of that function.
         error: the exception.
     """
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
-    # The other lines are advice about PyTorch's logs, and still appear in `__cause__`.
+    # Quote only the first line. The others are advice about PyTorch's logs, and `__cause__` still
+    # contains them.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
@@ -57,7 +58,7 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Describe why a tensor has no data."""
+    """Describe a tensor without data for messages, as in "in a compiler's trace"."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):

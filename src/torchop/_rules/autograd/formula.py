@@ -1,4 +1,4 @@
-"""The backward formula of an operator, as stored in the call plan."""
+"""An operator's backward formula, as native calls and the dispatcher use it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` accepts every function. The other two types are for the parameters of
-# lambdas.
+# `Callable[..., Any]` accepts every function. With the other two types, type checkers can infer the
+# types of a lambda's parameters.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
@@ -18,8 +18,8 @@ SetupContext = (
 class Formula:
     """A formula that the user registered. The subclass `DerivedFormula` needs no function.
 
-    A call through the dispatcher calls `run` and then `save`. Native calls happen without modes,
-    tracing and Tensor subclasses. They call `before_kernel`, the kernel, and `save`.
+    A call through the dispatcher calls `run` and then `save`. A native call, which is only possible
+    without modes, tracing and Tensor subclasses, calls `before_kernel`, the kernel, and `save`.
 
     Attributes:
         definition: the operator. None in `NO_FORMULA`, which all operators without a formula share.
@@ -35,7 +35,8 @@ class Formula:
             `before_kernel` returned. None if nothing is saved.
         before_kernel: `before_kernel(inputs, keyword_only_inputs)`, called in native calls only. If
             it returns NotImplemented, the call falls back to the dispatcher.
-        tangents: the forward-mode formula. Set when the rule compiles the call plan.
+        tangents: the forward-mode formula. The autograd rule sets it when it compiles the call
+            plan: the object that contains all functions that calls to the operator use.
     """
 
     def __init__(
@@ -65,11 +66,11 @@ class Formula:
 
     @property
     def cache_part(self) -> object:
-        """Return the part of the cache keys of compiled graphs that depends on the formula.
+        """Return the formula's part of the cache keys of compiled graphs.
 
-        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). Compilers trace a
-        function of the user, so the key depends on the code. A derived formula appears in graphs as
-        a call of a helper operator, so the title is enough.
+        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). Compilers trace the
+        user's function, so the key must depend on its code. In graphs, a derived formula is a call
+        to a helper operator, so its title is enough.
         """
         return self.function or self.title
 

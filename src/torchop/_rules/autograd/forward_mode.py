@@ -2,8 +2,8 @@
 
 For inputs with tangents, torchop calls the operator on the primals, calls the formula to get the
 output tangents, and combines both into dual tensors. These are ordinary calls, so outer transforms
-can differentiate them. If the call also records a gradient, the `autograd.Function` does this
-instead, because for forward-over-reverse the saved tensors must keep their tangents.
+can differentiate them. If the call also records a gradient, the operator's `autograd.Function`
+computes the tangents instead, because forward-over-reverse requires saved tensors with tangents.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 class ForwardContext(FunctionCtx):
     """The `ctx` of a forward-mode formula. It is not an autograd node.
 
-    `needs_input_grad` contains True for each input with a tangent. The entry for a list of tensors
-    is a list.
+    `needs_input_grad` contains True for each input that has a tangent. For a list of tensors, it
+    contains a list of such flags.
     """
 
-    # The methods of `FunctionCtx` set these attributes.
+    # The methods of the base class `FunctionCtx` set these attributes.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -76,7 +76,8 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # A `setup_context` that is shared with the backward may only call `save_for_backward`.
+        # A `setup_context` that is shared with the backward may call only `save_for_backward`, and
+        # not `save_for_forward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
 
@@ -87,7 +88,7 @@ def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> T
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Return whether any tensor in `values` has a tangent. A dual level must be active."""
+    """Return whether any tensor in `values` has a tangent. Call this only in a dual level."""
     return any(autograd.unpack_dual(tensor)[1] is not None for tensor in tensors_in(values))
 
 
@@ -117,7 +118,7 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """Call the forward-mode formula. Return one tangent or None for each output, flattened."""
+    """Call the forward-mode formula, and return a flat list with a tangent or None per output."""
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)

@@ -1,4 +1,4 @@
-"""The `torch.autograd.Function` of an operator.
+"""The `torch.autograd.Function` that records calls to an operator.
 
 Autograd ignores tensors inside lists. The function therefore takes each tensor of a list as a
 separate argument, and restores the lists before it calls `setup_context` and `backward`.
@@ -31,7 +31,7 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of the operator. `inputs` and `outputs` describe which values are lists."""
+    """A call to the operator. `inputs` and `outputs` describe which of its values are lists."""
 
     keyset: DispatchKeySet
     args: Sequence[Any]
@@ -43,10 +43,10 @@ class _Call:
 
 
 class _Pending(threading.local):
-    """Passes the current call from `apply` to `forward`.
+    """Thread-local storage that passes the current call from `apply` to `forward`.
 
-    As an argument of the function, the call would be an input of the autograd node, and every
-    backward would return a gradient of None for it.
+    If the call were an argument of the function, it would be an input of the autograd node, so
+    every backward would have to return a gradient of None for it.
     """
 
     call: _Call | None = None
@@ -96,7 +96,7 @@ def apply(
 def make_function(definition: Definition, rule_type: Any) -> Any:
     """Create the `autograd.Function` of an operator.
 
-    `rule_type` is `AutogradRule`, which cannot be imported here.
+    Pass `AutogradRule` as `rule_type`: importing it here would be circular.
     """
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
@@ -114,7 +114,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # If transforms are active, outer levels must differentiate the operators called here.
+            # If transforms are active, the outer levels must differentiate the operators that are
+            # called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
@@ -150,7 +151,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
         assert rule is not None  # otherwise the autograd kernel would have raised
-        # PyTorch disables forward mode in this method. Enable it to unpack the input tangents.
+        # PyTorch disables forward mode in this method, but unpacking the input tangents requires
+        # it.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
         )
@@ -161,7 +163,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # After an in-place operator on a view, the gradient has the shape of the base.
+    # If an in-place operator wrote to a view, the gradient has the shape of the view's base.
     may_check_fit = schema.form is not Form.INPLACE
 
     def on_error(error: Exception, ctx: Any, *grads: Any) -> None:
@@ -180,8 +182,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # Compiled autograd traces the first variant, so it only consists of Python code. The autograd
-    # engine calls the second variant, or the C++ implementation of it.
+    # Compiled autograd traces the first variant, so it must consist of Python code. The autograd
+    # engine calls the second variant, or its C++ implementation.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -206,7 +208,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             ):
                 flat: tuple[Tensor | None, ...] = result
                 return flat
-            # While tracing, `ctx` has no metadata of the inputs, so shapes are not compared.
+            # While tracing, `ctx` has no metadata about the inputs, so shapes cannot be compared.
             is_traced = are_plain is gradients.are_plain_in_python
             return flatten_and_check(args[0], result, fits=is_traced)
 
@@ -220,7 +222,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         jvp,
     )
     context = autograd.context_type(function)
-    # Defaults, because most calls do not set these attributes.
+    # Set defaults on the class, because most calls do not set these attributes.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
     # The engine calls `apply` of the context class. Replacing it avoids the lookups of `vjp`,
     # `backward` and `boxed_grads_call` in `BackwardCFunction.apply` (torch/autograd/function.py).
@@ -243,7 +245,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """Add a note to an error that a missing or incomplete `setup_context` caused."""
+    """If a missing or incomplete `setup_context` caused an error, add a note that says so."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -276,7 +278,7 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors of a node, also if the formula reads them several times.
+    """Return the saved tensors of a node, even if its formula reads `saved_tensors` several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
     only once. The tensors are cached while the backward runs, separately for each thread, because
@@ -293,7 +295,7 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors. In a double backward, differentiating residuals raises."""
     tensors = autograd.raw_saved_tensors(ctx)
-    # In a transform, the formula of the training form guards the residuals.
+    # In a transform, the formula of `name__with_residuals` guards the residuals.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
     guard = ctx._torchop_guard or ctx.non_differentiable  # native calls set the second attribute

@@ -29,8 +29,8 @@ _PLAIN = frozenset({Tensor, type(None)})
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
     """Return whether `gradients` is a tuple of length `count` that only contains Tensor and None.
 
-    The C++ function `are_plain` also compares shapes with the autograd node. This one is for
-    tracing, where `ctx` is not a node.
+    The C++ function `are_plain` also compares their shapes with the autograd node's inputs. While
+    tracing, `ctx` is not a node, so this function is used instead.
     """
     return (
         type(gradients) is tuple
@@ -42,7 +42,7 @@ def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
 def check_fit(
     definition: Definition, gradients: Sequence[Any], layout: Layout | None, ctx: Any
 ) -> None:
-    """Raise if the autograd engine would reject a gradient. Its own error has no operator name."""
+    """Raise if the autograd engine would reject a gradient, because its error names no operator."""
     for index, gradient, expected in _mismatches(gradients, ctx):
         if not sums_to(expected.shape, gradient.shape):
             problem = (
@@ -74,7 +74,7 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
 
 
 def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Yield the index, the gradient and the input's metadata of each mismatch between them."""
+    """Yield (index, gradient, input metadata) for each gradient that does not fit its input."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (
@@ -86,7 +86,7 @@ def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tenso
 
 
 def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
-    """Return whether autograd can sum a gradient of shape `of` to the shape `shape`."""
+    """Return whether autograd can reduce a gradient of shape `of` to `shape` by summing."""
     return len(shape) <= len(of) and all(
         size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)
     )
@@ -99,7 +99,7 @@ def flat_gradients(
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     while len(gradients) > len(arguments) and gradients[-1] is None:
-        gradients = gradients[:-1]  # like `autograd.Function`, allow additional None at the end
+        gradients = gradients[:-1]  # as in `autograd.Function`, allow additional None at the end
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
@@ -137,8 +137,8 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    With torch.library, a formula does not return gradients for trailing arguments that the call
-    omits. To support such formulas, gradients may be omitted for all trailing arguments that have a
+    In torch.library, a formula returns no gradients for trailing arguments that the call omits. To
+    support such formulas, a formula need not return gradients for trailing arguments that have a
     default and need no gradient.
     """
     count = len(arguments)
@@ -163,14 +163,13 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
 def in_fresh_memory(
     gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
 ) -> list[Tensor]:
-    """Copy gradients that share memory or have other strides than `torch.empty_like(like)`.
+    """Copy each gradient that shares memory, or has other strides than `torch.empty_like(like)`.
 
     Compiled code relies on the fake kernel, which returns `torch.empty_like(like)`. But a gradient
-    may be expanded, or be one of the incoming gradients.
+    that a formula returns may be expanded, or be one of the incoming gradients.
 
     Args:
-        gradients: the gradients.
-        likes: one tensor for each gradient.
+        gradients: the gradients. likes: one tensor for each gradient.
         inputs: tensors with which the gradients must not share memory.
     """
     taken = list(tensors_in(inputs))
@@ -190,8 +189,8 @@ def in_fresh_memory(
     return taken[count:]
 
 
-# The layout of a sequence of values: the length of each value that is a list, and None for each
-# other value. None instead of a layout means that no value is a list.
+# The layout of a sequence of values contains the length of each value that is a list, and None for
+# every other value. If there are no lists, None may replace the whole layout.
 Layout = tuple["int | None", ...]
 
 
@@ -211,7 +210,7 @@ def layout_of(values: Sequence[Any]) -> Layout | None:
 
 
 def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    """Replace each list in `values` by the entries of the list."""
+    """Replace each list in `values` with its items."""
     if layout is None:
         return values
     flat: list[Any] = []
@@ -224,7 +223,7 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
 
 
 def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
-    """Invert `flatten`."""
+    """Restore the lists that `flatten` replaced with their items."""
     if layout is None:
         return tuple(flat)
     rest = iter(flat)
@@ -232,7 +231,7 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Arrange gradients like `ctx.needs_input_grad`. Inputs that need no gradient get None."""
+    """Insert None for each input that needs no gradient, as `ctx.needs_input_grad` says."""
     layout = layout_of(needed)
     rest = iter(gradients)
     return unflatten([next(rest) if need else None for need in flatten(needed, layout)], layout)

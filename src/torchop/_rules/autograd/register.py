@@ -190,7 +190,7 @@ def register(
 ) -> None:
     """Register the backward formula of an operator, and optionally the forward-mode formula.
 
-    With `is_kernel`, `backward` is a backward kernel, which needs no `setup_context`.
+    If `is_kernel` is true, `backward` is a backward kernel, which needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)

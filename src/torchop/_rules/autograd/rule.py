@@ -1,4 +1,4 @@
-"""The autograd rule: the kernel at the Autograd key, and the formulas that it calls."""
+"""The autograd rule: an operator's kernel at the Autograd key, and the formulas that it calls."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class AutogradRule(CompiledRule[Formula]):
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # A function that calls differentiable operators instead. Used if the operator has no formula.
+    # If the operator has no formula, this function, which calls differentiable operators, replaces
+    # it.
     decomposition: Callable[..., Any] | None = None
-    # Created by the first call that records a gradient, because creating a class is slow.
+    # The autograd function. The first call that records a gradient creates it, because creating a
+    # class is slow.
     cached_function: Any = None
 
     def install(self) -> None:
@@ -50,7 +52,8 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
-        # Copy before changing attributes: older call plans share this object.
+        # Copy the formula before changing its attributes, because older call plans share the
+        # object.
         is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -126,7 +129,7 @@ class AutogradRule(CompiledRule[Formula]):
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # The decomposition writes into a copy, which transforms support.
+            # In transforms, no check is needed, because the decomposition writes into a copy.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
@@ -143,7 +146,7 @@ class AutogradRule(CompiledRule[Formula]):
 
 
 def install(definition: Definition) -> None:
-    """Install the autograd kernel of a new operator. Lenient operators use PyTorch's fallback."""
+    """Install a new operator's autograd kernel, or PyTorch's fallback for a lenient operator."""
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()
 

@@ -13,13 +13,13 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context of a fake kernel that runs for meta tensors. It cannot create sizes."""
+    """The context of a fake kernel that runs on meta tensors. It cannot create dynamic sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
 
     def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
-        """Deprecated alias of `new_dynamic_size`."""
+        """Raise as `new_dynamic_size` does. This is its deprecated name."""
         return self.new_dynamic_size()
 
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:

@@ -1,4 +1,4 @@
-"""Fake kernels that are declared by the shape, dtype and memory format of each output."""
+"""Fake kernels made from declarations of each output's shape, dtype and memory format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# The options of `register_fake`: a sequence with one entry per output, or one value if there is
-# only one output.
+# The types of the options of `register_fake`. If there are several outputs, an option is a sequence
+# with one entry per output, and otherwise a single value.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None

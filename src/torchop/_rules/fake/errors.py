@@ -13,12 +13,13 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# FakeTensor would log a traceback for this exception, although its message contains the fix.
+# Otherwise FakeTensor would log a traceback for this exception, although the message contains the
+# fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """Return the error for a missing fake kernel. The message contains a template for one."""
+    """Return the error for a missing fake kernel. Its message contains a fake kernel template."""
     missing = f"There was no fake impl registered for {definition}"
     if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
@@ -35,7 +36,7 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
     """Return the error for a fake kernel that reads the data of a tensor."""
-    # Omit all but the first line of PyTorch's message, which gives advice about logging.
+    # Quote only the first line of PyTorch's message, because the other lines are advice about logs.
     reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "

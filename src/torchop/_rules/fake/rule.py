@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-# The source that PyTorch reports for the fake kernel of an operator that needs no function.
+# The source location that PyTorch reports for a fake kernel that no user wrote.
 NO_FUNCTION = "torchop"
 
 
@@ -42,10 +42,10 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """The fake kernel of an operator, which also runs for meta tensors."""
+    """An operator's fake kernel, which also runs for calls on meta tensors."""
 
     function: Callable[..., Any] | None = None
-    # Whether a kernel of this rule, or the operator's own meta kernel, runs for meta tensors.
+    # Whether the Meta key has a kernel: the kernel of this rule, or the operator's own meta kernel.
     is_installed = False
     registration: registries.FakeRegistration | None = None
     warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
@@ -55,7 +55,8 @@ class FakeRule(CompiledRule[Fake]):
         if definition.is_ours and "meta" in definition.declaration.devices:
             self.is_installed = True
             return  # the operator's own meta kernel also runs on fake tensors
-        # Install it even without a fake kernel: otherwise a kernel for every device would run.
+        # Install this kernel even without a fake kernel, because otherwise a kernel for every
+        # device would run on meta tensors.
         definition.implement("Meta", self.kernel)
         self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
@@ -64,15 +65,16 @@ class FakeRule(CompiledRule[Fake]):
             self._push(NO_FUNCTION)
 
     def reject_data_access(self) -> None:
-        """Raise MissingFakeError if FakeTensor runs a kernel for every device without data.
+        """Raise MissingFakeError if FakeTensor runs the kernel for every device on fake tensors.
 
-        It does so for sparse tensors, for which the dispatcher skips the kernel at the Meta key.
+        FakeTensor does so for sparse tensors, because the dispatcher skips the kernel at the Meta
+        key.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """Let FakeTensor run the meta kernel that was just registered, if it has no fake kernel."""
+        """Let FakeTensor run a newly registered meta kernel if the operator has no fake kernel."""
         if self.function is None:
             self.retract()
 
@@ -112,14 +114,15 @@ class FakeRule(CompiledRule[Fake]):
             self.replace(function)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Set the fake kernel without the checks of `register`."""
+        """Set the fake kernel, without checking it as `register` does."""
         self.update(self._install, function=function)
 
     def _install(self) -> None:
         if not self.is_installed:
             self.install()
         assert self.function is not None
-        # Register again for each function, because PyTorch's messages contain the location.
+        # Register each function again with PyTorch, because PyTorch's messages contain its
+        # location.
         self._push(source_of(self.function))
         if self.definition.is_ours:
             self.definition.rule(EffectRule).watch()
@@ -147,8 +150,8 @@ class FakeRule(CompiledRule[Fake]):
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the fake kernel directly, instead of `FakeTensorMode.dispatch`.
 
-        That method first looks the call up in a cache that only holds PyTorch's operators, and
-        checks for special cases. This takes longer than a typical fake kernel.
+        That method first checks for special cases, and looks the call up in a cache that contains
+        only PyTorch's own operators. This takes longer than a typical fake kernel.
         """
         kwargs, used = kwargs or {}, self.registration
         tensors = tensors_in((*args, *kwargs.values()))
@@ -194,7 +197,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the fake kernel for meta tensors. This is the kernel at the Meta key."""
+        """Run the fake kernel on meta tensors. The dispatcher calls this method at the Meta key."""
         definition = self.definition
         with running(NoContext(definition)), fake_tensors.stock_context(innermost):
             result = _run(definition, args, kwargs)
@@ -215,7 +218,7 @@ class FakeRule(CompiledRule[Fake]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the kernel for meta tensors, and later the fake kernel of the declaration, if any."""
+    """Install the meta kernel. Return a function that registers the declared fake kernel."""
     rule, fake = definition.rule(FakeRule), definition.declaration.fake
     rule.install()
     return None if fake is None else functools.partial(rule.replace, fake)
@@ -259,10 +262,10 @@ def _check_outputs(definition: Definition, result: Any) -> None:
 
 
 def _fresh(result: Any, taken: set[int]) -> Any:
-    """Replace outputs that are inputs, or that are repeated, by new tensors.
+    """Replace each output that is an input or a repeated output with a new tensor.
 
-    A fake kernel may return an input to say that the output has the same metadata. A compiler would
-    treat the output as an alias of the input.
+    A fake kernel may return an input to say that the output has the same metadata. But a compiler
+    would treat this output as an alias of the input.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:

@@ -1,1 +1,1 @@
-"""Functionalization of operators that mutate arguments."""
+"""Functionalization: how compilers trace operators that mutate arguments."""

@@ -1,11 +1,11 @@
-"""Helper operators that replace an operator that mutates arguments in a functional trace.
+"""Helper operators that replace mutating operators in functional traces.
 
-A helper operator calls the original operator, but has a schema that PyTorch's functionalization and
-Inductor handle correctly:
+If an operator mutates arguments, a compiler may trace a helper operator instead. It calls the
+original operator, but PyTorch's functionalization and Inductor handle its schema correctly:
 
 - `name__mutable` mutates the same arguments, but does not return them. A list that may contain None
   becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
-  the arguments as keywords to a function that has a parameter `mode`.
+  the arguments by keyword to a function with another parameter of this name.
 - `name__functional` mutates nothing. It returns the new values after the results.
 """
 
@@ -29,7 +29,8 @@ from torchop._schema.text import results_of, without_writes, write, write_result
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-# Replaces the argument name `mode` in helper operators. No operator of a user has such a name.
+# The name that replaces the argument name `mode` in helper operators. It is unlikely to collide
+# with an argument of a user's operator.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
@@ -38,7 +39,7 @@ _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 def define_of_kind(definition: Definition, kind: str) -> Definition:
     """Define `name__mutable` or `name__functional`. The operator must already be registered."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # The kernel is also the fake kernel: it calls the original operator, which has one.
+    # The kernel is also the fake kernel: it calls the original operator, which has a fake kernel.
     return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
@@ -54,14 +55,14 @@ def masks(schema: Schema) -> dict[str, str]:
 def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call mutates a list that contains None, or passes an argument `mode`.
 
-    PyTorch's functionalization handles neither correctly.
+    PyTorch's functionalization handles neither of these calls correctly.
     """
     values = values_by_name(schema, args, kwargs)
     return "mode" in values or any(t is None for n in masks(schema) for t in values.get(n) or ())
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Convert the arguments of the operator to arguments of `name__mutable`."""
+    """Convert the operator's arguments to arguments of its helper operator `name__mutable`."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 
@@ -125,7 +126,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor including strides. `clone` would make the copy of a slice contiguous."""
+    """Copy a tensor with its strides, whereas `clone` would make the copy of a slice contiguous."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -1,12 +1,12 @@
-"""Protect copies that a compiler might remove although an operator mutates the copied memory.
+"""Protect copies that compilers might remove although an operator mutates the copied memory.
 
 In `y = x.clone(); reverse(y, x)`, `y` must remain a copy if `reverse` writes into `y` and reads
 `x`. Workaround for pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert`
 and `remove_no_ops` remove a copy that has no other users. The reinplacing pass then makes the
-operator write in place, because it only looks for later uses of the memory, not at the other
-arguments.
+operator write in place, because it checks only whether the memory is used later, and not whether
+another argument of the call shares it.
 
-`torchop::clone` adds a copy that no pass removes.
+The operator `torchop::clone` makes a copy that no pass removes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# Defined at import, because a cached or exported graph may call it without any tracing.
+# Define the operator at import, because a process may load a cached or exported graph that calls
+# it, and never trace.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
@@ -39,7 +40,7 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a traced call, with `torchop::clone` added where it is needed."""
+    """Return a traced call's arguments, copied with `torchop::clone` where this is necessary."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
@@ -49,7 +50,7 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # The program itself passes two views of the same memory, so no copy is involved.
+            # The program itself passes two views of the same memory, so no copy could be removed.
             or tracing.traced_memory(tensor) in memory
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
@@ -74,7 +75,7 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
-# Operators that may return their input unchanged, in addition to views and `..._copy` operators.
+# Besides views and `..._copy` operators, these operators may return their input unchanged.
 _COPIES = frozenset(
     {
         "cat",
@@ -105,7 +106,7 @@ def _may_be_removed(node: torch.fx.Node) -> bool:
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:
-        # Inductor removes the addition of 0 and the multiplication by 1.
+        # Inductor removes additions of 0 and multiplications by 1, so these may return an alias.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
     return (
         name in _COPIES

@@ -30,7 +30,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
-    """Return the kernel for C++ functionalization of an operator that mutates arguments."""
+    """Return an operator's C++ functionalization kernel, for an operator that mutates arguments."""
     schema = definition.schema
 
     def functionalize(*args: Any, **kwargs: Any) -> Any:
@@ -70,10 +70,10 @@ def needs_check_of_regions(schema: Schema) -> bool:
 
 
 def checking_regions(definition: Definition) -> Callable[..., Any]:
-    """Return a rule that raises for mutations that PyTorch would lose.
+    """Return a rule that raises if PyTorch would lose a mutation made in such a region.
 
-    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails on
-    mutated lists and on None, and ignores mutated keyword arguments.
+    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails if a
+    mutated argument is a list or None, and ignores mutated keyword arguments.
     """
     schema = definition.schema
 
@@ -105,7 +105,7 @@ def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
-    """Raise if mutated arguments may overlap, because each one is traced as separate memory."""
+    """Raise if mutated arguments may overlap, because each is traced as separate memory."""
     for (name, one), (other_name, other) in combinations(
         mutated_tensors(definition.schema, args, kwargs), 2
     ):

@@ -1,7 +1,7 @@
-"""The functionalization rule of operators that mutate arguments.
+"""The functionalization rule: how FunctionalTensorMode traces operators that mutate arguments.
 
-PyTorch functionalizes operators that return only fresh tensors. In all other cases, a helper
-operator that PyTorch compiles correctly replaces the operator in the trace:
+If an operator returns only fresh tensors, PyTorch functionalizes it correctly. In the cases below,
+the trace contains a helper operator instead, which PyTorch compiles correctly:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as an operator that returns
   nothing, and the trace continues with the mutated arguments. Inductor 2.13 treats a returned
@@ -12,8 +12,8 @@ operator that PyTorch compiles correctly replaces the operator in the trace:
 - An operator that returns lists is traced as a functional operator that writes into copies. The
   same helper operator is used if all mutated arguments of a call are None.
 
-Mutated views of another dtype and the copies described in `hidden_aliases` need special handling
-for every operator.
+In calls to any operator, mutated views of another dtype and the copies described in
+`hidden_aliases` need special handling.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the functionalization rule, and later the helper operators, of a mutable operator.
+    """Install a mutable operator's functionalization rule. Return a function that adds the helpers.
 
     Helper operators need no rule, because PyTorch functionalizes them correctly.
     """
@@ -66,7 +66,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        # Do not define them lazily: a cached or exported graph may call them without any tracing.
+        # Define the helper operators now, because a process may load a cached or exported graph
+        # that calls them, and never trace.
         for kind in _needed(schema):
             helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
@@ -79,7 +80,7 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _traced_results(schema: Schema) -> tuple[str, ...]:
-    """Return the result types, or () for in-place and out= forms, which return arguments."""
+    """Return the result types, or () if the operator returns its arguments (in-place and out=)."""
     return schema.returns if schema.form is Form.PLAIN else ()
 
 
@@ -125,7 +126,7 @@ def _functionalizing(
     return functionalize
 
 
-# Tensors and their new values.
+# Pairs of a mutated tensor and its new value.
 _Values = list[tuple[Tensor, Tensor]]
 
 
@@ -137,7 +138,7 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Trace a call of the operator or of a helper operator.
+    """Trace a call to the operator or to one of its helper operators.
 
     Returns:
         The result, and pairs of a mutated tensor and the new value that `name__functional`
@@ -171,11 +172,11 @@ def _trace(
 def _copy_typed_views(
     mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
-    """Replace mutated arguments that are views of another dtype by copies.
+    """Replace each mutated argument that is a view of another dtype with a copy.
 
     PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. An
-    operator that writes into `torch.view_as_complex(x)` would receive real numbers. Therefore the
-    operator writes into a copy, and the caller copies the new value back.
+    operator that writes into `torch.view_as_complex(x)` would receive real numbers. So the operator
+    writes into a copy instead, and the caller of this function copies the new value back.
 
     Returns:
         The arguments, the keyword arguments, and pairs of a view and its copy.
@@ -203,7 +204,7 @@ def _copy_typed_views(
 def _names_if_shared(
     definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> str:
-    """Return the names of all mutated arguments if two of them share memory with a given tensor.
+    """Return the names of all mutated arguments if two of them share memory with one tensor.
 
     Otherwise return an empty string.
     """

@@ -1,7 +1,8 @@
-"""Select a backend for calls whose tensors the dispatcher does not see.
+"""Select a backend for calls if the dispatcher cannot infer it from the arguments.
 
-These are calls of factory functions, and calls with tensors in optional lists. A kernel at the
-BackendSelect key runs after autograd and modes, and redispatches the call to the right backend.
+These are calls to factory functions, and calls with tensors in optional lists, which the dispatcher
+ignores. A kernel at the BackendSelect key runs after autograd and modes, and redispatches the call
+to the right backend.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Make calls of a factory function select the backend by their `device` argument."""
+    """Make calls to a factory function select the backend by their `device` argument."""
     schema = definition.schema
     if any(argument.holds_tensors for argument in schema.arguments):
         return
@@ -42,7 +43,7 @@ def install_for_optional_lists(definition: Definition) -> None:
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the device type that a call of a factory function requests.
+    """Return the device type that a call to a factory function requests.
 
     Return None if the operator takes tensors, or has no `device` argument.
     """
@@ -51,8 +52,8 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
         return None
     values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
     device = values.get(argument.name, argument.default)
-    # None means the CPU even inside `with torch.device(...)`, which changes the default of
-    # functions such as torch.zeros, but not of operators in torch.ops.
+    # None means the CPU even inside `with torch.device(...)`. That block changes the default device
+    # of functions such as torch.zeros, but not of operators in torch.ops.
     return "cpu" if device is None else dispatch.device(device).type
 
 
@@ -84,7 +85,8 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # functorch transforms run before BackendSelect, so the kernel there comes too late for them.
+    # functorch transforms run before BackendSelect, so the kernel at that key runs too late to help
+    # them.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
@@ -110,10 +112,10 @@ def _check_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """Return a function that yields a call's tensors.
+    """Return a function that yields some of a call's tensors.
 
-    With `are_overlooked`, it yields only those that the dispatcher ignores when it computes
-    dispatch keys, and otherwise only the others.
+    With `are_overlooked`, it yields the tensors that the dispatcher ignores when it computes
+    dispatch keys. Otherwise, it yields the other tensors.
     """
     places = [
         (index, argument.name)

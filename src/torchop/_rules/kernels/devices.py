@@ -14,7 +14,7 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """Return the device types as a list without duplicates. None stands for every device."""
+    """Return a list of the device types without duplicates. In it, None stands for every device."""
     if device_types is None:
         return [None]
     try:
@@ -37,7 +37,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """Return the device types as a tuple. Raise RuntimeError for types that PyTorch lacks."""
+    """Return a tuple of the device types. Raise RuntimeError if PyTorch does not know one."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
@@ -46,7 +46,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """Return the dispatch key of a device type. Raise RuntimeError for any other string."""
+    """Return a device type's dispatch key. Raise RuntimeError if PyTorch does not know the type."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

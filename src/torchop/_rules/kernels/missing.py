@@ -22,9 +22,9 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
-    At first, one kernel at CompositeExplicitAutograd covers every device. It would hide a backend's
-    own fallback, such as a CPU fallback for all operators. So the first call on a device with a
-    fallback replaces it by one kernel for each of the other backends.
+    At first, one kernel at CompositeExplicitAutograd covers every device. But it hides a backend's
+    own fallback, such as a fallback that runs every operator on the CPU. So the first call on a
+    device with a fallback replaces this kernel with one kernel for each of the other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
@@ -32,7 +32,7 @@ class RaisingKernels:
         self._kernel = kernel
         # Maps each dispatch key with such a kernel to a function that removes it.
         self._places: dict[str, Callable[[], None]] = {}
-        # Keeps removed kernels alive for calls in other threads that are still running them.
+        # Removed kernels, which must stay alive because other threads may still be running them.
         self._held: list[Any] = []
         self._raise_at(EVERY_DEVICE)
 
@@ -40,16 +40,16 @@ class RaisingKernels:
         self._places[key] = self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
-        """Remove these kernels because a kernel for every device was registered."""
+        """Remove the raising kernels, because a kernel for every device was registered."""
         for key in list(self._places):
             self._remove(key)
 
     def expose_fallback_of_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> DispatchKeySet | None:
-        """Remove the kernel that hides a backend's fallback, if the backend of the call has one.
+        """If the call's backend has a fallback, remove the raising kernel that hides it.
 
-        Return the keys for redispatching the call to the fallback, or None.
+        Return the dispatch keys with which to redispatch the call to the fallback, or None.
         """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
@@ -60,7 +60,7 @@ class RaisingKernels:
         return self.expose_fallback(keyset)
 
     def expose_fallback(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
-        """Like `expose_fallback_of_call`, given the dispatch keys of the call."""
+        """Do the same as `expose_fallback_of_call`, given the call's dispatch keys."""
         keyset = dispatch.from_backend(keyset)
         if not dispatch.has_backend_fallback(keyset):
             return None
@@ -115,5 +115,5 @@ def raise_missing_kernel(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return the layout or "quantized". Together with the device, it determines the backend."""
+    """Return a tensor's layout or "quantized", which together with its device selects a backend."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

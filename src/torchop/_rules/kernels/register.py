@@ -1,4 +1,4 @@
-"""`register_kernel`: register reference kernels and the kernels of providers."""
+"""`register_kernel`: register an operator's reference kernels and its providers' kernels."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def register_kernel(
     )
 
 
-# Set by `_rules/providers`, because that package imports this one. Called with the operator, the
-# device types, the function, the provider, the library and the options.
+# A function that takes the operator, the device types, the function, the provider, the library and
+# the options. `_rules/providers` sets it, because that package imports this one.
 register_provider: Any = None
 
 

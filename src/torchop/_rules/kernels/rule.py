@@ -36,10 +36,10 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """The kernels of a call plan by device type. None stands for all other devices."""
+    """The kernels that calls use, by device type. The key None stands for all other devices."""
 
     functions: Mapping[str | None, Callable[..., Any]]
-    # The kernels that were registered without a provider.
+    # The kernels that were registered without a provider (a named alternative implementation).
     references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -63,7 +63,7 @@ class Kernels(NamedTuple):
 
 
 class ProviderTable(Protocol):
-    """The kernels that providers registered for an operator. Immutable.
+    """An immutable table of an operator's providers (named alternatives to the reference kernel).
 
     Attributes:
         names: the names of the providers.
@@ -82,24 +82,25 @@ class ProviderTable(Protocol):
 
 
 class KernelRule(CompiledRule[Kernels]):
-    """The kernels of an operator by device type, and the dispatcher kernels that run them.
+    """An operator's kernels by device type, and the dispatcher kernels that run them.
 
-    A dispatcher kernel looks up the function in the plan on every call. Registering, disabling or
-    replacing a function therefore only invalidates the plan. A new device type also gets a
-    dispatcher kernel.
+    On every call, a dispatcher kernel looks up the function in the call plan: the object that
+    contains all functions that calls to the operator use. So registering, disabling or replacing a
+    function only invalidates the plan. Only a new device type also needs a new dispatcher kernel.
     """
 
-    # Kernels by device type. None for an operator that was defined for every device and has no
-    # other kernel yet.
+    # Kernels by device type. This is None if the operator was defined for every device, and no
+    # other kernel was registered yet.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # The open `set_enabled` blocks in the order of entry. The values are a device type and whether
-    # the block enables or disables it.
+    # The open `set_enabled` blocks in the order in which they were entered. Each value is a device
+    # type, and whether the block enables it.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     providers: ProviderTable | None = None
-    # Whether the user was warned about a result that shares memory. Only for lenient operators.
+    # Whether the user was warned that a result shares memory. Only lenient operators warn; others
+    # raise.
     has_aliases = False
-    # The kernels that raise for all other devices. None if the operator was defined for every
-    # device.
+    # The kernels that raise on all other devices. This is None if the operator was defined for
+    # every device.
     raising_kernels: RaisingKernels | None = None
     # Maps dispatch keys to device types as used in `registered`: "cpu" and "CPU" are one key.
     installed: Mapping[str, str | None] = NOTHING
@@ -147,7 +148,7 @@ class KernelRule(CompiledRule[Kernels]):
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
-            # Operators that other libraries define may return views without declaring them.
+            # Operators of other libraries may return views that their schema does not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -184,7 +185,7 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """Return the keys in `registered` for these devices, and a function that installs them."""
+        """Return the devices' keys in `registered`, and a function that installs their kernels."""
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
@@ -195,7 +196,8 @@ class KernelRule(CompiledRule[Kernels]):
             for key, device in keys.items():
                 self._install(key, device)
 
-        # A device type and its dispatch key share one kernel, stored under the name used first.
+        # A device type and its dispatch key share one kernel, which is stored under the name that
+        # was used first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 
     @property
@@ -203,7 +205,7 @@ class KernelRule(CompiledRule[Kernels]):
         return [] if self.providers is None else self.providers.names
 
     def choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the object that chooses the provider of a call, or None without providers."""
+        """Return the object that chooses a call's provider, or None if there are no providers."""
         if self.providers is None:
             return None
         definition = self.definition
@@ -248,11 +250,11 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Return the device types that are disabled by the latest `set_enabled` block for them."""
+        """Return the device types whose latest `set_enabled` block disables them."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return the reference kernel for each device type, after `set_enabled` and guards."""
+        """Return each device type's enabled reference kernel, wrapped to check its arguments."""
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
@@ -347,7 +349,7 @@ _PLACE = "_torchop_place"
 
 
 def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
-    """Return the rule and device type of a dispatcher kernel, or None if no rule installed it."""
+    """Return a dispatcher kernel's rule and device type, or None if no kernel rule installed it."""
     rule = getattr(kernel, "__self__", None)
     place: tuple[KernelRule, str | None] | None = getattr(kernel, _PLACE, None)
     return (rule, None) if isinstance(rule, KernelRule) else place
@@ -366,7 +368,7 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Adapt a kernel to the schema's arguments. Raise RuleSignatureError if this is impossible."""
+    """Make a kernel accept all arguments of the schema, or raise RuleSignatureError."""
     if function is definition.function:
         return function  # checked when the operator was defined
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
@@ -378,7 +380,7 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher does not reject None for Tensor arguments: it passes an undefined tensor.
+    # If a Tensor argument is None, the dispatcher does not raise, but passes an undefined tensor.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

@@ -1,9 +1,10 @@
 """Dispatcher kernels for operators that mutate arguments.
 
 They bump version counters, and resolve conjugate and negative views. `x.conj()` shares the memory
-of `x` and only sets the conjugate bit, which kernels ignore. Therefore kernels receive resolved
-copies, and written values are copied back into the view. PyTorch's fallback for these keys supports
-only operators that return the single tensor that they mutate.
+of `x` and only sets the conjugate bit, which kernels ignore. Therefore kernels receive copies with
+the conjugation applied, and the values that they write are copied back into the view. PyTorch has a
+fallback for the two dispatch keys, but it only supports operators that mutate a single tensor and
+return it.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any])
 
 
 def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if a mutated tensor overlaps itself; for in-place and out= forms, also the inputs."""
+    """Raise if a mutated tensor overlaps itself or (for in-place and out= forms) an input."""
     writes = written(definition, args, kwargs)
     check_memory(definition, writes)
-    # Other kernels may support overlapping buffers. Only the two forms must compute the same values
-    # as the functional operator.
+    # Only these two forms must compute the same values as the functional operator. The kernels of
+    # other operators may support overlapping buffers.
     if definition.schema.form is not Form.PLAIN:
         check_overlap(definition, writes, read(definition, args, kwargs))
 
@@ -79,9 +80,9 @@ class _MutationKernels:
 
     @compilers.never_traced
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Bump the versions of mutated tensors. Runs at the ADInplaceOrView key.
+        """Bump the versions of mutated tensors. This is the kernel at the ADInplaceOrView key.
 
-        Must bump the same tensors as `count_versions` in csrc/call.cpp and csrc/bypass.cpp.
+        It must bump the same tensors as `count_versions` in csrc/call.cpp and csrc/bypass.cpp.
         """
         definition = self.definition
         writes = written(definition, args, kwargs)
@@ -121,9 +122,10 @@ class _MutationKernels:
 def _check_shared_memory(
     definition: Definition, args: Any, kwargs: Any, copies: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Raise if a conjugate or negative view shares memory with another mutated argument.
+    """Raise if a mutated conjugate or negative view shares memory with another mutated argument.
 
-    Both would be written separately, and the copy-back of one would overwrite the other.
+    The kernel would write to a copy of the view, and copying that back would overwrite the values
+    that it wrote to the other argument.
     """
     schema = definition.schema
     memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]

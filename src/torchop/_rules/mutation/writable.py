@@ -1,4 +1,4 @@
-"""Checks of mutated tensors, with the same messages as PyTorch's in-place operators.
+"""Checks of mutated tensors that raise the same errors as PyTorch's in-place operators.
 
 The checks run before the kernel, so a rejected call changes nothing.
 """
@@ -44,7 +44,7 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
-    """Raise if a mutated tensor shares memory with an input that the formula may save.
+    """Raise if a mutated tensor shares memory with an input that `setup_context` may save.
 
     `setup_context` runs after the kernel, so it would save the overwritten value. PyTorch only
     detects writes that happen after a tensor was saved.
@@ -64,7 +64,8 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
     """Raise if one of the tensors has no version counter."""
     if torch.is_inference_mode_enabled():
         return
-    # PyTorch does this check in C++, where subclasses and modes do not see it.
+    # Do not call subclasses and modes, because PyTorch's own check is in C++ and does not call
+    # them.
     with dispatch.plain_tensors():
         unversioned = [where for where, tensor in written if tensor.is_inference()]
     for where in unversioned:
@@ -144,7 +145,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense tensors overlap. Return False if one of them is not dense."""
+    """Return whether two tensors overlap, or False if one of them is not dense."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):

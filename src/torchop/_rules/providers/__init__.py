@@ -1,7 +1,7 @@
-"""Providers: alternative kernels for one operator and device, and the priority among them.
+"""Providers: alternative kernels for an operator on a device, and the priority among them.
 
-Operators without providers are not affected. The kernel rule uses this package only to compile the
-call plans of operators with providers.
+Operators without providers are not affected. The kernel rule uses this package only if an operator
+has providers, when it compiles the operator's call plan.
 """
 
 from __future__ import annotations
@@ -151,13 +151,13 @@ def provider_table(rule: KernelRule) -> ProviderTable:
 def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the `Choice` for a call, or None without providers, and all arguments of the call."""
+    """Return the call's `Choice` (None if there are no providers), and all of its arguments."""
     arguments, keywords = every_argument(definition.schema, args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
 
 
 def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return the arguments of a call as a kernel receives them: by position, with defaults."""
+    """Return a call's arguments as a kernel receives them: by position, with defaults filled in."""
     values = values_by_name(schema, args, kwargs)
     positional = tuple(values.get(a.name, a.default) for a in schema.positional)
     return positional, {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
@@ -166,7 +166,7 @@ def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any
 def kernels_of_call(
     op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[DeviceKernels | None, Call]:
-    """Return the kernels that may run a call, or None without providers, and all arguments."""
+    """Return the kernels that may run a call (None without providers), and all its arguments."""
     definition = resolve(op, "tune")
     choice, args, kwargs = choice_of_call(definition, args, kwargs)
     return None if choice is None else choice.kernels, (args, kwargs)
@@ -191,7 +191,7 @@ def _register(
     lib: torch.library.Library | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Register the kernel of a provider. Closing `lib` removes it."""
+    """Register a provider's kernel, which closing `lib` removes."""
     definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)

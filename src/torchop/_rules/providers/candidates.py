@@ -1,4 +1,4 @@
-"""The kernels of an operator on one device, and the fastest of them according to measurements."""
+"""An operator's kernels on one device, and which of them was measured as the fastest."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Function = Callable[..., Any]
 
 
 class DeviceKernels(NamedTuple):
-    """The kernels of an operator on one device, with the author's settings.
+    """An operator's kernels on one device, with the settings that the operator's author made.
 
     Attributes:
         op: the name of the operator.
@@ -25,10 +25,10 @@ class DeviceKernels(NamedTuple):
         providers: the providers by name, in the order of registration.
         known: the names of the operator's providers for any device.
         removed: the names of providers that were removed.
-        author: the orders that the author set, by device type.
-        reported: the skipped providers that were already reported. All plans share this set.
+        author: for each device type, the order in which the author lets the providers be tried.
+        reported: the skipped providers that were already reported. All call plans share this set.
         tuning: the measurements and buckets that the author set.
-        prepare: wraps a kernel before it becomes part of a plan.
+        prepare: wraps a kernel before it becomes part of a call plan.
     """
 
     op: OpName
@@ -43,7 +43,7 @@ class DeviceKernels(NamedTuple):
     prepare: Callable[[Function], Function]
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
-        """Return the measurement for a call, or None. Warn if a measurement is outdated."""
+        """Return the measurement for a call, or None. If the measurement is outdated, warn."""
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
@@ -51,11 +51,11 @@ class DeviceKernels(NamedTuple):
 
 
 class TunedKernels(NamedTuple):
-    """The kernels that `"tuned"` in an order may select.
+    """The kernels that `"tuned"`, as an entry of an order of providers, may select.
 
     Attributes:
         kernels: the kernels of the device.
-        allowed: the providers that the settings allow, by name.
+        allowed: the providers, by name, that the open `torchop.priority` blocks allow.
         tuner: measures calls inside `torchop.testing.tuning`, or None.
         profiled: wraps a kernel to label it in profiles.
     """
@@ -66,21 +66,21 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure the kernels for a call, if it is inside `torchop.testing.tuning`."""
+        """If a call is made inside `torchop.testing.tuning`, measure the kernels for it."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """Return the fastest kernel that supports a call, or None without a measurement."""
+        """Return the fastest kernel that supports a call, or None if there is no measurement."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
                 return found, self.profiled(name, reference)
-            # The measurement may contain a provider or a config that was removed since.
+            # The measurement may name a provider or a config that has been removed since.
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))

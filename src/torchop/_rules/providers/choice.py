@@ -1,4 +1,4 @@
-"""Choose the kernel that runs a call, among the kernels for the device."""
+"""Choose which of the kernels for a device runs a call."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
-# The maximum size of caches. A program whose sizes keep changing would otherwise fill the memory.
+# The maximum number of entries in a cache. Without a limit, a program whose tensor sizes keep
+# changing would fill the memory.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Selection:
-    """The providers to try for each call, according to one order and the current settings.
+    """The providers to try for each call, given one order and the open `torchop.priority` blocks.
 
     Attributes:
         order: the order of providers.
-        candidates: the providers and kernels to try. The first provider that supports a call runs.
-        fallback: the kernel that runs if no provider supports a call: the reference, or a function
-            that raises.
+        candidates: the providers to try, with their kernels. The first provider that supports a
+            call runs it.
+        fallback: the kernel that runs if no provider supports a call: the reference kernel, or a
+            function that raises.
         skipped: the providers that cannot run any call, with the reasons.
         falls_back: whether `fallback` is the reference although the order does not contain it.
         report: called with this object if no provider supports a call.
         tuned: the kernels that `"tuned"` may select. None if the order does not contain it.
-        function: the kernel that runs every call. None if it depends on the arguments.
-        chosen: a cache of results of `answer`. Threads write to it without a lock, because for one
-            key all of them store the same kernel.
+        function: the kernel that runs every call. None if the choice depends on the arguments.
+        chosen: a cache of the results of `answer`. Threads write to it without a lock, because they
+            all store the same kernel for a key.
     """
 
     order: ActiveOrder
@@ -82,7 +84,7 @@ class Selection:
         return function
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Return the kernel for a call. It is the same for all calls with the same cache key."""
+        """Choose the kernel for all calls that have the same cache key as this one."""
         if self.tuned is not None:
             self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
@@ -94,7 +96,8 @@ class Selection:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
         """Return the provider that runs a call (None for the fallback), and the kernel."""
-        # Tensor subclasses may override `shape`. The C++ cache ignores this, so ignore it here too.
+        # Tensor subclasses may override `shape`, but the C++ cache ignores the override, so it must
+        # be ignored here too.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
@@ -117,9 +120,9 @@ def _exclusion_reason(
 
 
 class Choice:
-    """Chooses the kernel of each call on one device.
+    """An object that chooses the kernel for each call on one device.
 
-    It replaces the kernel in a call plan, either itself or as a C++ object that calls
+    In a call plan, it stands in place of a kernel, either itself or as a C++ object that calls
     `_selection`.
     """
 
@@ -128,11 +131,11 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # By the settings, and whether PyTorch requires deterministic algorithms.
+        # The keys are the settings, and whether PyTorch requires deterministic algorithms.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """Return the function that the plan runs: a kernel, or a function that chooses one."""
+        """Return the function that calls run: a kernel, or a function that chooses a kernel."""
         if not priority.blocks_were_opened():
             with contextlib.suppress(ProviderError):  # the calls will raise it
                 usual = self._selection(NO_BLOCK, False)
@@ -158,7 +161,7 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that would run a call, why the others would not, and the kernel."""
+        """Return the provider that would run a call, why others would not, and the kernel."""
         selection = self._made(priority.current(), self._is_deterministic())
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
@@ -177,7 +180,7 @@ class Choice:
         return chosen, skipped, function
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """Return the provider whose kernel a compiler should inline, or None for the reference."""
+        """Return the provider whose kernel a compiler must inline; None means the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
         return None if provider is None or provider.name == REFERENCE else provider
@@ -255,7 +258,7 @@ class Choice:
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
-        """Wrap a kernel to label it in profiles, if the settings say so."""
+        """Wrap a kernel to label it in profiles, if a `torchop.priority` block requests this."""
         if not settings.profile:
             return function
         label = f"{self.kernels.op}[{name}]"
@@ -302,7 +305,7 @@ class Choice:
         return raise_error
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Log or warn that providers in the order are skipped, once for each provider."""
+        """Log or warn once for each provider that it is skipped although the order contains it."""
         op, device, _, providers, known, removed, *_ = self.kernels
         reportable = {*providers, *(set(removed) - set(known))}
         reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
@@ -342,7 +345,7 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return a kernel for every device that calls another function on some device types."""
+    """Return a function that calls one of `choices` by device type, or `others` elsewhere."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
@@ -353,7 +356,7 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
 
 
 def _key(value: Any) -> Any:
-    """Return a cache key with the properties of an argument that `supports` may read."""
+    """Return a cache key that contains all properties of an argument that `supports` may read."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnknownKindError

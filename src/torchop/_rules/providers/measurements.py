@@ -1,4 +1,4 @@
-"""Tables of measurements, which list the fastest kernels by operator, device and sizes.
+"""Tables of measurements: the kernels' times by operator, device and tensor sizes.
 
 A table is a JSON file. It can only select among the registered kernels and their configs, so the
 worst effect of a wrong table is that calls are slow.
@@ -63,14 +63,15 @@ class Measured(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The times of all kernels for one kind of call.
+    """The times of all kernels for calls with the same device, dtypes and range of sizes.
 
     Attributes:
         op: the name of the operator.
         device: the name of the device. For a CPU, also the number of threads.
         torch: the release of PyTorch.
-        arguments: the dtypes and plain values of the arguments, with a `*` for each size.
-        sizes: the minimum and maximum of each size. None means no maximum.
+        arguments: the dtypes and plain values of the arguments, with a `*` for each tensor
+            dimension.
+        sizes: the minimum and maximum size of each tensor dimension. None means no maximum.
         kernels: the measured kernels, fastest first.
     """
 
@@ -88,7 +89,7 @@ class Measurement(NamedTuple):
 
     @property
     def call(self) -> str:
-        """Return the arguments with their sizes, as text."""
+        """Return a text that shows the arguments with the sizes of their dimensions."""
         parts = self.arguments.split("*")
         spelled = map(_spelled_range, self.sizes)
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
@@ -169,7 +170,7 @@ def _checked(value: Any, kind: type) -> Any:
 def locked(path: Path) -> Iterator[None]:
     """Prevent other processes from updating a table at the same time.
 
-    This locks the folder. The file itself is replaced, and a separate lock file would remain.
+    Lock the folder, because the file itself is replaced, and a separate lock file would remain.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
@@ -182,7 +183,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Replace a file by a table atomically."""
+    """Write a table to a file, which is replaced atomically."""
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
         # `json.dumps` cannot write one line per kernel.
@@ -206,5 +207,5 @@ def _lines(kernels: Iterable[Measured]) -> str:
 
 
 def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
-    """Merge tables. If several have a measurement of the same calls, the last one wins."""
+    """Merge tables. If several tables measured the same calls, the last table wins."""
     return list({m.key: m for table in tables for m in table}.values())

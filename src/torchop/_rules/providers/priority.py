@@ -1,8 +1,9 @@
 """Priority: the order in which an operator tries providers.
 
-The innermost `torchop.priority` block that names the operator sets the order. Otherwise the
-environment variable, `torchop.set_priority` or the author of the operator set it, in this order of
-precedence. Without any of these, the reference runs.
+If an open `torchop.priority` block names the operator, the innermost such block sets the order.
+Otherwise the order comes from the environment variable TORCHOP_PRIORITY, from
+`torchop.set_priority` or from the operator's author: the first of these that is set applies. If
+none is set, the reference kernel runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order, this stands for the kernel that was measured as the fastest for the sizes of a call.
+# In an order, this name stands for the kernel that was measured as the fastest for tensors of the
+# call's sizes.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
@@ -36,7 +38,7 @@ Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
 class ScopedOrder(NamedTuple):
-    """An order for all operators that match a name or pattern.
+    """An order of providers for all operators that match a name or pattern.
 
     Attributes:
         pattern: the name or pattern.
@@ -57,13 +59,13 @@ class ScopedOrder(NamedTuple):
 
 
 class ActiveOrder(NamedTuple):
-    """The order that applies to an operator on a device.
+    """The order of providers that applies to an operator on a device.
 
     Attributes:
         names: the order of providers.
         by: the setting that the order comes from, for messages.
-        is_exact: whether the setting names the operator, not a pattern. Then unknown providers are
-            errors.
+        is_exact: whether the setting names the operator instead of a pattern. If so, unknown
+            providers are errors.
     """
 
     names: Order = ()
@@ -103,7 +105,8 @@ class OpenBlocks(NamedTuple):
     Attributes:
         settings: the combined settings of the blocks.
         blocks: the blocks, outermost first.
-        inherited: how many of them were opened by the caller of the backward that this thread runs.
+        inherited: the number of blocks that were open where the backward was called, if this thread
+            runs a backward.
     """
 
     settings: Settings = NO_BLOCK
@@ -147,7 +150,7 @@ _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Make `outdate_plans` recompile the plan of this rule. Requires the registration lock."""
+    """Make `outdate_plans` recompile this operator's call plan. Requires the registration lock."""
     _rules_with_providers.add(rule)
 
 
@@ -160,14 +163,14 @@ def rules_with_providers() -> list[KernelRule]:
 
 
 def blocks_were_opened() -> bool:
-    """Return whether the process has ever opened a block. If not, plans ignore blocks."""
+    """Return whether this process has ever opened a block. If not, call plans ignore blocks."""
     return _blocks_were_opened
 
 
 def active_order(
     name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
 ) -> ActiveOrder:
-    """Return the order that applies to an operator on a device.
+    """Return the order of providers that applies to an operator on a device.
 
     Args:
         name: the operator.
@@ -189,13 +192,13 @@ def active_order(
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    """Return the device types for which an operator has its own order."""
+    """Return the device types for which an operator has an order of its own."""
     devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
-    """Validate an order, and return it as a tuple without duplicates."""
+    """Validate an order of providers, and return it as a tuple without duplicates."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(
             f"{what} expects a list of names of providers, such as ['triton'], got "
@@ -221,7 +224,7 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
 ) -> tuple[ScopedOrder, ...]:
-    """Validate the orders that a user passes, including the names of providers."""
+    """Validate the orders that a user passed, including the provider names in them."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
@@ -246,7 +249,7 @@ def _written(operator: object) -> Any:
 
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
-    """Raise for providers that no matching operator has, unless no operator matches yet."""
+    """Raise if an order names a provider that none of the matching operators has."""
     matching = [r for r in rules_with_providers() if is_match(r.definition.name, pattern)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and _is_registered(OpName.parse(pattern))):
@@ -277,7 +280,7 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Recompile all plans that depend on orders. Requires the registration lock."""
+    """Recompile all call plans that depend on orders. Requires the registration lock."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 

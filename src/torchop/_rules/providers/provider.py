@@ -1,4 +1,4 @@
-"""Providers: alternative kernels of an operator, and the properties of these kernels."""
+"""Providers: alternative kernels of an operator, with the properties that select them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
 
 Supported: TypeAlias = "bool | Callable[[], bool]"
-# The allowed relative and absolute differences from the reference.
+# For each dtype, the allowed relative and absolute difference from the reference kernel's result.
 Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
 Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 
@@ -51,7 +51,7 @@ class Provider(NamedTuple):
         deterministic: whether equal inputs give bitwise equal results.
         tolerance: the allowed difference from the reference, by dtype.
         configs: dicts of additional keyword arguments of the kernel. The first one is the default.
-        kernels: the kernel with each of the configs. Without configs, only `function`.
+        kernels: the kernel with the arguments of each config. Without configs, only `function`.
         written: the author's function.
         site: the source location of the author's function.
     """
@@ -70,7 +70,7 @@ class Provider(NamedTuple):
     site: Site
 
     def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
-        """Return whether the kernel supports a call, given all arguments including defaults.
+        """Return whether the kernel supports a call. The arguments must include all defaults.
 
         Raises:
             ProviderError: `supports` raises, reads data, or does not return a bool.
@@ -82,8 +82,8 @@ def _not_callable(*arguments: Any) -> Any:
     raise AssertionError("the placeholder 'tuned' was called")
 
 
-# Stands for `"tuned"` in `Selection.candidates`. `Selection.choose` replaces it by the provider
-# that was measured as the fastest.
+# In `Selection.candidates`, this object stands for `"tuned"`. `Selection.choose` replaces it with
+# the provider that was measured as the fastest.
 TUNED_PROVIDER = Provider(
     name=TUNED,
     devices=(),
@@ -115,7 +115,7 @@ def make_provider(
     tolerance: Tolerance | None,
     configs: Configs,
 ) -> Provider:
-    """Validate the properties of a kernel, and create its provider."""
+    """Validate the properties of an alternative kernel, and create the provider."""
     what = f"{definition}: the provider {name!r}"
     check_callable(what, function)
     configurations = _checked_configs(what, definition, configs)
@@ -155,7 +155,7 @@ def make_provider(
 
 
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
-    """Raise for reserved and malformed names of providers, and for the device type "meta"."""
+    """Raise if a provider's name is reserved or malformed, or if a device type is "meta"."""
     if name == TUNED:
         raise ProviderError(
             f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
@@ -235,10 +235,10 @@ def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
 def _check_parameters(
     what: str, definition: Definition, function: Callable[..., Any], configs: Mapping[str, Any]
 ) -> None:
-    """Raise if a kernel has other parameter names or defaults than the operator.
+    """Raise if a kernel's parameter names or defaults differ from the operator's.
 
-    Calls pass all arguments by position, so such names and defaults would have no effect and would
-    mislead readers of the kernel. Builtins and functions with `*args` are not checked.
+    Calls pass all arguments by position, so other names and defaults would have no effect, and
+    would mislead readers of the kernel. Builtins and functions with `*args` are not checked.
     """
     try:
         signature = inspect.signature(function)
@@ -290,7 +290,7 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap `supports` to pass tensors without data, and to check the returned value."""
+    """Wrap a user's `supports` to pass tensors without data, and to check the returned value."""
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
@@ -298,7 +298,7 @@ def _support_check(
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
-        """Warn once if three consecutive calls were slow. A single one may import modules."""
+        """Warn once if three consecutive calls were slow. A single slow call may import modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []

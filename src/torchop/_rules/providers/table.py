@@ -1,4 +1,4 @@
-"""The providers of an operator, and the functions in the call plan that choose between them."""
+"""An operator's providers, and the functions that choose between them in each call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """The providers of an operator and the settings of its author. Immutable, except `reported`.
+    """An operator's providers, and the settings of its author. Immutable, except `reported`.
 
     Attributes:
         by_device: for each device type, the providers by name. None stands for every device.
@@ -61,7 +61,7 @@ class ProviderTable(NamedTuple):
     def without(self, provider: Provider) -> ProviderTable:
         """Return a table that does not contain `provider`.
 
-        If another provider has replaced it under the same name, keep that one.
+        If another provider has replaced `provider` under the same name, the other one stays.
         """
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
@@ -72,7 +72,7 @@ class ProviderTable(NamedTuple):
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        """Return a table in which the author's order for these device types is `order`."""
+        """Return a table in which `order` is the author's order for these device types."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
@@ -88,7 +88,7 @@ class ProviderTable(NamedTuple):
             op: the operator.
             references: the kernels registered without a provider, by device type.
             disabled: the device types on which only the reference may run.
-            prepare: wraps a kernel before it becomes part of the plan.
+            prepare: wraps a kernel before it becomes part of the call plan.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -135,7 +135,7 @@ class ProviderTable(NamedTuple):
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
-        """Yield everything that affects which kernel a compiler inlines, for cache keys."""
+        """Yield all values that affect which kernel a compiler inlines, for cache keys."""
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):

@@ -1,4 +1,4 @@
-"""Look up the measurements for a call, for `"tuned"` in an order of providers."""
+"""Look up the measurements for a call, if an order of providers contains `"tuned"`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from torchop._rules.providers import measurements, priority
 from torchop._rules.providers.measurements import Measurement, TableError
 from torchop.extend import OpName, short_repr
 
-# For arguments and their dimensions, the upper bounds of the buckets of sizes.
+# Maps arguments, and dimensions of each argument, to the upper bounds of the buckets for the sizes
+# of this dimension.
 Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
@@ -52,14 +53,14 @@ def users_table() -> Path | None:
 
 
 def add(new: Sequence[Measurement]) -> None:
-    """Add measurements of this process, and make calls use them."""
+    """Add measurements that this process made, so that later calls use them."""
     with registration_lock:
         _own[:] = measurements.merged(_own, new)
         forget()
 
 
 def forget() -> None:
-    """Make the next calls read the tables again. Requires the registration lock."""
+    """Make later calls read the tables from the files again. Requires the registration lock."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -75,7 +76,7 @@ def find(
 ) -> Measurement | None:
     """Return the measurement for a call, or None.
 
-    Warn once if there are only measurements of another device, release or kernel.
+    If there are only measurements of another device, PyTorch release or kernel, warn once.
 
     Args:
         op: the operator.
@@ -109,7 +110,7 @@ def find(
 
 
 def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
-    """Return the measurements of an operator, for cache keys of graphs with inlined kernels."""
+    """Return an operator's measurements, for the cache keys of graphs with inlined kernels."""
     index = _index(tuning.table)
     found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
     return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
@@ -149,7 +150,7 @@ def _index(
 
 @functools.cache
 def _read(path: Path) -> Sequence[Measurement]:
-    """Return the measurements in a file. Warn if the file is not a table."""
+    """Return the measurements in a file. If the file is not a table, warn and return none."""
     try:
         return measurements.read(path)
     except TableError as error:
@@ -160,9 +161,9 @@ def _read(path: Path) -> Sequence[Measurement]:
 
 
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the text that identifies the arguments of a call in a table, and the sizes.
+    """Return the text that identifies a call's arguments in a table, and all tensor sizes.
 
-    The text contains dtypes and plain values, and a `*` for each size.
+    The text contains the arguments' dtypes and plain values, and a `*` for each tensor dimension.
 
     Raises:
         UnknownKindError: an argument is neither a tensor nor a plain value nor a list of these.
@@ -185,7 +186,7 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-# The types of plain values, which keys contain as they are.
+# The types of plain values, which the text contains unchanged.
 PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -195,7 +196,7 @@ PLAIN = (
 def bucketed(
     names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> measurements.Sizes:
-    """Return the bucket of each size of a call. The default buckets are powers of two."""
+    """Return the bucket (by default, between powers of two) for each tensor dimension of a call."""
     ranges = []
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         bounds = buckets.get(name, {})
@@ -221,7 +222,7 @@ def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
 
 
 def device_name(values: Sequence[Any]) -> str:
-    """Return the name of the device of a call. For a CPU, include the number of threads."""
+    """Return the name of a call's device. For a CPU, include the number of threads."""
     devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     if device.type == "cpu":
@@ -248,10 +249,11 @@ def torch_release() -> str:
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of the source of a kernel.
+    """Return a digest of a kernel's source.
 
-    It covers functions of the same module that the kernel calls, plain global variables, such as
-    C++ source text, and the contents of files that a global `Path` refers to.
+    The digest also covers the functions of the same module that the kernel calls, plain global
+    variables such as C++ source text, and the contents of each file to which a global `Path`
+    refers.
     """
     function = _written(function)
     if not isinstance(function, types.FunctionType):  # a builtin or callable object
@@ -266,7 +268,7 @@ def _digest(function: types.FunctionType) -> str:
 
 
 def _written(function: Any) -> Any:
-    """Return the author's function inside wrappers of Triton, functools and torchop."""
+    """Return the author's function, without the wrappers of Triton, functools and torchop."""
     inner = getattr(function, "fn", getattr(function, "func", function))
     return inspect.unwrap(inner)
 

@@ -16,7 +16,7 @@ from torchop._schema.naming import OpName
 def declare_residuals(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Any:
-    """Return the declared residuals of a new operator, or None if it declares none.
+    """Return a new operator's declared residuals, or None if it declares none.
 
     Args:
         name: the name of the operator.
@@ -32,7 +32,7 @@ def declare_residuals(
 
 
 def residual_count(op: OpLike) -> int:
-    """Return the number of residuals of an operator, with structures flattened."""
+    """Return an operator's number of residuals, in which each tensor of a structure counts."""
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

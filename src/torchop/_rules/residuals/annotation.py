@@ -1,4 +1,4 @@
-"""Residuals that are declared in the return annotation of a kernel."""
+"""Residuals (outputs that only the backward uses), declared in a kernel's return annotation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Residuals:
 def declared_types(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the residual types from the annotation or from `types`, or None if both have none."""
+    """Return the residual types from the annotation or from `types`; None if neither has any."""
     declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
         raise SchemaError(
@@ -66,7 +66,7 @@ def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
 
 
 def _annotated(function: Callable[..., Any]) -> tuple[Any, ...]:
-    """Split the return annotation of a function into the type and the `Annotated` metadata."""
+    """Split a function's return annotation into the type and the `Annotated` metadata."""
     try:
         written = signatures.written_result(function)
     except SchemaError:  # schema inference will raise the same error

@@ -1,8 +1,8 @@
 """The `backward_kernel` option of `register_autograd`.
 
-A function that computes gradients becomes the operator `name__backward_kernel`. The names of the
+A function that computes gradients becomes the operator `name__backward_kernel`. The names of its
 parameters select the values to save, so no `setup_context` is needed. Users can register kernels
-and rules for the operator. A double backward requires a formula for it.
+and rules for the new operator. If it has a formula, a double backward works.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
-    """Checks a backward kernel, and makes an operator and a formula from it."""
+    """A validated backward kernel, from which an operator and a formula are made."""
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
@@ -40,10 +40,12 @@ class BackwardKernel:
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        # The indices of the results that are tensors. The first parameters are their gradients.
+        # The indices of the forward's tensor results. The backward kernel's first parameters are
+        # the gradients of these results.
         self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
         self.count = len(self.results)
-        # The arguments that are tensors, in the order of the returned gradients.
+        # The forward's tensor arguments, in the order in which the backward kernel returns their
+        # gradients.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
         names = list(signature.parameters)
         if len(names) < self.count:
@@ -59,7 +61,7 @@ class BackwardKernel:
         self._declare(function, signature)
 
     def _check_saved(self, names: Sequence[str]) -> None:
-        """Raise if a parameter does not name an argument, an output or a residual."""
+        """Raise if a parameter is not named after an argument, an output or a residual."""
         schema, declared = self.definition.schema, self.definition.declaration.residuals
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
@@ -78,7 +80,7 @@ class BackwardKernel:
         self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
-        """Check the return annotation. Return whether each gradient may be None, meaning zero."""
+        """Check the return annotation. For each gradient, return whether it may be None (zero)."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
         if len(each) != len(self.differentiated) or not all(
@@ -124,8 +126,8 @@ class BackwardKernel:
     def define(self) -> Definition:
         """Define the operator, or register the function as a kernel of an existing operator.
 
-        Compiled graphs may call an operator that was defined for an earlier backward kernel. It is
-        reused if it has the same signature.
+        If an earlier backward kernel has the same signature, its operator is reused, because
+        compiled graphs may call it.
         """
         definition = self.definition
         kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
@@ -153,7 +155,7 @@ class BackwardKernel:
         return helper
 
     def _can_replace(self, other: BackwardKernel) -> bool:
-        """Return whether graphs that call the operator of `other` can run this kernel instead."""
+        """Return whether graphs that call the operator of `other` can run this backward kernel."""
         is_flat = self.convention.structure is other.convention.structure is None
         if self.definition is not other.definition:  # the operator was redefined
             return False
@@ -189,7 +191,7 @@ class BackwardKernel:
         return self._with_zeros([None] * len(self.differentiated), args, kwargs)
 
     def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
-        """Replace each None by zeros, if the kernel takes the argument with this gradient."""
+        """Replace each gradient that is None with zeros, if the kernel takes its argument."""
         names = (argument.name for argument in self.schema.positional)
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         likes = (values.get(argument.name) for argument in self.differentiated)
@@ -197,7 +199,7 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Define the operator, and return `backward` and `setup_context` functions that use it."""
+        """Define the operator, and return functions `backward` and `setup_context` that use it."""
         helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
@@ -246,7 +248,7 @@ class BackwardKernel:
 
 
 class _ZeroFillingConvention(typing.NamedTuple):
-    """The calling convention of a backward kernel. Registered kernels may return None for zeros."""
+    """A backward kernel's calling convention: kernels may return None instead of zeros."""
 
     of: BackwardKernel
 
@@ -270,7 +272,7 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _is_gradient_of(kind: str, result: str) -> bool:
-    """Return whether a parameter of type `kind` accepts the gradient of a result."""
+    """Return whether a `kind` parameter accepts the gradient of a result of type `result`."""
     # The gradient of a tuple with one tensor is a tensor.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
@@ -281,10 +283,10 @@ def _may_hold_none(argument: Argument) -> bool:
 
 
 def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
-    """Replace None in a gradient by zeros like the argument, unless `like` is None.
+    """Replace None in a gradient with zeros like the argument `like`, unless that is None.
 
-    A schema cannot return a list that contains None. So for a list, entries are omitted where the
-    argument contains None.
+    A schema cannot return a list that contains None. So if the argument is a list that contains
+    None, the gradient has no entries for these items.
     """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient
@@ -300,13 +302,13 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Insert the entries that `_filled` omitted, as None."""
+    """Insert None for each entry that `_filled` omitted."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 
 
 class _Saved(typing.NamedTuple):
-    """Replaces a saved tensor, or a list of `length` saved tensors."""
+    """The placeholder for a saved tensor, or for a list of `length` saved tensors."""
 
     length: int | None
 
@@ -320,7 +322,7 @@ _TENSOR = _Saved(None)
 
 
 def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
-    """Save the tensors in `values` on `ctx`. Return the values with the tensors replaced."""
+    """Save the tensors in `values` on `ctx`. Return the values with placeholders for tensors."""
     tensors: list[Any] = []
     passed: list[Any] = []
     for value in values:

@@ -1,4 +1,4 @@
-"""The declared residuals of an operator. Checks what kernels return against the declaration."""
+"""An operator's declared residuals, and checks of the residuals that its kernels return."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
 
 class Declared:
-    """The declared residuals of one operator.
+    """The residuals (outputs that only the backward uses) that an operator declares.
 
     Attributes:
         named: a namedtuple class. `setup_context` receives the residuals as an instance.
@@ -67,7 +67,7 @@ class Declared:
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel to return only the result. See `wrap_kernel`."""
+        """Wrap a kernel with `wrap_kernel`, so it returns only the result, without residuals."""
         return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -77,7 +77,7 @@ class Declared:
         """Return the fields of the C++ struct `Residuals`, for native calls."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # C++ calls `setup_context` directly, so a checking wrapper of the formula would not run.
+        # C++ code calls `setup_context` directly, which would skip the checks of a wrapped formula.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
@@ -94,7 +94,7 @@ class Declared:
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
-        """Return the residuals that a kernel stored in a request, checked and flattened."""
+        """Check the residuals that a kernel stored in a request, and return them flattened."""
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
             raise ResultError(
@@ -111,7 +111,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Return the object that `setup_context` receives, given the flattened residuals."""
+        """Convert the flattened residuals to the object that `setup_context` receives."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)
@@ -120,7 +120,7 @@ class Declared:
     def check_fresh(
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
-        """Raise AliasError if a residual shares memory with an input, a result or a residual."""
+        """Raise AliasError if a residual shares memory with an input, output or other residual."""
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(

@@ -1,8 +1,8 @@
 """Pass residuals from the kernel to the call that records a gradient.
 
-The dispatcher is between the two, and it only returns the results that the schema declares. So the
-call creates a `Request` for the current thread, and a wrapper of the kernel stores the residuals in
-the request.
+The kernel cannot return residuals to the call, because the dispatcher between the two returns only
+the results that the schema declares. So the call creates a `Request` for the current thread, and a
+wrapper of the kernel stores the residuals in this request.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _records() -> bool:
 
 
 class Request:
-    """A request for the residuals of a call. The wrapper of the kernel sets `saved`."""
+    """A request for the residuals of a call. The kernel's wrapper stores them in `saved`."""
 
     __slots__ = ("key", "saved")
 
@@ -129,21 +129,21 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """Use the C++ functions from now on, and return the state that they share with this module."""
+    """Replace functions of this module with C++ functions, and return the state that they share."""
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
-    """Request the residuals of the next kernel with this key that the current thread runs."""
+    """Create a request for the next kernel with this key that the current thread runs."""
     thread, request = get_ident(), Request(key)
     _recording[thread] = request, _recording.get(thread, _NOTHING)[1]
     return request
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
-    """Call `call` with a request. Return the result, and the request with the residuals."""
+    """Request the kernel's residuals during `call`. Return the result, and the filled request."""
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
@@ -163,7 +163,8 @@ def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
 def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
     """Wrap a kernel or fake kernel to return only the result.
 
-    If the thread has a `Request` with the same key, the wrapper stores the residuals in it.
+    If the current thread has a `Request` with the same key, the wrapper stores the residuals in the
+    request.
     """
     if author_of(function, key) is not None:
         return function
@@ -196,10 +197,10 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 
 
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `records_gradient` return False in the kernel of an operator without residuals.
+    """Wrap the kernel of an operator without residuals: in it, `records_gradient` returns False.
 
-    If the kernel of another operator must return residuals and calls this operator,
-    `records_gradient` would otherwise return True.
+    Without the wrapper, `records_gradient` would return True if another operator's kernel, which
+    must return residuals, calls this operator.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function
@@ -217,7 +218,7 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """Return the function that `wrap_kernel` wrapped, or None for all other functions."""
+    """Return the author's function inside a wrapper from `wrap_kernel`, or None for others."""
     of_key, kernel, author = getattr(function, "_torchop_author", (None, None, None))
     # Another wrapper may have copied the attribute with `functools.wraps`.
     return author if of_key is key and kernel is function else None

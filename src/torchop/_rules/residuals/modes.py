@@ -1,4 +1,4 @@
-"""Apply the torch_dispatch rules of an operator to the training form."""
+"""Apply an operator's torch_dispatch rules to its training form `name__with_residuals`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
-    """Register a torch_dispatch rule for the training form that calls the rule of the operator.
+    """Register a torch_dispatch rule for the training form that calls the operator's rule.
 
-    A rule that the user registers for the training form takes precedence. Modes of compilers need
-    no rule: they record a call of the training form.
+    A rule that the user registers for the training form takes precedence. The modes of compilers
+    need no rule, because they record a call to the training form.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -29,7 +29,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the rule of the operator, and collect the residuals of the call of `func` in it."""
+    """Call the operator's rule, and collect the residuals of the call to `func` in the rule."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -49,7 +49,7 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may unwrap the arguments and wrap the results. Only its author knows how to wrap
+    # The rule may unwrap arguments and wrap results, but only its author knows how to wrap
     # residuals.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "

@@ -1,8 +1,8 @@
-"""The training form: a helper operator that returns residuals as additional results.
+"""The training form: a helper operator that also returns the residuals of an operator.
 
-A call that records a gradient calls `name__with_residuals` instead of the operator, below autograd.
-Compiled graphs, modes and transforms see an ordinary operator. The kernel and the fake kernel call
-the original operator, and request the residuals.
+If a call records a gradient, the code below autograd calls `name__with_residuals` instead of
+`name`. Compiled graphs, modes and transforms then see an ordinary operator. The kernel and the fake
+kernel call the original operator, and request the residuals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _ATTRIBUTE = "_torchop_with_residuals"
 
 
 class TrainingForm:
-    """The helper operator `name__with_residuals`."""
+    """The helper operator `name__with_residuals`, which also returns the residuals."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -91,7 +91,7 @@ class TrainingForm:
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return the `save` function of a formula with a `setup_context` that takes residuals."""
+        """Return the formula's `save` function for a `setup_context` that takes residuals."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
@@ -107,9 +107,9 @@ class TrainingForm:
         return save
 
     def mark(self, ctx: Any, residuals: Sequence[Any]) -> None:
-        """Store on `ctx` which of the saved tensors are residuals."""
-        # Compare storages, because the saved tensor may be a view. In a transform, tensors have no
-        # storage.
+        """Store on `ctx` the positions of the residuals among the saved tensors."""
+        # Compare storages, because a saved tensor may be a view of a residual. In a transform,
+        # tensors have no storage, so compare the objects.
         memory = id if functorch.is_active() else storage_of
         given = set(map(memory, tensors_in(residuals)))
         saved = ctx.to_save or ()
@@ -135,7 +135,7 @@ class TrainingForm:
         )
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Register the formula of the training form, which outer transforms need."""
+        """Register the training form's formula, because outer transforms differentiate the form."""
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
@@ -181,10 +181,10 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the saved tensors, with residuals that raise if they are differentiated.
+    """Return the saved tensors, in which the residuals raise if they are differentiated.
 
-    In a double backward, residuals would otherwise be constants, and the second derivative would
-    silently be wrong. Autograd only runs nodes on the way to an input, so each residual gets a node
+    Otherwise a double backward would treat residuals as constants, so the second derivative would
+    silently be wrong. Autograd only runs nodes on a path to an input, so each residual gets a node
     that is connected to `anchor`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
@@ -202,7 +202,7 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
 
 
 class _Constant(torch.autograd.Function):
-    """The identity function. The backward raises MissingFormulaError."""
+    """The identity function, whose backward raises MissingFormulaError."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:

@@ -1,7 +1,7 @@
-"""Apply the vmap rule of an operator to the training form.
+"""Apply an operator's vmap rule to its training form `name__with_residuals`.
 
-The rule calls the operator with the whole batch. If a gradient is recorded, the residuals of this
-call are collected, and the rule must return their batch dimensions.
+The rule calls the operator with the whole batch. If a gradient is recorded, this module collects
+the residuals of this call, and the rule must return their batch dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchop._rules.residuals.handover import requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# The default rule. A separate object, to distinguish it from "sequential" registered by the user.
+# The default rule. It is a separate object, to tell it apart from a user's rule "sequential".
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
@@ -33,7 +33,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # calls that need no check, because checking runs the fake kernel
+    checked: set[Any] = set()  # calls that were checked, because a check runs the fake kernel
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -78,8 +78,9 @@ def _rule(form: Any) -> Callable[..., Any]:
 def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> None:
     """Raise if the batch dimensions of residuals are wrong.
 
-    If None is returned for a batched residual, autograd would sum gradients over the batch. The
-    fake kernel shows how many dimensions each residual has without the batch.
+    If the vmap rule returned None as the batch dimension of a batched residual, autograd would sum
+    gradients over the batch. To find this mistake, the number of dimensions of each residual is
+    compared with the fake kernel's residual for a single element.
     """
     op, names = form.definition, form.declared.named._fields
     try:
@@ -124,8 +125,8 @@ def _length(value: Any) -> int:
 class Calls(TorchFunctionMode):
     """A mode that calls the training form instead of the operator, and collects the residuals.
 
-    A `TorchFunctionMode` handles calls before transforms, other modes and autograd, so all of these
-    see the training form.
+    A `TorchFunctionMode` handles calls before transforms, other modes and autograd do, so all of
+    these see the training form.
     """
 
     def __init__(self, form: Any) -> None:

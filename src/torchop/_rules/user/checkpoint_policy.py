@@ -1,7 +1,8 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch only calls the policy function of the checkpointed region. A `MUST` policy takes precedence
-over a `PREFER` policy. Otherwise, the policy of the operator applies.
+PyTorch only calls the policy function of the checkpointed region. The region's policy applies if it
+is a `MUST` policy and the operator's policy is not. In all other cases, the operator's policy
+applies.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
-    """The rule for checkpoint policies. A value is a policy, or a function that returns one."""
+    """The rule that stores an operator's checkpoint policy, or a function that returns it."""
 
     def validate(self, op: OpOverload, value: Any) -> Decision:
         what = f"{op.name()}: a checkpoint policy"

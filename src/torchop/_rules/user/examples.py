@@ -30,7 +30,7 @@ class Examples(NamedTuple):
 
 
 class _ExamplesRule(Rule[Examples]):
-    """The rule for examples. A value is a function that yields them."""
+    """The rule that stores an operator's sample inputs, as a function that yields them."""
 
     def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
@@ -46,9 +46,9 @@ class _ExamplesRule(Rule[Examples]):
         )
 
     def valid(self, op: OpOverload) -> Valid | None:
-        """Return the function `valid` of an operator.
+        """Return an operator's function `valid`, or None if all calls are valid.
 
-        In-place and out= forms inherit it from the functional operator.
+        In-place and out= forms inherit the function from the functional operator.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
@@ -117,7 +117,7 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
-    """Return the operator, with its handle if it has one, because examples may have structures."""
+    """Return the operator, with its handle if any, because only handles accept structures."""
     return Operator(Operator(op, caller).handle or op, caller)
 
 

@@ -16,10 +16,10 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """The rule for FLOP formulas.
+    """The rule that stores an operator's FLOP formula.
 
-    A registered formula takes shapes, or tensors with `get_raw`. The rule stores a function that
-    takes the arguments, the keyword arguments and the result of a call.
+    A registered formula takes shapes, or tensors with `get_raw`. The rule stores a wrapper that
+    takes a call's arguments, keyword arguments and result.
     """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:

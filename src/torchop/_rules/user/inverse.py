@@ -36,7 +36,7 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """The rule for inverses. A value has the operator's parameters, but takes the output first."""
+    """The rule that stores an inverse, which takes the output instead of the first argument."""
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -206,7 +206,7 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """Return the registered inverse of an operator, and a function that inverts a call."""
+    """Return an operator's registered inverse, and a function that inverts a call with it."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
@@ -222,9 +222,9 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
 def _with_defaults(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
 ) -> Callable[..., Any]:
-    """Wrap an inverse to pass all arguments by position, with the operator's defaults.
+    """Wrap an inverse so that it receives all arguments by position, with defaults filled in.
 
-    Dynamo traces the wrapper, so it only uses simple loops over lists.
+    Dynamo traces the wrapper, so the wrapper uses only simple loops over lists.
     """
     positional = [
         (p.name, p.default is not p.empty, p.default)

@@ -1,1 +1,1 @@
-"""vmap rules, which apply an operator to a batch."""
+"""vmap rules, which define how `torch.vmap` applies an operator to a batch."""

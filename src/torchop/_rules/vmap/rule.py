@@ -1,4 +1,4 @@
-"""The vmap rule."""
+"""The vmap rule: how `torch.vmap` maps an operator over a batch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule to check its output and `out_dims`. PyTorch checks neither."""
+    """Wrap a vmap rule to check its output and `out_dims`, because PyTorch checks neither."""
     schema, declaration = definition.schema, definition.declaration
     check_result = result_check(schema.returns)
     is_functional = schema.is_functional and not declaration.is_lenient and definition.is_ours
@@ -139,7 +139,7 @@ def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) ->
     tensors = [*tensors_in((*args, *kwargs.values()))]
     outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
     if any(map(functorch.is_wrapped, (*tensors, *outputs))):
-        # Tensors that are wrapped by another transform have no storage, so compare objects.
+        # Tensors that another transform has wrapped have no storage, so compare the objects.
         ids = [*map(id, outputs)]
         is_alias = len({*ids}) < len(ids) or any(id(tensor) in ids for tensor in tensors)
     else:

@@ -17,7 +17,7 @@ from torchop._schema.forms import Form
 
 
 class _Mapped:
-    """A batched tensor, with the dimension that is mapped."""
+    """A batched tensor, with the dimension over which vmap maps."""
 
     __slots__ = ("dim", "tensor")
 
@@ -27,7 +27,7 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """Wrap the batched tensors of an argument in `_Mapped`. `dim` is the argument's `in_dims`."""
+    """Wrap an argument's batched tensors in `_Mapped`. `dim` is its entry in `in_dims`."""
     if isinstance(dim, (list, tuple)):
         return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
     return value if dim is None else _Mapped(value, dim)
@@ -72,9 +72,9 @@ def map_elements(
 ) -> Any:
     """Call the operator once per element of a batch, and stack the results along dimension 0.
 
-    Batched tensors in the arguments are wrapped by `with_dims`. For an empty batch, the fake kernel
-    determines the shapes. With `replay`, all elements draw the same random numbers. Return None for
-    in-place and out= forms, because they write into the batch.
+    The caller must have wrapped batched tensors with `with_dims`. For an empty batch, the fake
+    kernel determines the shapes. With `replay`, all elements draw the same random numbers. In-place
+    and out= forms write into the batch, so for these, return None.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -104,7 +104,7 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Call the operator once per element. With `replay`, all draw the same random numbers."""
+    """Call the operator once per element. With `replay`, all calls draw the same random numbers."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
     args, kwargs = elements[0]  # the devices and generators are the same for all elements
@@ -144,7 +144,7 @@ def _check_written(
 
 
 def result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of the fake kernel for a single element of a batch."""
+    """Return the fake kernel's result for a single element of a batch."""
     with fake_tensors.fake_calls() as make_fake:
 
         def fake_element(value: _Mapped | Tensor) -> Tensor:
@@ -166,8 +166,9 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
     """Raise if Dynamo is tracing and an output has a data-dependent size.
 
-    Dynamo's graph contains one call for the whole batch. Only the unbacked sizes of one element
-    would appear in it, and Dynamo would report the others as an error of the fake kernel.
+    Dynamo's graph contains one call for the whole batch. The result of this call would contain the
+    unbacked sizes of one element only, and Dynamo would report the other elements' sizes as an
+    error of the fake kernel.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):
@@ -184,7 +185,7 @@ def _combined(
 ) -> Any:
     """Combine the values that all elements returned for one output."""
     if not outputs:
-        return None  # an empty batch of an operator that returns nothing
+        return None  # the batch is empty and the operator returns nothing
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):

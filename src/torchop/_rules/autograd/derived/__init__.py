@@ -1,1 +1,1 @@
-"""Derived formulas, which differentiate the body of the operator (the kernel)."""
+"""Derived formulas, which differentiate the operator's body: the code of its kernel."""

@@ -1,4 +1,4 @@
-"""The derived formula: the backward runs the body of the operator again and differentiates it."""
+"""The derived formula, whose backward runs the operator's body again and differentiates it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from torchop._rules.effect import EffectRule
 
 
 class DerivedFormula(Formula):
-    """A formula that saves the inputs. The backward runs the body again and differentiates it."""
+    """A formula that saves the inputs. Its backward runs the body again and differentiates it."""
 
     def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
         super().__init__(definition)
-        # The two helper operators for compiled graphs: `name__training` and `name__backward`. None
-        # in the formulas of these operators, because AOTAutograd does not support double backward.
+        # The two helper operators for compiled graphs: `name__training` and `name__backward`. The
+        # formulas of these two operators have None here, because AOTAutograd does not support
+        # double backward.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
@@ -41,7 +42,7 @@ class DerivedFormula(Formula):
         return "autograd derived"
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel. Return the result, and the ambient state or None."""
+        """Call the kernel. Return the result, and the ambient state (None if it is not needed)."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
         tensors = list(tensors_in(values))
@@ -64,8 +65,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So save
-        # the state only if it may affect the result.
+        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So the
+        # state is saved only if it may affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)
@@ -76,10 +77,10 @@ class DerivedFormula(Formula):
         return result, state.packed if is_needed else None
 
     def _before_kernel(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the ambient state for a native call.
+        """Return the ambient state for a native call, or NotImplemented to use the dispatcher.
 
-        Return NotImplemented while a CUDA graph is captured, because `run` must then check that the
-        body draws no random numbers.
+        While a CUDA graph is captured, calls must use the dispatcher, so that `run` can check that
+        the body draws no random numbers.
         """
         self._check_no_effect()
         state = replay.ambient_state((*args, *kwargs.values()))
@@ -93,10 +94,10 @@ class DerivedFormula(Formula):
         result: Any,
         packed: Tensor | None,
     ) -> None:
-        """Save the arguments, and the ambient state in which the body ran.
+        """Save the arguments and the ambient state, such as the state of random number generators.
 
-        Native calls always save the state, even if the body left it unchanged: the body may only
-        read the state of a generator, or reset the generator after drawing numbers.
+        Native calls save the state even if it is unchanged after the body has run, because the body
+        may have read a generator's state, or have drawn numbers and then reset the generator.
         """
         call, tensors = split_tensors(args, kwargs)
         # The backward skips outputs whose gradient is None.
@@ -115,8 +116,8 @@ class DerivedFormula(Formula):
         flat_grads = list(output_tensors(self.definition.schema.returns, grads))
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
-        # For DTensors, call `name__backward`, which uses the sharding rule of the operator. A
-        # double backward must differentiate the operators in the body instead.
+        # For DTensors, call `name__backward`, because it uses the operator's sharding rule. But a
+        # double backward must differentiate the operators in the body.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
             torch.compiler.is_dynamo_compiling()  # in compiled autograd
@@ -134,7 +135,7 @@ class DerivedFormula(Formula):
         return placed(gradients, ctx.needs_input_grad)
 
     def _check_no_effect(self) -> None:
-        # `derive_autograd` checks this too, but the effect may have been registered later.
+        # `derive_autograd` also checks this, but the effect may have been registered since.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
                 f"{self.definition}: an effect was registered after the formula was derived. The "

@@ -1,4 +1,4 @@
-"""Run the body of an operator again, and differentiate it with PyTorch's autograd."""
+"""Run an operator's body again, and differentiate it with PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.kernels.rule import KernelRule
 
 Result = TypeVar("Result")
-# A function from the tensor inputs of a call to the tensor outputs.
+# A function that takes a call's tensor inputs and returns its tensor outputs.
 Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
 
 
@@ -35,26 +35,29 @@ class Rerun(NamedTuple):
     state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """Call `run` with inputs that record gradients, in the ambient state of the first run."""
+        """Call `run` with inputs that require grad, in the ambient state of the first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
 
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # If vmap applies only to the backward, all elements use the random numbers of the forward.
+        # If only the backward runs under vmap, all batch elements use the forward's random numbers.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Run the kernel, and return a tuple of the results."""
         args, kwargs = self.call.with_tensors(inputs)
-        # Call the kernel directly. For a call of the operator, autograd would record a single node.
+        # Call the kernel directly, because autograd would record a call to the operator as a single
+        # node.
         kernels = self.definition.dispatcher_kernels
         key = every = dispatch.kernel_key("default")
-        # `dispatch_key_name` returns the key for dense tensors. Use the default kernel for others.
+        # `dispatch_key_name` returns the key for dense tensors, so other layouts use the default
+        # kernel.
         if all(tensor.layout is torch.strided for tensor in inputs):
-            # If the tensors are on the CPU and another device, use the kernel of that device.
+            # If some tensors are on the CPU and some on another device, use the other device's
+            # kernel.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
@@ -93,7 +96,8 @@ class Rerun(NamedTuple):
         with autograd.above_autograd():
             if create_graph:
                 # `_body_input` creates leaves for tensors that have no autograd graph, as after
-                # `torch.func.vjp`. Record the gradients only if any other tensor requires grad.
+                # `torch.func.vjp`. Do not record the gradients for these leaves alone: record them
+                # only if another tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(
                     _is_recorded(tensor)
@@ -106,11 +110,11 @@ class Rerun(NamedTuple):
             )
 
     def check_unrecorded(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
-        """Raise if an output depends on the inputs, but autograd did not record how.
+        """Raise if an output depends on the inputs, but autograd did not record the dependency.
 
-        To find out, the body runs again in a mode that tracks dependencies. Gradients of outputs
-        that do not depend on the inputs are ignored. Gradients of zero need no check; compilers
-        pass these for unused outputs.
+        To find such outputs, run the body again in a mode that tracks dependencies. If an output
+        does not depend on the inputs, its gradient is ignored. Outputs with a gradient of zero,
+        which compilers pass for unused outputs, need no check.
 
         Args:
             unrecorded: the index and the gradient of each output without an autograd history.
@@ -177,8 +181,8 @@ def _is_zero(gradient: Tensor) -> bool:
 def _body_input(tensor: Tensor) -> Tensor:
     """Return an alias of an input, at which the autograd graph of the body starts.
 
-    Without the alias, if one input was computed from another, the gradient of the second input
-    would include the gradient that flows through the first one.
+    One input may have been computed from another. Without the alias, the gradient of the other
+    input would then include the gradient that flows back through the first.
     """
     if tensor.requires_grad:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
@@ -206,7 +210,7 @@ def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[T
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Run a part of the derived formula, and explain errors from code without gradients."""
+    """Run a part of the derived formula, and explain errors from code that has no gradient."""
     try:
         return run()
     except RuntimeError as error:
@@ -229,27 +233,27 @@ def _left_autograd(definition: Definition, problem: str) -> GradientError:
     )
 
 
-# Functions that give other libraries access to the data of a tensor.
+# Tensor methods that give other libraries, such as NumPy, access to a tensor's data.
 _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
 class DependencyMode(TorchFunctionMode):
-    """Finds tensors that depend on inputs that require grad, but have no autograd history.
+    """A mode that finds tensors without an autograd history that depend on differentiable inputs.
 
     Python numbers such as `x.item()` are not tracked, because most programs use them to select a
     computation, not as values. For tensors from other libraries, such as the results of
-    `torch.from_numpy`, the inputs are unknown. Therefore, once a tensor has passed data to another
-    library, all later tensors of unknown origin are assumed to depend on that tensor.
+    `torch.from_numpy`, the inputs are unknown. Therefore, once a tensor has passed its data to
+    another library, every later tensor of unknown origin is assumed to depend on it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # For each tensor: the function that computed the value without autograd, or None. The keys
-        # are ids, so the tensors must be kept alive.
+        # For each tensor: the function that computed its value without autograd, or None. The keys
+        # are ids, so the values also hold the tensors, to keep them alive.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
-        # For each storage: the function that wrote to it in place without autograd.
+        # For each storage: the function that wrote to the storage in place without autograd.
         self._written: dict[int, str] = {}
-        # The function that first passed the data of a dependent tensor to another library.
+        # The function that first passed a dependent tensor's data to another library.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
@@ -275,7 +279,7 @@ class DependencyMode(TorchFunctionMode):
         if name in _EXPORTS_DATA:
             self._exported = self._exported or origin
         for tensor in _tensors((result,)):
-            # These functions read the shape and dtype of a tensor, but not the values.
+            # These functions read only the shape and dtype of a tensor, not its values.
             is_just_like = name.endswith("_like") or name.startswith("new_")
             is_tracked = is_differentiable(tensor) and not is_just_like
             self._seen.setdefault(id(tensor), (tensor, origin if is_tracked else None))
@@ -287,7 +291,7 @@ class DependencyMode(TorchFunctionMode):
         return result
 
     def left_autograd_in(self, tensor: Any) -> str | None:
-        """Return the function that computed a value without autograd, or None."""
+        """Return the function that computed a value without autograd, or None if there is none."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
         _, origin = self._seen.get(id(tensor), (tensor, self._exported))

@@ -1,11 +1,11 @@
 """The helper operators that compiled graphs call for an operator with a derived formula.
 
 `name__training` replaces the operator `name` in the forward. It returns the results of `name`, and
-the ambient state in which the body ran, packed into a tensor.
+a tensor with the packed ambient state (such as random number generators) in which the body ran.
 
-`name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state,
-which tensors need a gradient, and the arguments of `name`. The kernel restores the state, so the
-random numbers are the same wherever the compiler schedules the backward.
+`name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state, a
+mask of the tensors that need a gradient, and the arguments of `name`. The kernel restores the
+state, so the random numbers are the same wherever the compiler schedules the backward.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
 
-# The call number of a call that does not return the ambient state.
+# The value of the argument `call_number` that makes `name__training` return no ambient state.
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
@@ -52,8 +52,9 @@ _IN_CUDA_GRAPH = (
 
 def derived_formula(definition: Definition) -> DerivedFormula:
     """Return the derived formula of an operator, and define its helper operators on first use."""
-    # Stored on the library of the operator, which has the same lifetime. If the formula is derived
-    # again, reuse the helper operators, because compiled graphs call them by name.
+    # The formula is stored on the operator's library, which has the same lifetime as the operator.
+    # If the formula is derived again, the helper operators are reused, because compiled graphs call
+    # them by name.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
 
@@ -69,7 +70,7 @@ def derived_formula(definition: Definition) -> DerivedFormula:
 
 
 class TrainingOperator:
-    """The helper operator `name__training`."""
+    """The helper operator `name__training`, which replaces `name` in compiled forwards."""
 
     __slots__ = ("_calls", "_definition", "helper", "number")
 
@@ -78,8 +79,8 @@ class TrainingOperator:
         schema = definition.schema
         arguments = schema.written_arguments
         # AOTAutograd merges calls with equal arguments, even if they draw random numbers
-        # (`fx_graph_cse` in torch/_functorch/compile_utils.py). A call number makes the arguments
-        # differ.
+        # (`fx_graph_cse` in torch/_functorch/compile_utils.py). So each call gets a number, which
+        # makes the arguments differ.
         self.number = free_name("call_number", schema)
         self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
         if "*" not in arguments:
@@ -226,13 +227,13 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Compute the gradients of the whole batch at once, by differentiating the vmap rule."""
+    """Differentiate the vmap rule to compute the gradients of the whole batch at once."""
     rule = definition.plan[VmapRule]
     assert callable(rule)  # as the caller has checked
     call, tensors = split_tensors(args, kwargs)
     dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size
-    # Expand unbatched inputs, because they have one gradient per element of the batch.
+    # Expand unbatched inputs, because each of them has one gradient per batch element.
     batched = [
         _batch_first(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)

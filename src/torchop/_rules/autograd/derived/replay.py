@@ -1,4 +1,4 @@
-"""Run the body of an operator again in the ambient state of the first run.
+"""Run an operator's body again in the ambient state of its first run.
 
 The ambient state consists of the states of the random number generators, the autocast settings, the
 default dtype and the default device. All of it is packed into a byte tensor, because formulas save
@@ -28,8 +28,9 @@ from torchop._errors import GradientError
 
 Result = TypeVar("Result")
 
-# Packed states refer to dtypes by their index here. Index 0 is the initial default dtype. The order
-# must be the same in all processes that run a cached graph, so the set is sorted.
+# In packed states, a dtype is an index into this tuple. Index 0 is float32, PyTorch's initial
+# default dtype. The order must be the same in all processes that run a cached graph, so the set is
+# sorted.
 _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
 # The number of accelerators with a state, the default dtype and the default device. Two bytes per
@@ -56,7 +57,7 @@ class AmbientState(NamedTuple):
     is_captured: bool = False
 
 
-# The state of the latest call. Reused until random numbers are drawn or a setting changes.
+# The state of the latest call, which is reused until random numbers are drawn or a setting changes.
 _latest: AmbientState | None = None
 
 
@@ -93,7 +94,7 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
 
 
 def _read(generator: Generator) -> bytes:
-    """Return the state of a generator after a byte of 1, or `_UNREADABLE`."""
+    """Return a byte of 1 followed by a generator's state, or `_UNREADABLE`."""
     try:
         return b"\1" + _bytes(generator.get())
     except RuntimeError:  # a CUDA graph is being captured
@@ -101,16 +102,16 @@ def _read(generator: Generator) -> bytes:
 
 
 def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Return whether the ambient state has changed since, for example by drawing numbers."""
+    """Return whether the current ambient state differs from `state`, e.g. after drawing numbers."""
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
     """Return the packed ambient state if C++ can read it, and None otherwise.
 
-    C++ reads states with default settings, unless an argument is a generator, or is on a device
-    other than the CPU and the `count` accelerators. If the state equals `latest`, return `latest`
-    itself. C++ does this for speed, because every call that records a gradient packs the state.
+    Every call that records a gradient packs the state, so C++ code does it where it can. It
+    requires default settings, and that no argument is a generator or is on a device other than the
+    CPU and the `count` accelerators. If the state equals `latest`, return `latest` itself.
     """
     accelerator = devices.accelerator() if count else None
     if accelerator is not None and accelerator.get_rng_state is None:
@@ -124,13 +125,13 @@ def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
-    """Pack the states of the generators and the settings, in this order, into a byte tensor."""
+    """Pack the generator states, followed by the settings, into a byte tensor."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """Return the size of the packed state of a call in a graph. Works for fake tensors."""
+    """Return the size of the packed state of a call in a graph; the tensors may be fake."""
     sizes = [1 + generator.size() for generator in generators_of(values)]
     sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -141,7 +142,7 @@ def replayed(
 ) -> Result:
     """Call `run` in a saved ambient state, and restore the current state afterwards.
 
-    If `packed` is None or empty, no state was saved. Then `run` is called without autocast.
+    If `packed` is None or empty, no state was saved, and `run` is called without autocast.
     """
     count = devices.accelerator_count()
     if (
@@ -149,7 +150,8 @@ def replayed(
         and _is_readable(packed)
         and _packed_if_plain(values, packed, count) is packed
     ):
-        # The saved state equals the current one, so only restore the generators afterwards.
+        # The current state equals the saved one, so the generators only need to be restored
+        # afterwards.
         try:
             return run()
         finally:
@@ -189,7 +191,7 @@ def _set_autocast(
     def change(setter: Callable[[Any], object], value: object, before: object) -> None:
         blocks.enter_context(changed(setter, value, before))
 
-    # The cache would keep the casts of this call's tensors alive.
+    # Otherwise autocast's cache would keep the casts of this call's tensors alive.
     change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
     if enabled:
         of_device = functools.partial(torch.set_autocast_dtype, device_type)
@@ -208,7 +210,7 @@ def _autocast_enabled(device_type: str) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    # Without PyTorch operators, because modes and transforms would intercept them.
+    # Read the memory without PyTorch operators, because modes and transforms would intercept them.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 
@@ -251,7 +253,7 @@ def capture_guard(
 
 
 class ForbidRandomNumbers(TorchDispatchMode):
-    """A mode that raises GradientError if the body of an operator draws random numbers."""
+    """A mode that raises GradientError if an operator's body draws random numbers."""
 
     def __init__(self, definition: Definition, why: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in PyTorch
@@ -267,7 +269,7 @@ class ForbidRandomNumbers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Tag.nondeterministic_seeded in func.tags:
-            # A composite operator may draw numbers only sometimes, like `dropout`.
+            # A composite operator may draw numbers only in some calls, as `dropout` does.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -11,26 +11,26 @@ from torchop._core.call import Call, replace_all
 
 
 class _Placeholder:
-    """Replaces a tensor in a saved call."""
+    """The placeholder that replaces a tensor in a saved call."""
 
 
 _PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
-    """The arguments of a call. Each tensor is replaced by a placeholder."""
+    """The arguments of a call, in which each tensor is replaced with a placeholder."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Call:
-        """Return the arguments with the placeholders replaced by `tensors`, or by other values."""
+        """Return the arguments with each placeholder replaced with the next item of `tensors`."""
         rest = iter(tensors)
         return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """Return the arguments with placeholders, and the tensors that they replace."""
+    """Return the arguments with placeholders, and the list of the replaced tensors."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> _Placeholder:
@@ -45,8 +45,8 @@ def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
 
     Args:
         values: the arguments or results of a call.
-        entries: one entry for each of these. For a list of tensors, this is a list of entries, or
-            one entry for all tensors in the list.
+        entries: one entry for each value. The entry for a list of tensors may be a list of entries,
+            or a single entry that applies to all tensors in the list.
     """
     flat: list[Any] = []
     # `in_dims` has no entries for trailing arguments that equal their default.

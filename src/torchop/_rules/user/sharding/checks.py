@@ -14,23 +14,23 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
-# The suggestion in messages. A rule in which every operand is '...' would fit every schema too, but
-# it means that the operator is pointwise.
+# The suggestion in messages. A rule in which every operand is '...' would also fit every schema,
+# but it would declare the operator as pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """Return the arguments that hold tensors. A rule has one operand for each of them."""
+    """Return the arguments that hold tensors, because a sharding rule has an operand for each."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """Return the types of the results that are tensors. A rule has one operand for each."""
+    """Return the types of tensor results, because a sharding rule has an operand for each."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """Return the rule that a preset such as "pointwise" stands for."""
+    """Return the sharding rule for which a preset such as "pointwise" stands."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
@@ -42,7 +42,7 @@ def preset(name: str, schema: Schema) -> Sharding:
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
-    """Validate a rule, and return a copy with an operand for each tensor of the schema.
+    """Validate a sharding rule, and return a copy with an operand for each tensor of the schema.
 
     If one side of the rule is empty, that side has no tensor or one 0-dim tensor, depending on the
     schema.
@@ -91,7 +91,7 @@ def fits_residuals(rule: Sharding, count: int) -> bool:
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """Return the error for a call with residuals if the rule has no operands for them."""
+    """Return the error for a call with residuals, for which the rule has no operands."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -103,7 +103,7 @@ def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:
-    """Raise if DTensor cannot shard calls of an operator with this schema."""
+    """Raise if DTensor cannot shard calls to an operator with this schema."""
     if not tensor_arguments(schema):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule needs an operator that takes tensors, because DTensor "
@@ -154,7 +154,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
-    """Raise if a rule is impossible because the operator mutates arguments."""
+    """Raise if a rule shards a mutated argument in a way that the mutation makes impossible."""
     arguments = tensor_arguments(schema)
     written = {
         argument.name: operand

@@ -1,10 +1,10 @@
-"""Sharding rules of derived operators, made from the rule of the original operator.
+"""Sharding rules of derived operators, which are made from the original operator's rule.
 
 In this package, a *row* lists the placements of all tensors of a call on one dimension of the
 device mesh.
 
-An in-place or out= form copies the result of the functional operator into a tensor. So each rank
-can write its shard if this tensor has the placement of the result.
+An in-place or out= form copies the result of the functional operator into a tensor. So if this
+tensor has the same placement as the result, each rank can write to its own shard.
 
 The helper operators for the backward use transposed rows. The derivative of a call on shards is a
 linear map from the tangents of the inputs to the tangents of the results. The backward is the
@@ -22,18 +22,18 @@ from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-# Returns the rows that are allowed for a call.
+# A function that returns the rows that a rule allows for a call.
 Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
 class ShardingRule(NamedTuple):
-    """A registered rule.
+    """A registered sharding rule.
 
     Attributes:
         rows: returns the rows that are allowed for a call.
         cached: the contribution of the rule to cache keys.
         unhashed: the arguments that are not part of DTensor's cache key of a call.
-        like: the ATen operator with the DTensor rule to use, or None.
+        like: the ATen operator whose DTensor rule is used, or None.
     """
 
     rows: Rows
@@ -45,7 +45,7 @@ class ShardingRule(NamedTuple):
 def rule_of_derived(
     op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
 ) -> ShardingRule | None:
-    """Return the rule of a derived operator, or None if it needs a rule of its own."""
+    """Return a derived operator's sharding rule, or None if it needs a rule of its own."""
     rows = _OF_DERIVED.get(kind)
     if rows is None:
         return None
@@ -67,7 +67,7 @@ def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: C
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of the functional operator, with the placements of results for outputs."""
+    """Return the functional operator's rows, in which each output is placed as its result is."""
     # The out= arguments are the last arguments of the schema.
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
@@ -77,7 +77,7 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the argument of `name__training` that contains the call number."""
+    """Return the name of the argument with which `name__training` receives the call number."""
     return op._schema.arguments[-1].name
 
 
@@ -125,7 +125,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`. The rule of `name` has operands for residuals."""
+    """Return the rows of `name__with_residuals`, from the residual operands of the rule."""
     return rows_of(call)
 
 
@@ -134,8 +134,8 @@ def _backward_kernel(
 ) -> list[Row]:
     """Return the rows of `name__backward_kernel`: the transposed rows of the forward call.
 
-    If the kernel does not take all arguments of the forward call, this call is unknown. Then the
-    only row is replicated: every rank computes everything.
+    If the kernel does not take all arguments of the forward call, the forward call cannot be
+    reconstructed. The only row is then fully replicated, so every rank computes everything.
     """
     forward = _forward_of(origin, op, call)
     if forward is None:
@@ -150,7 +150,7 @@ def _backward_kernel(
 
 
 def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
-    """Reconstruct the forward call from a call of the backward kernel, or return None."""
+    """Reconstruct the forward call from a call to the backward kernel, or return None."""
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     names = [argument.name for argument in op._schema.arguments]
@@ -176,7 +176,7 @@ def _placed_by_name(
 ) -> Mapping[str, list[Any]]:
     """Return the placements of the tensors that a backward kernel takes, by parameter name."""
     returns = origin._schema.returns
-    # Only residuals are named results. The first parameters are the gradients of the others.
+    # Only residuals have result names. The first parameters are the gradients of the other results.
     count = sum(not result.name for result in returns)
     outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
     names = [*outputs, *(result.name for result in returns[count:])]
@@ -189,7 +189,7 @@ def _placed_by_name(
     return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
-# The functions that compute the rows of a derived operator, by the kind of operator.
+# For each kind of derived operator, the function that computes its rows.
 _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
     "inplace": _inplace,
     "out": _out,
@@ -213,8 +213,8 @@ def _is_replicated(row: Row) -> bool:
 def is_transposable(row: Row) -> bool:
     """Return whether each rank can compute the gradients of a call with these placements.
 
-    This only works for sums. For other reductions, a rank lacks information, such as which rank had
-    the maximum.
+    This is possible only if partial results are combined by a sum. For other reductions, a rank
+    lacks information, such as which rank had the maximum.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())

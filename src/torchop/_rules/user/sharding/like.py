@@ -1,4 +1,4 @@
-"""Sharding rules that use DTensor's rule of an ATen operator."""
+"""Sharding rules that reuse DTensor's rule for an ATen operator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop.extend import OpOverload, Schema, short_repr
 def rule(
     op: OpOverload, schema: Schema, aten: object, names: Sequence[str], options: Mapping[str, Any]
 ) -> ShardingRule:
-    """Return the rule of an operator that is sharded like the ATen operator `aten`."""
+    """Return a sharding rule that applies DTensor's rule for the ATen operator `aten`."""
     what = f"{op.name()}: the sharding rule {short_repr(aten)}"
     if not isinstance(aten, OpOverload) or aten.namespace != "aten":
         raise ShardingRuleError(

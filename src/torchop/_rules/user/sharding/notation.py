@@ -22,7 +22,7 @@ _SYNTAX = (
 
 
 class Operand(NamedTuple):
-    """The names of the dimensions of a tensor, or of each tensor in a list."""
+    """The names of a tensor's dimensions, or of the dimensions of each tensor in a list."""
 
     names: tuple[str, ...]
     is_list: bool = False
@@ -32,10 +32,10 @@ class Operand(NamedTuple):
         return f"[{text}]" if self.is_list else text
 
     def dimensions(self, ndim: int, width: int) -> list[str] | None:
-        """Return the names of all dimensions of a tensor, or None if the operand does not fit.
+        """Return the names of all dimensions of a tensor, or None if the tensor does not fit.
 
-        The dimensions that `...` matches are numbered. They are aligned at the right, as in
-        broadcasting.
+        The dimensions that `...` matches get numbers as names. As in broadcasting, they are aligned
+        at the right.
 
         Args:
             ndim: the number of dimensions of the tensor.
@@ -56,7 +56,7 @@ class Operand(NamedTuple):
 
 
 class Sharding:
-    """A parsed sharding rule. See `sharding` for the meaning.
+    """A parsed sharding rule. `sharding` documents the notation.
 
     Attributes:
         text: the rule as a string.
@@ -162,7 +162,7 @@ class Sharding:
             )
 
     def _check_spaces(self, names: set[str]) -> None:
-        """Raise for the notation of einsum, such as 'bd,d->bd'. Names are separated by spaces."""
+        """Raise if a rule uses einsum's notation without spaces between names, as in 'bd,d->bd'."""
         if any(len(operand.names) > 1 for operand in (*self.arguments, *self.results)):
             return
         for name in sorted(names):
@@ -174,7 +174,7 @@ class Sharding:
 
 
 def spaced(name: str) -> str:
-    """Return a hint if a name could be several names without spaces, or an empty string."""
+    """Return a hint if a name may be several names without spaces, otherwise an empty string."""
     if not 1 < len(name) < 5 or not name.isalpha():  # longer names are probably words
         return ""
     return f" Separate names of dimensions by spaces. Did you mean {short_repr(' '.join(name))}?"

@@ -1,4 +1,4 @@
-"""Compute the placements that a sharding rule allows for the shapes of a call."""
+"""Compute the tensor placements that a sharding rule allows for a call's shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CallTensor(NamedTuple):
 
 
 class _Dimensions(NamedTuple):
-    """A tensor with named dimensions. `what` describes the tensor in messages."""
+    """A tensor with named dimensions. Messages describe the tensor with the text `what`."""
 
     names: list[str]
     shape: Shape
@@ -38,7 +38,7 @@ class _Dimensions(NamedTuple):
 def rows(
     op: str, rule: Sharding, arguments: Sequence[CallTensor], results: Sequence[Shape]
 ) -> list[Row]:
-    """Return the rows that a rule allows for a call.
+    """Return the rows (placements of all tensors) that a sharding rule allows for a call.
 
     Each row lists the placements of all tensors on one dimension of the device mesh.
 
@@ -74,7 +74,7 @@ def rows(
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
             continue  # the dimension cannot be sharded
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # A dimension of size 1 that is broadcast cannot be sharded, so replicate the tensor.
+        # A dimension that is broadcast from size 1 cannot be sharded, so replicate its tensor.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)
@@ -127,10 +127,10 @@ def _size(
     inputs: Sequence[_Dimensions],
     exact: Sequence[_Dimensions],
 ) -> Any:
-    """Return the size of a dimension. Raise if it has different sizes in the tensors of a call.
+    """Return a dimension's size. Raise if the dimension has different sizes in a call's tensors.
 
-    A dimension of an input may have size 1 and be broadcast. But in a result or a mutated tensor,
-    size 1 means that the dimension was reduced, so the rule is wrong.
+    A dimension of an input may have size 1 and be broadcast. But if it has size 1 only in a result
+    or a mutated tensor, the operator has reduced the dimension, so the rule is wrong.
     """
     size: Any = 1
     for named in inputs:

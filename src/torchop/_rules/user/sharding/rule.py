@@ -26,7 +26,7 @@ _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
 def _chosen(choose: Callable[..., Any]) -> Rows:
-    """Return a function that computes the rows of a call by the rule that `choose` returns."""
+    """Return a function that calls `choose` to get a call's rule, and computes the call's rows."""
 
     def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
@@ -48,12 +48,12 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows that a rule allows for a call. Additional results are residuals."""
+    """Return the rows that a rule allows for a call, whose additional results are residuals."""
     from torchop._rules.user.sharding.rows import CallTensor, rows  # most programs have no DTensors
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # For a result that is a list, DTensor counts the tensors in the list.
+    # If a result is a list, DTensor counts each tensor in the list as a result.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
@@ -72,11 +72,11 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
 
 
 class _ShardingRule(Rule[ShardingRule]):
-    """The rule for sharding. `register_sharding` documents the values."""
+    """The rule that stores how an operator is sharded; see `register_sharding`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # The registrations with DTensor. The values are None until DTensor is imported.
+        # The registration of each operator with DTensor, or None until DTensor is imported.
         self._registrations: dict[OpOverload, Registration | None] = {}
         self._unsupported: Exception | None = None
 
@@ -111,7 +111,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return ShardingRule(_chosen(choose), value, names)
 
     def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
-        """Raise if an ATen operator is sharded like itself, possibly through other operators."""
+        """Raise if an ATen operator's rule refers to itself, possibly through other operators."""
         aten = rule.like
         while aten is not None and aten is not op:
             aten = self.lookup(aten).like if self.has(aten) else None
@@ -174,7 +174,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
-        """Return the registration with DTensor, or None without a rule or without DTensor."""
+        """Return an operator's registration with DTensor, or None without a rule or DTensor."""
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
