@@ -52,7 +52,7 @@ _VIEW_PROBLEMS = {
 
 
 def view_problem(view: torch.Tensor) -> str | None:
-    """Return PyTorch's error message if modifying `view` in place would raise, otherwise None."""
+    """Return the error message if modifying `view` in place would raise in PyTorch, or None."""
     problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
     if problem is None:
         return None

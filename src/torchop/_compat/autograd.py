@@ -19,7 +19,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_excluded() -> bool:
-    """Return whether this thread is below autograd, as in a kernel called by the dispatcher."""
+    """Return whether this thread excludes autograd, as in a kernel that the dispatcher calls."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
@@ -28,11 +28,11 @@ def is_in_backward() -> bool:
 
 
 def context_of_backward() -> Context:
-    """Return the context variables of the code that called the backward of this thread.
+    """Return the context variables of the code that called the backward that this thread runs.
 
     `_engine_run_backward` (torch/autograd/graph.py) passes them to the engine's threads since 2.12.
-    The result is empty outside of a backward, in 2.11, and after a nested backward, which removes
-    them. pytorch/pytorch#186583 replaces this mechanism.
+    The result is empty in 2.11, outside of a backward, and after a nested backward, because that
+    removes the variables. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
@@ -80,8 +80,9 @@ def input_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of `inputs`, as `torch.autograd.grad` does.
 
-    `pairs` holds outputs with their gradients. For plain tensors of equal shape and dtype, call the
-    engine directly, because the checks of `torch.autograd.grad` take as long as the engine.
+    `pairs` contains outputs with their gradients. If these are plain tensors of equal shape and
+    dtype, the engine is called directly, because the checks of `torch.autograd.grad` take as long
+    as the engine.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -106,7 +107,7 @@ _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 def make_autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> Any:
-    """Create an autograd function that applies at the functorch level of the caller."""
+    """Create an autograd function that applies at the caller's functorch level."""
     return type(
         name,
         (_FunctionBase,),
@@ -145,12 +146,11 @@ def context_type(function: Any) -> Any:
 
 
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
-    """Return a callable that creates a node of an autograd function, without inputs or outputs.
+    """Return a callable that creates an autograd function's node, without inputs or outputs.
 
     Since 2.13, the callable is the class of `ctx`. Before 2.13, only `apply` creates nodes
-    (`THPFunction_apply` in torch/csrc/autograd/python_function.cpp). There, pass `take_node`: the
-    callable runs it as the forward of an autograd function, and returns the result of
-    `take_node(ctx)`.
+    (`THPFunction_apply` in torch/csrc/autograd/python_function.cpp). On these releases, the
+    callable runs `take_node(ctx)` as the forward of an autograd function, and returns its result.
     """
     if take_node is None:
         return context_type(function)
@@ -193,7 +193,7 @@ _DUAL_LEVEL = 0  # PyTorch supports only one level, because nested transforms wr
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
-    """Return the primal and the tangent of `value`, or `value` and None without a tangent."""
+    """Return the primal and tangent of `value`. If it has no tangent, return `value` and None."""
     if not isinstance(value, torch.Tensor):
         return value, None
     try:

@@ -12,14 +12,15 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The dispatch modes for the forward of a checkpointed region, and for the recomputation.
+# The dispatch modes in which PyTorch runs a checkpointed region's forward and its recomputation.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# The modes that call the region's policy function. In 2.11, the mode of the recomputation calls it
-# too, and must get the same decisions as the forward. Since 2.12 it uses the recorded decisions.
+# The modes that call the region's policy function. In 2.11, the recomputation's mode also calls the
+# policy function, which must make the same decisions as in the forward. Since 2.12, that mode uses
+# the recorded decisions.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -28,13 +29,13 @@ POLICY_MODES: tuple[type, ...] = tuple(
 
 
 def selective_checkpointing_is_active() -> bool:
-    """Return whether a selective checkpointing mode, which saves or replays calls, is active."""
+    """Return whether a mode that selectively saves or replays results is active."""
     return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Mark nodes that are traced in this block as saved if a checkpointed region contains them."""
+    """Mark the nodes traced in this block as saved, if they are in a checkpointed region."""
     with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
         yield
     for node in nodes:
@@ -44,7 +45,7 @@ def saving_in_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Mark nodes that are traced in this block as saved, for any `activation_memory_budget`.
+    """Mark the nodes traced in this block as saved, whatever `activation_memory_budget` says.
 
     Args:
         proxy_mode: the tracing mode; by default, the active one.

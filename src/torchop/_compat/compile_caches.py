@@ -1,4 +1,4 @@
-"""Include the rules of operators in the keys of PyTorch's persistent caches of compiled graphs."""
+"""Include operators' rules in the keys of PyTorch's persistent caches of compiled graphs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from torchop._compat import import_hooks, operators
 # Maps the names of operators (None means all) to a cache key and the code objects it covers.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# The device type of our custom pass. Inductor includes the `uuid` of every registered pass in the
-# cache key. No tensor has this device type, so the pass never runs, and replaces no user's pass.
+# The device type for which our custom pass is registered. Inductor includes the `uuid` of every
+# registered pass in the cache key. But no tensor has this device type, so the pass never runs, and
+# does not replace a user's pass.
 _DEVICE = "torchop"
 
 
 def identify_operators(identify: Identify) -> None:
-    """Include `identify(names of the operators in a graph)` in the cache key of every graph.
+    """Include `identify(operator_names)` in each graph's cache key, for the operators in the graph.
 
     Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's keys ignore formulas
     and fake kernels. The caches of AOTAutograd and Inductor share this part of the key. On releases
-    without `custom_backend_passes`, this does nothing, and `uncovered_caches` reports it.
+    without `custom_backend_passes`, this function does nothing, and `uncovered_caches` reports the
+    caches.
     """
 
     def connect() -> None:
@@ -58,7 +60,7 @@ def identify_operators(identify: Identify) -> None:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return the caches whose keys ignore changed rules on this release, and a remedy for each."""
+    """Return the caches whose keys ignore rules on this PyTorch release, with a remedy for each."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
@@ -69,7 +71,7 @@ def uncovered_caches() -> dict[str, str]:
 
 
 def _note_sources(sources: list[CodeType]) -> None:
-    """Add `sources` to the code that Dynamo's current trace depends on.
+    """Add `sources` to the code on which Dynamo's current trace depends.
 
     PyTorch loads a precompiled program only if this code is unchanged.
     """

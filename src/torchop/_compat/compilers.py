@@ -23,9 +23,9 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def never_traced(function: _Function) -> _Function:
-    """Prevent Dynamo from compiling `function`, and functions that it calls, in eager calls.
+    """Prevent Dynamo from compiling `function`, and the functions that it calls, in eager calls.
 
-    Otherwise Dynamo would compile a kernel that a compiled frame calls. Unlike
+    Otherwise, if a compiled frame calls a kernel, Dynamo would also compile the kernel. Unlike
     `torch.compiler.disable`, this does not import Dynamo, and adds no overhead to calls, because
     the mark is stored in the code object.
     """
@@ -37,7 +37,7 @@ DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_tracing() -> bool:
-    """Return whether Dynamo is tracing in this thread, so all calls have fake tensors."""
+    """Return whether Dynamo is tracing in this thread. If it is, all calls have fake tensors."""
     return TracingContext.try_get() is not None
 
 
@@ -73,10 +73,10 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of Dynamo's call to the overload `op`, or None if there is none.
+    """Return the arguments of the call to `op` that Dynamo is tracing, or None if there is none.
 
-    Reads them from the frame of `run_node` (torch/_dynamo/utils.py), because the dispatcher has
-    converted the symbolic values to numbers when a kernel runs.
+    The arguments are read from the frame of `run_node` (torch/_dynamo/utils.py), because the
+    dispatcher converts symbolic values to numbers before it calls a kernel.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
@@ -90,7 +90,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether our caller was called by `inspect.signature`, on behalf of TorchScript."""
+    """Return whether TorchScript has called our caller, through `inspect.signature`."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -103,7 +103,7 @@ _TORCHSCRIPT_MODULE = "torch.jit.annotations"
 def torchscript_is_tracing() -> bool:
     """Return whether this thread is in `torch.jit.trace`, even inside a kernel.
 
-    Searches the call stack, because `general_trace_function` (torch/csrc/autograd/
+    This searches the call stack, because `general_trace_function` (torch/csrc/autograd/
     TraceTypeManual.cpp) clears the tracing state while a kernel runs.
     """
     return any(
@@ -123,7 +123,7 @@ def decomposes_for_backends() -> bool:
 
 
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
-    """Make `wrap_triton` return the bare Triton kernel in a block, for calls outside of a trace."""
+    """In a block outside of a trace, make `wrap_triton` return the bare Triton kernel."""
     return triton.set_wrap_triton_enabled(False)
 
 

@@ -1,4 +1,4 @@
-"""C++ functionalization, used for the subgraphs of `invoke_subgraph` that mutate their inputs.
+"""C++ functionalization, which PyTorch uses if a subgraph of `invoke_subgraph` mutates inputs.
 
 All other traces use `FunctionalTensorMode`. `FunctionalCallableWithEpilogue`
 (torch/_higher_order_ops/auto_functionalize.py) passes the subgraph to `torch.func.functionalize`,
@@ -23,10 +23,11 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 
 
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Register a C++ functionalization kernel with the Python dispatcher, which traces use.
+    """Register a kernel for C++ functionalization with the Python dispatcher, which traces use.
 
     A kernel in the C++ dispatcher would turn off auto-functionalization of the operator (see
-    `FunctionalTensorMode.__torch_dispatch__`). If a user registered one, call that.
+    `FunctionalTensorMode.__torch_dispatch__`). If a user has registered such a kernel, it is called
+    instead.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -67,13 +68,13 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value of a functional tensor, with all writes to the base applied."""
+    """Return a functional tensor's value, after all writes to its base have been applied."""
     torch._functionalize_sync(tensor)
     return torch._from_functional_tensor(tensor)
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Record a write of `value` into a functional tensor, and propagate it to the base."""
+    """Record a write of `value` into a functional tensor, and propagate the write to its base."""
     torch._functionalize_replace(tensor, value)
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)

@@ -4,8 +4,8 @@ Workaround for pytorch/pytorch#98537, #98541 and #125234: calling an overload af
 deregistered reads freed memory. For overloads that dispatch in Python, pytorch/pytorch#197025 fixes
 this.
 
-PyTorch also has caches by operator name, which would affect the next operator of that name, and
-caches by object, which would keep the object alive forever.
+PyTorch also has caches whose keys are operator names, which would affect the next operator of that
+name, and caches whose keys are overloads or packets, which would keep these objects alive forever.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Name: TypeAlias = tuple[str, str, str]
 def _invalidate_overload(
     namespace: str, name: str, overload: str, reason: Callable[[], str]
 ) -> Iterator[Any]:
-    """Make an overload and its packet raise, before the operator is deregistered.
+    """Make an overload and its packet raise when called, before the operator is deregistered.
 
-    Otherwise a compiled graph or variable that references one of them would access freed memory.
-    Yields the overloads that were still valid.
+    Otherwise calling them, for example from a compiled graph, would access freed memory. Yields
+    each overload that was still valid.
     """
     packet = torch_ops.existing_packet(namespace, name)
     # Keep the raising overload as an attribute of the packet. Otherwise a reference to the packet
@@ -111,10 +111,11 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Replace the function of an overload or packet with one that counts calls.
+    """Replace an overload's or packet's function with one that counts calls.
 
-    If the operator was deregistered, replace it with one that raises. This looks the function up
-    again, because another thread may have redefined the operator or created a second object.
+    If the operator was deregistered, the new function raises instead. The current function is
+    looked up again, because another thread may have redefined the operator or created a second
+    object.
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
@@ -164,7 +165,7 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
 
 
 def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Do the same as `invalidate`, but only for overloads that already exist in `torch.ops`."""
+    """Do the same as `invalidate`, but only for overloads that `torch.ops` has already created."""
     invalidated: list[Any] = []
     for name in names:
         invalidated += _invalidate_overload(
@@ -250,7 +251,8 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# Functions with an `lru_cache` keyed by OpOverload, which can only be cleared as a whole.
+# Functions that have an `lru_cache` with OpOverload keys. Such a cache can only be cleared as a
+# whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -260,9 +262,9 @@ _FUNCTIONS = (
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:
-    """Clear an operator's effect, and remove its entry in torch.library's registry if it is empty.
+    """Clear an operator's effect. Remove its entry in torch.library's registry if that is empty.
 
-    Rules that other libraries registered stay in the entry, as their kernels stay in the
+    Rules that other libraries registered stay in the entry, just as their kernels stay in the
     dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
@@ -281,7 +283,7 @@ def _contents(entry: SimpleOperatorEntry) -> Mapping[str, Any]:
 
 
 def forget_objects(ops: Collection[Any]) -> None:
-    """Remove overloads and packets that can no longer be called from PyTorch's caches."""
+    """Remove invalidated overloads and packets from PyTorch's caches."""
     for collection in filter(None, (_loaded(*place) for place in _BY_OBJECT)):
         remove = collection.discard if hasattr(collection, "discard") else collection.pop
         for op in ops:

@@ -1,7 +1,7 @@
-"""Properties of device types, queried from PyTorch once per type.
+"""Properties of device types, which are queried from PyTorch once per type.
 
-Other modules contain no names of device types, except "cpu". Device modules such as `torch.cuda`
-may lack some of the queried functions.
+Other modules name no device type except "cpu", so that any accelerator works. Device modules such
+as `torch.cuda` may lack some of the queried functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class DeviceTraits(NamedTuple):
             device was initialized.
         device_count: the number of devices; 0 until initialized.
         names: the human-readable names of the devices.
-        is_capturing: whether a graph captures the current stream, so synchronizing would fail.
+        is_capturing: whether a graph captures the current stream. If so, synchronizing would fail.
         get_rng_state: returns the generator state of a device; None if unsupported.
         set_rng_state: restores a generator state; None if unsupported.
         size_of_state: the size of a generator state in bytes; may be called during capture.
@@ -70,7 +70,7 @@ def traits(device_type: str) -> DeviceTraits:
 
 
 def accelerator() -> DeviceTraits | None:
-    """Return the process's accelerator, or None."""
+    """Return the properties of the process's accelerator, or None if there is none."""
     device = _accelerator()
     return None if device is None else traits(device.type)
 

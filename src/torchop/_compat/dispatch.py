@@ -1,4 +1,4 @@
-"""Dispatch keys and devices, thread-local dispatcher state, modes, and kernels by key."""
+"""Dispatch keys and devices, thread-local dispatcher state, modes, and lookup of kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# Also knows the three autocast keys that the Python enum `DispatchKey` lacks.
+# This function also parses the three autocast keys that the Python enum `DispatchKey` lacks.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -69,13 +69,13 @@ def device_of_key(key: str) -> str | None:
 
 
 def format_key(key: str) -> str:
-    """Format a key for messages, with the device type if the name of the key does not show it."""
+    """Format a key for messages, with its device type if the key's name does not show that."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
 
 def kernel_key(kind: str) -> str:
-    """Return the dispatch key of a kernel for a device type, `"default"`, or a named key."""
+    """Return a kernel's dispatch key, given a device type, `"default"` or the name of a key."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
@@ -84,7 +84,7 @@ def kernel_key(kind: str) -> str:
 def redispatch(
     overload: OpOverload, keyset: DispatchKeySet, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call the kernel of an operator for the first of these keys.
+    """Call an operator's kernel for the first of these keys.
 
     `OpOverload.redispatch` would fail for operators with an argument named `keyset`.
     """
@@ -136,7 +136,7 @@ def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
 def with_overlooked_keys(
     qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """Return the keys for a redispatch from BackendSelect or from the handler of a mode.
+    """Return the keys for a redispatch from BackendSelect or from a mode's handler.
 
     Args:
         qualname: the operator.
@@ -161,7 +161,7 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Return the key under which an operator's kernel or fallthrough for `key` is registered."""
+    """Return the key at which the operator's kernel or fallthrough for `key` was registered."""
     # A registration at the alias key Autograd applies to all autograd keys without a kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
         if has_kernel(qualname, name):
@@ -186,8 +186,8 @@ def has_kernel(qualname: str, key: str) -> bool:
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
-# Return whether an operator has a fallthrough at a key; and the kernel that the dispatcher runs for
-# a key, which may be a backend fallback.
+# `falls_through` returns whether an operator has a fallthrough at a key. `computed_kernel` returns
+# the kernel that the dispatcher runs for a key, which may be a backend fallback.
 falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
@@ -206,7 +206,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the backend key of a call and the keys after it."""
+    """Return a call's backend key, and the keys that the dispatcher handles after it."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break
@@ -225,7 +225,7 @@ def has_backend_fallback(keyset: DispatchKeySet) -> bool:
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """Return the dispatch keys for which an operator's CompositeExplicitAutograd kernel runs.
+    """Return the keys for which the dispatcher runs the CompositeExplicitAutograd kernel.
 
     Excludes keys for which Python code cannot register a kernel.
     """
@@ -249,7 +249,7 @@ def kernel_table(qualname: str) -> dict[str, str]:
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
 
 
-# The keys that torch.func and torch.export need, and that are excluded while a TorchDispatchMode
+# The keys that torch.func and torch.export need. They are excluded while a TorchDispatchMode
 # handles a call: see pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
 _TRANSFORM_KEYS = (
     DispatchKey.PythonTLSSnapshot,
@@ -265,7 +265,7 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 
 
 def is_handled_by_mode() -> bool:
-    """Return whether the handler of a TorchDispatchMode called the running kernel.
+    """Return whether a TorchDispatchMode's handler called the running kernel.
 
     Returns False below a torch.func transform. Its interpreter excludes the same keys on purpose,
     and including them would enter the transform again (see saveLocalDispatchKeySet in
@@ -278,7 +278,7 @@ def is_handled_by_mode() -> bool:
 
 
 def with_transforms() -> Any:
-    """Return a context manager in which a kernel called by a mode may use torch.func and export.
+    """Return a context manager that lets a kernel called by a mode use torch.func and torch.export.
 
     Otherwise such kernels would fail in the first call to a compiled function, which runs in an
     `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).

@@ -1,4 +1,4 @@
-"""Shard a custom operator by DTensor's rule for an ATen operator."""
+"""Shard a custom operator with DTensor's rule for an ATen operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torchop._compat.dtensor_strategies import Redistributable
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# Tables of operators with size arguments, which DTensor converts to sizes of the local shard.
+# DTensor's tables of operators that take sizes as arguments. It converts these to the sizes of the
+# local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
 # If a call has more combinations of input placements, `_combinations` yields a sample.
 _MOST_COMBINATIONS = 256
@@ -54,7 +55,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the strategy that DTensor chooses for the same call to `aten`, as a one-element list.
+    """Return a list with the strategy that DTensor would choose for the same call to `aten`.
 
     Raises:
         ShardingError: DTensor's rule rejects the call, or would redistribute a written tensor.
@@ -82,8 +83,8 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    A rule of DTensor maps input placements to a decision, so this calls it with many combinations
-    of input placements, and collects the decisions.
+    DTensor's rule maps input placements to a decision. So this function calls the rule with many
+    combinations of input placements, and collects the decisions.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -181,7 +182,7 @@ def _specs_in(values: Any) -> list[Any]:
 def _as_aten(
     op: OpOverload, aten: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of a call to `op` to the ones that the dispatcher would pass to `aten`.
+    """Convert the arguments of a call to `op` to those that the dispatcher would pass to `aten`.
 
     The dispatcher omits arguments that equal their default, and the defaults of the two operators
     may differ.

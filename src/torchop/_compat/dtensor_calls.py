@@ -1,4 +1,4 @@
-"""The representation of calls on DTensors that sharding rules receive."""
+"""How calls on DTensors are represented for sharding rules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchop._compat.classes import OpOverload
 
 
 class Row(NamedTuple):
-    """Placements of all results and inputs of a call, on one mesh dimension.
+    """The placements of a call's results and inputs on one mesh dimension.
 
     `reduction` is the name of the reduction that combines partial results of the ranks, if any.
     """
@@ -41,7 +41,7 @@ class TensorInfo(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor of a call, with the index of the schema argument that contains it."""
+    """An input tensor of a call, with the index of the schema argument that contains it."""
 
     argument: int
     info: TensorInfo
@@ -49,7 +49,7 @@ class Input(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call with each tensor replaced by a `TensorInfo`."""
+    """A call, in which a `TensorInfo` replaces each tensor."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Register sharding strategies with DTensor, and dispatch calls that DTensor would get wrong.
+"""Register sharding strategies with DTensor, and dispatch calls that DTensor would handle wrongly.
 
 DTensor dispatches most operators correctly, in C++. For the others (see `needs_python`), this file
 dispatches in Python, with the helper functions of DTensor.
@@ -151,7 +151,7 @@ _REGISTRIES = (
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
-    """Return the schema info that puts every non-tensor argument into DTensor's cache keys.
+    """Return a schema info that makes DTensor include every non-tensor argument in cache keys.
 
     DTensor includes keyword tensors in the key only if `static_kwargkey` is set.
     """

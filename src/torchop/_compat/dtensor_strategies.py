@@ -1,4 +1,4 @@
-"""Translate sharding rules into DTensor's strategies: accepted placements with their costs."""
+"""Translate sharding rules into DTensor's strategies: placements that it accepts, with costs."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _LastCall(threading.local):
-    """The last call that DTensor made to a fake kernel in this thread, and the results."""
+    """The last call that DTensor made to a fake kernel in this thread, with the results."""
 
     op_schema: Any = None
     results: Any = None
@@ -185,7 +185,7 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 
 
 def remember_results() -> None:
-    """Wrap the method with which DTensor runs fake kernels, and cache the last results.
+    """Wrap DTensor's method that runs fake kernels, to cache the last results.
 
     DTensor runs the fake kernel before the strategy, but does not pass the results. Running it
     again would dominate the time of a decision.

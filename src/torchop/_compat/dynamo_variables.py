@@ -20,8 +20,9 @@ _builder: Any = None
 def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
     """Make Dynamo trace calls to handles of exactly this type as calls to their overload.
 
-    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer, so on
-    releases where `VariableBuilder._type_dispatch` has changed, tracing is only slower.
+    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer. So on
+    releases where `VariableBuilder._type_dispatch` has changed, this does nothing, and tracing is
+    only slower.
 
     Args:
         handle_type: a class of handles. The `overload` of a handle must be constant while the
@@ -57,7 +58,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Return the function with which Dynamo builds the variable of a handle."""
+    """Return the function with which Dynamo builds the variable for a handle (a `CustomOp`)."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo

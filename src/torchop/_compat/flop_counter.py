@@ -1,4 +1,4 @@
-"""FLOP formulas in FlopCounterMode's registry, which has one entry per packet."""
+"""FLOP formulas in FlopCounterMode's registry, which has only one entry for all overloads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 
-# Returns the FLOPs of a call, given the arguments and the result.
+# A function that returns the FLOPs of a call, given its arguments, keyword arguments and result.
 Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
@@ -44,7 +44,7 @@ def loaded_mode() -> type | None:
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a handler of FlopCounterMode for operators that are called in place of `op`.
+    """Return FlopCounterMode's handler for operators that are called in place of `op`.
 
     The handler uses the formula of `op`, unless the called operator has one. `result_of` converts
     the result of the called operator to the result of `op`.

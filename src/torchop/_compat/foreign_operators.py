@@ -1,4 +1,4 @@
-"""Support for operators that torchop did not define: find their library, and intercept calls."""
+"""Support operators that torchop did not define: find their library, and intercept calls."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _DISPATCHER = "_pyobj_dispatcher"
 def defining_libraries() -> dict[str, torch.library.Library]:
     """Return the library that defined each operator, by operator name.
 
-    PyTorch has no list of libraries, but `Library.__init__` registers a finalizer. Searching
-    `gc.get_objects` would take 50 ms, and miss objects hidden by `gc.freeze`.
+    PyTorch has no list of libraries, but `Library.__init__` registers a finalizer, so this searches
+    the finalizers. Searching `gc.get_objects` would take 50 ms, and miss objects hidden by
+    `gc.freeze`.
     """
     finalizers: Any = weakref.finalize
     defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
         library: Any = (finalizer.peek() or (None,))[0]
-        # Not `isinstance`, because it would read `__class__` of lazy proxies and so load them.
+        # Do not use `isinstance`: it reads `__class__`, which would load lazy proxies.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
     return defining

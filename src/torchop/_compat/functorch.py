@@ -36,10 +36,10 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 
 
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of `tensor` that is a leaf and requires grad at this functorch level."""
+    """Return an alias of `tensor` that is a leaf and requires grad at the functorch level."""
 
     def make() -> torch.Tensor:
-        # Not `detach()`, because it would drop forward-mode tangents.
+        # Do not use `detach()`, because it would drop forward-mode tangents.
         leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
 
@@ -50,7 +50,7 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Call a vmap rule on the unwrapped arguments, and wrap the results, at the current level."""
+    """Unwrap the arguments at the current functorch level, call the rule, and wrap the results."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
@@ -60,7 +60,7 @@ VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which random operators work as outside of vmap, for vmap rules.
+    """Return a context manager for vmap rules in which random operators work as outside of vmap.
 
     PyTorch does not exclude the dispatch key that implements `randomness=` while a rule runs.
     Batched gradients (`is_grads_batched`) also use an older key, which rejects random operators.

@@ -24,7 +24,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A finder that wraps the loader that the other finders return."""
+    """A module finder that wraps the loader which the other finders return."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

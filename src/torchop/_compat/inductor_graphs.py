@@ -36,7 +36,7 @@ class _LoweredError(Exception):
 def lowered_graph(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Lowered | None:
-    """Compile a function without running it, and return the forward graph, or None if empty."""
+    """Compile a function without running it. Return the forward graph, or None if it is empty."""
     import torch._dynamo  # slow imports
     import torch._functorch.config
     import torch._inductor.config

@@ -1,4 +1,4 @@
-"""Lowerings that make Inductor compile operators that write into their arguments correctly.
+"""Lowerings with which Inductor correctly compiles operators that write into their arguments.
 
 Workarounds for two bugs of Inductor, which otherwise computes wrong values without an error. Remove
 each workaround when no supported release has the bug:
@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# Operators without lowerings, because Inductor is not imported yet.
+# Operators that get lowerings once Inductor is imported.
 _waiting: set[str] = set()
 
 
@@ -76,12 +76,12 @@ def _register(overload: OpOverload) -> None:
 
 
 def is_ours(lowering: object) -> bool:
-    """Return whether a lowering is `_realize_readers`, which leaves the call to Inductor."""
+    """Return whether a lowering is `_realize_readers`, after which Inductor lowers the call."""
     return isinstance(lowering, functools.partial) and lowering.func is _realize_readers
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize the readers of written arguments.
+    """Realize the computations that read the written arguments, before the operator writes.
 
     Returns None, so that Inductor lowers the call.
     """

@@ -36,8 +36,8 @@ def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
     """Block other threads' calls to operators while their kernels change.
 
     The dispatcher locks registrations but not calls, so a concurrent call would use a freed kernel.
-    First, this waits for running calls, at most for a second, because they may wait for this
-    thread.
+    First, this waits until running calls have ended, but at most for a second, because these calls
+    may be waiting for this thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -57,7 +57,7 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    Unless `replaces` is true, the operator must be new, and have no kernel at this key.
+    Unless `replaces` is true, the operator must be new, and must not have a kernel at this key.
     """
     assert library.m is not None
     qualname = f"{library.ns}::{name}"
@@ -99,7 +99,7 @@ def implement_temporarily(
     on_close(library, remove)
     # Add the record, so destroying the library frees the function (see `free_kernels`).
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Without `calls_blocked`, because calls in other threads may be waiting for this thread.
+    # Do not use `calls_blocked`, because calls in other threads may be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -111,7 +111,7 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Run `hook` once, when `library` is destroyed or collected."""
+    """Run `hook` once, when `library` is destroyed or garbage-collected."""
     library._registration_handles.append(cast(Any, _DestroyOnce(hook)))
 
 
@@ -149,9 +149,10 @@ class _DestroyAll(_DestroyOnce):
 class _Contents(NamedTuple):
     """A callable that destroys everything registered through a library.
 
-    It must not reference the library, which could not be collected then. It references the sets of
-    names weakly, because PyTorch's test/test_python_dispatch.py::test_finalizer requires that only
-    the finalizer references them.
+    It must not reference the library, because the library could then not be collected. It
+    references the library's sets of names weakly, because PyTorch's
+    test/test_python_dispatch.py::test_finalizer requires that only the finalizer references these
+    sets.
     """
 
     m: Any
@@ -195,7 +196,7 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Make PyTorch call `end` when it destroys or collects a library."""
+    """Make PyTorch call `end` when a library is destroyed or garbage-collected."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _DestroyAll)):
         names = library._op_defs, library._op_impls
@@ -206,7 +207,7 @@ def follow(library: torch.library.Library) -> None:
 def end(library: torch.library.Library) -> None:
     """Destroy everything registered through a library.
 
-    All ways to deregister operators end here.
+    Every way to deregister operators calls this function.
     """
     follow(library)
     library._registration_handles[0].destroy()
@@ -222,7 +223,7 @@ def free_kernels(records: Iterable[str]) -> None:
 
     Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: PyTorch keeps
     the last function for each operator and key forever, unless another kernel replaces it. So this
-    registers a function without references as the kernel, and removes it again.
+    function registers another kernel that references nothing, and removes it again.
     """
     _unfreed.update(records)
     deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
@@ -238,15 +239,15 @@ def free_kernels(records: Iterable[str]) -> None:
 
 # Kernels of closed libraries that PyTorch still references.
 _unfreed: set[str] = set()
-# A C++ library per namespace to free them. These are reused, because each one leaks 48 bytes
-# (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
+# For each namespace, the C++ library that frees these kernels. It is reused, because each such
+# library leaks 48 bytes (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
 _freeing: dict[str, Any] = {}
 
 
 def _is_deregistered(record: str) -> bool:
-    """Return whether the dispatcher has no entry for the operator of a kernel."""
+    """Return whether the dispatcher has no entry for a kernel's operator."""
     namespace, name, _ = record.split("/")
-    # Namespace "_" is for kernels of operators that other libraries define.
+    # The namespace "_" contains kernels for operators that other libraries define.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -254,7 +255,8 @@ def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise OperatorGoneError("This operator was deregistered.")
 
 
-# At exit, PyTorch finalizes all libraries, and kernels need not be freed.
+# Whether the process is exiting. PyTorch then finalizes all libraries, but their kernels need not
+# be freed.
 _is_exiting = False
 
 

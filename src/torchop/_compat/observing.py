@@ -62,7 +62,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Return whether the call would reach a Python kernel of the operator next, after this mode."""
+    """Return whether the next kernel that the call reaches after this mode is a Python kernel."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()
@@ -76,7 +76,7 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 
 
 def _is_called_by_a_mode() -> bool:
-    """Return whether the handler of another mode, above ours, made the call.
+    """Return whether the call was made by the handler of another mode above ours.
 
     PyTorch excludes the same keys in both handlers, so search the call stack.
     """
@@ -87,7 +87,7 @@ def _is_called_by_a_mode() -> bool:
 
 
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call the kernel that follows `mode`, with the thread state that it has without the mode.
+    """Call the kernel that follows `mode`, in the thread state that it would have without the mode.
 
     While a mode handles a call, PyTorch deactivates the mode and excludes all dispatch keys above
     it. Without this function, the kernel would run without autocast, and calls inside the kernel

@@ -1,4 +1,4 @@
-"""Dynamo and AOTInductor, which are slow to import, so they are imported when they are used."""
+"""Dynamo and AOTInductor, which are imported only when they are used, because that is slow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def compile_aoti_package(
 
 
 def build_library(source: str, path: str) -> None:
-    """Compile C++ source with Inductor's compiler into a shared library, and set the soname."""
+    """Compile C++ source with Inductor's compiler into a shared library, and set its soname."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 

@@ -12,7 +12,8 @@ from torch.fx import GraphModule
 
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
-# Return the schema of an operator, given the name and overload; raise RuntimeError if not found.
+# Returns an operator's schema, given its name and overload, or raises RuntimeError if it is not
+# defined.
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
@@ -51,7 +52,7 @@ def all_operators() -> set[str]:
 
 
 def has_schema(qualname: str) -> bool:
-    """Return whether an operator is defined, without TorchScript's registry of operators."""
+    """Return whether an operator is defined, without reading TorchScript's operator registry."""
     name, _, overload = qualname.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(name, overload)

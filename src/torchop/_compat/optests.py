@@ -1,4 +1,4 @@
-"""The tests of `torch.library.opcheck`, and a tensor subclass for tests of operators."""
+"""The tests of `torch.library.opcheck`, and a tensor subclass for testing operators."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which calls of operators without an autograd kernel record no gradient.
+    """Return a context in which operators without an autograd kernel record no gradient.
 
     By default, the fallback in torch/csrc/autograd/autograd_not_implemented_fallback.cpp makes the
     results require grad, and the backward warns.

@@ -1,4 +1,4 @@
-"""Read and replace the C++ functions (`_op`) that overloads and packets call."""
+"""Read and replace `_op`: the C++ function that an overload or packet calls."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
-    """Make a packet call its overloads natively, in the order in which PyTorch tries them.
+    """Make a packet try native calls to its overloads, in the order in which PyTorch tries them.
 
-    From the first overload without a native entry on, PyTorch's function handles the call.
+    At the first overload that has no native entry, PyTorch's function takes over and tries the
+    rest.
     """
     function: Any = packet._op
     while isinstance(function, operator):

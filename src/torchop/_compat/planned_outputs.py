@@ -2,8 +2,8 @@
 
 The result is written into a planned buffer, or over the first argument if nothing reads it later.
 
-PyTorch's way is `torch.Tag.out`, with which Inductor finds the out overload by the schema. In 2.13,
-this fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
+PyTorch's own way is `torch.Tag.out`, with which Inductor finds the out overload by its schema. In
+2.13, this fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
 arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this file
 registers lowerings that create the same Inductor nodes with correct arguments.
 """
@@ -187,7 +187,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the node that overwrites the first argument, and return the new value."""
+    """Create the Inductor node that overwrites the first argument, and return the new value."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -206,7 +206,7 @@ def _fields(processed: Any) -> Any:
 
 
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the node that writes into planned buffers.
+    """Create the Inductor node that writes the results into planned buffers.
 
     Returns None to use Inductor's lowering.
     """

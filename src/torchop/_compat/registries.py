@@ -34,7 +34,7 @@ def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) 
 
 
 def unpublish(qualname: str, library: torch.library.Library) -> None:
-    """Remove the handle of an operator, unless a later definition has published another one."""
+    """Remove an operator's published handle, unless a later definition has published another."""
     if OPDEF_TO_LIB.get(qualname) is library:
         OPDEFS.pop(qualname, None)
         del OPDEF_TO_LIB[qualname]
@@ -88,7 +88,7 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 
 
 class DefaultRule(functools.partial[Any]):
-    """A default rule of torchop, which any other registration replaces."""
+    """A rule that torchop registers by default, and that any other registration replaces."""
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:

@@ -37,7 +37,7 @@ def parse(text: str) -> FunctionSchema:
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Return whether calls that fit `old` also fit `new`, by PyTorch's rule for ATen operators."""
+    """Return whether calls that fit `old` also fit `new`, as PyTorch checks for ATen operators."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
@@ -49,7 +49,7 @@ def written_type(argument: Any) -> str:
 
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
-    """Return the Python objects of a schema type whose defaults are integers, such as ScalarType.
+    """Return the Python objects of a schema type that stores them as integers, such as ScalarType.
 
     The result maps integers to objects. It is computed on first use, because parsing a schema with
     every dtype is slow.
@@ -94,7 +94,7 @@ def custom_class_name(annotation: Any) -> str | None:
 
 
 def readable(text: str) -> str:
-    """Return the text of a printed schema with types that the parser accepts.
+    """Return the text of a printed schema, changed so that PyTorch's parser accepts all types.
 
     PyTorch prints every custom class as PyObject, but the parser (torch/csrc/jit/frontend/
     schema_type_parser.cpp) does not accept this type.

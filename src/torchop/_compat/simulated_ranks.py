@@ -31,7 +31,8 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
     # `init_process_group` (torch/distributed/distributed_c10d.py) replaces the excepthook, and
     # nothing restores it.
     excepthook = sys.excepthook
-    # Before LocalTensorMode, which would intercept calls to factory functions during imports.
+    # Call this before entering LocalTensorMode, which would intercept factory functions during
+    # imports.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -77,7 +78,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """Apply `function(rank, local_tensor)` on each rank, and return a tensor of the results."""
+    """Apply `function(rank, local_tensor)` on each rank. Return a LocalTensor of the results."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
@@ -116,7 +117,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, LocalTensor):
         return tensor
     first, *others = [part.detach() for part in tensor._local_tensors.values()]
-    # Not `LocalTensor.reconcile`, because it treats NaNs as different.
+    # Do not use `LocalTensor.reconcile`, because it treats NaNs as different.
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
     return first.clone()

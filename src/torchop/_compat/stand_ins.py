@@ -1,4 +1,4 @@
-"""Fake tensors that are passed to a provider's `supports` function instead of real ones."""
+"""Fake tensors that replace real ones in calls to a provider's `supports` function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     mode = getattr(_thread, "mode", None)
     if mode is None:
         mode = _thread.mode = FakeTensorMode()
-    # Not `mode.from_tensor`, because it also recreates views, and takes ten times as long.
+    # Do not use `mode.from_tensor`, because it also recreates views, and takes ten times as long.
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     made = FakeTensor(mode, meta, tensor.device)
     torch._C._set_throw_on_mutable_data_ptr(made)  # otherwise `data_ptr()` returns 0 and warns
@@ -40,11 +40,11 @@ _OWN = frozenset(
 
 
 class StandInError(RuntimeError):
-    """A `supports` function read an attribute that may differ; the argument is the name."""
+    """Raised if `supports` reads an attribute that may differ. The argument is its name."""
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """Raises StandInError for attributes that may differ between fake and real tensors."""
+    """A mode that raises StandInError if an attribute that may differ from real tensors is read."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The getter of a property is `property.__get__`; the property has the attribute's name.

@@ -77,7 +77,7 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Check a result by running the code of PyTorch's kernel with a function that returns it."""
+    """Check `result` with PyTorch's own kernel code, which calls a function that returns it."""
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
     closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
@@ -86,7 +86,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """A copy of a handle with other kernels."""
+    """A copy of a handle that has other kernels."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -154,7 +154,7 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The name of the class of list metadata; the second is the name in 2.11.
+# The names of PyTorch's class for list metadata. The second is its name in 2.11.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
@@ -216,7 +216,7 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Flatten tensor lists and record their specs, as `supports_tensorlist` does."""
+    """Flatten tensor lists, and record how to restore them, as `supports_tensorlist` does."""
     # The spec must include the extra argument that `forward` takes after the operator's arguments.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 

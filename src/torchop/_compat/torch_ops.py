@@ -126,7 +126,7 @@ def existing_packet(namespace: str, name: str) -> Any | None:
 
 
 def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
-    """Return whether an overload or packet was invalidated, because of a deregistration."""
+    """Return whether an overload or packet was invalidated because it was deregistered."""
     return isinstance(vars(op).get("_op"), RaisingFunction)
 
 
@@ -156,7 +156,7 @@ class RaisingFunction:
 
 
 class RaisingPacketFunction(RaisingFunction):
-    """Replaces a packet's function, to call the operator that has the name now, or to raise."""
+    """Replaces a packet's function: calls the operator that has the name now, or raises."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
         super().__init__(original_hash, reason)

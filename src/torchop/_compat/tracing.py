@@ -1,4 +1,4 @@
-"""Query compiler traces: traced tensors, the memory that they share, and effects."""
+"""Query compiler traces: which tensors are traced, share memory, or have effects."""
 
 from __future__ import annotations
 
@@ -51,11 +51,12 @@ def is_traceable_type(cls: type) -> bool:
 
 
 def show_mutation(tensor: torch.Tensor) -> None:
-    """Record a write to a functional tensor that has an autograd history.
+    """Make a write to a functional tensor visible to autograd, if the tensor has a history.
 
-    Functionalization treats writes of unknown operators as hidden from autograd, and writes in
-    no_grad mode, as inside an `autograd.Function`, as writes without history. A compiled graph
-    would then mutate an input, but the input would keep the previous history.
+    By default, functionalization hides writes by unknown operators from autograd. It also assumes
+    that writes in no_grad mode, such as those inside an `autograd.Function`, do not change the
+    history. So a compiled graph would mutate its input, but the input would keep the history from
+    before the write.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):

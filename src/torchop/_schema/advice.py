@@ -1,4 +1,4 @@
-"""Advice for errors about unsupported annotations, such as the nearest supported annotation."""
+"""Advice in errors about unsupported annotations, such as the nearest supported annotation."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _nearest_structure(annotation: Any) -> str | None:
 
 
 def nearest(annotation: Any) -> str:
-    """Return the nearest annotation that a schema can express, as text."""
+    """Return the text of the nearest annotation that a schema can express."""
     inner, optional = types.strip_optional(annotation)
     if types.has_fields(inner):
         return ONE_PER_FIELD
@@ -104,7 +104,8 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     return listed if argument_type(listed) is not None else item
 
 
-# The first base class that matches wins. Tensor and bytes are included because they are iterable.
+# Maps base classes of annotations to the nearest supported type; the first match is used. It
+# includes Tensor and bytes, because they would otherwise count as iterables.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

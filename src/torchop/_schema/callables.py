@@ -32,7 +32,7 @@ def check_callable(what: str, function: object) -> None:
 
 
 def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
-    """Raise RuleSignatureError for a generator function, unless the schema returns `Tensor[]`."""
+    """Raise RuleSignatureError for a generator function, unless the schema returns a `Tensor[]`."""
     if not inspect.isgeneratorfunction(function):
         return
     if schema is None or schema.returns != ("List[Tensor]",):
@@ -46,7 +46,7 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
 def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
-    """Return whether a function accepts these arguments. Return True if it has no signature."""
+    """Return whether a function accepts these arguments, or True if it has no signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
@@ -91,7 +91,7 @@ RESIDUALS = "residuals"  # a `setup_context` with this parameter receives the re
 
 def takes_residuals(setup_context: Any) -> bool:
     try:
-        # Inspect the author's function, because the wrapper for structures always takes
+        # Inspect the author's function, because the wrapper that converts structures always takes
         # **residuals.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
@@ -175,7 +175,7 @@ class Decorator(Protocol):
 # the default of the type variable, a decorator. Without this default, each `register_...` function
 # would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# The same for rules that also accept other values than functions.
+# The type of a registered rule, for rules that also accept other values than functions.
 Registered = TypeVar("Registered", default=Decorator)
 
 

@@ -1,4 +1,4 @@
-"""Check a hand-written schema against `mutates_args` and the signature of the function."""
+"""Check a hand-written schema against `mutates_args` and the function's signature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
-    """Raise SchemaError if `mutates_args` differs from the mutated arguments of the schema."""
+    """Raise SchemaError if `mutates_args` differs from the schema's mutated arguments."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
@@ -29,12 +29,12 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
 
 
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
-    """Check a schema against the signature of the function.
+    """Check a hand-written schema against the function's signature.
 
     Missing parameters and types that the dispatcher would not convert are errors. So are additional
-    parameters without a default. Other differences in names, defaults, number types and optional
-    types only cause a warning, because the schema applies. The annotation `int` matches `int` and
-    `SymInt`. Parameters without an annotation may have any type.
+    parameters without a default. All other differences in names, defaults, number types and
+    optional types only cause a warning, because then the schema applies. The annotation `int`
+    matches `int` and `SymInt`. Parameters without an annotation may have any type.
     """
     try:
         signature = signatures.signature(function)
@@ -99,7 +99,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Normalize a type for a loose comparison: ignore `Optional`, and unify the number types."""
+    """Split a type into words to compare loosely: drop `Optional`, and unify number types."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 

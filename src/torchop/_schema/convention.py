@@ -1,4 +1,4 @@
-"""The calling convention of an operator: which values registered functions take and return."""
+"""The calling convention: which values the functions registered for an operator take and return."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ Formula: TypeAlias = tuple[Function, Function | None]
 class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
-    Each method takes a registered function, and returns a function that takes and returns the
-    values of the schema. Here, that is the same function. `StructuredConvention` overrides the
-    methods for operators whose functions take or return structures, such as dataclasses.
+    Each method converts a registered function to a function that takes and returns the values of
+    the schema. In this class, no conversion is needed, so the methods return the same function.
+    `StructuredConvention` overrides the methods for operators whose functions take or return
+    structures, such as dataclasses.
 
     Attributes:
         structure: converts between structures and the values of the schema. None if the operator
@@ -34,7 +35,7 @@ class Convention:
         return function
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule. Return strings such as `"sequential"` unchanged."""
+        """Convert a vmap rule. A string such as `"sequential"` is returned unchanged."""
         return function
 
     def torch_dispatch(self, function: Function, /) -> Function:
@@ -49,11 +50,11 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert the arguments of a call, including defaults, to those of registered functions."""
+        """Convert a call's arguments, including defaults, to arguments of registered functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Convert values for the schema's results, such as shapes, to the author's structure."""
+        """Convert one value per result of the schema, such as shapes, to the author's structure."""
         return result
 
     def deregistered(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Infer or parse the schema of a new operator, and check it."""
+"""Infer or parse a new operator's schema, and check it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher uses a bit set of arguments. It would also raise, but only after torchop has
-# deregistered an earlier operator of the same name.
+# The dispatcher stores arguments in a bit set of this size. It would also raise, but only after
+# torchop has deregistered an earlier operator of the same name.
 MAX_ARGUMENTS = 64
-# The tag promises torch.compile that the schema and the fake kernel are correct. torchop checks
-# this.
+# This tag promises torch.compile that the schema and the fake kernel are correct, which torchop
+# checks.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 

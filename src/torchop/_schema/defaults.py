@@ -21,7 +21,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Write a default value in the syntax of schemas. `schema_type` is for example `float[]?`."""
+    """Write a default value in schema syntax, given the schema type, such as `float[]?`."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -103,12 +103,12 @@ _LISTED = ("SymInt", "float", "bool")
 
 
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
-    """Wrap a Python kernel to pass the defaults of the schema.
+    """Wrap a Python kernel so that it always receives the schema's defaults.
 
-    The dispatcher drops arguments that equal the default of the schema before it calls a Python
-    kernel. The kernel would then use the default in its own signature, which may differ: a wrapper
-    may show the signature of another function, `__defaults__` may have been changed, and a list
-    may have been modified by an earlier call.
+    Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default.
+    The kernel would then use the default in its own signature, which may differ: a wrapper may show
+    the signature of another function, `__defaults__` may have been changed, and a list may have
+    been modified by an earlier call.
 
     Args:
         function: the kernel.
@@ -129,7 +129,7 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 def fitted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...] = ()
 ) -> Callable[..., Any]:
-    """Return a function that accepts every argument of the operator, by wrapping if necessary.
+    """Return `function`, wrapped if necessary so that it accepts all arguments of the operator.
 
     The author's function may omit trailing parameters that have a default in the schema, because
     the dispatcher does not pass arguments that equal their default. The wrapper raises if a call
@@ -171,7 +171,7 @@ def fitted(
 def _accepted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
 ) -> tuple[int, frozenset[str]]:
-    """Return how many positional arguments and which keyword arguments a function accepts."""
+    """Return the number of positional arguments that a function accepts, and its keyword names."""
     positional, keywords = schema.parameters
     names = inspect.signature(function).parameters
     accepted = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]

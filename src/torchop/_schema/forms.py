@@ -1,8 +1,8 @@
-"""In-place and out= operators, PyTorch's two conventions for mutation.
+"""The forms of operators: in-place and out= are PyTorch's two conventions for mutation.
 
 An in-place operator mutates and returns the first argument. An out= operator mutates and returns
 keyword-only tensors, and never reads their values. PyTorch 2.13 added the tags `torch.Tag.inplace`
-and `torch.Tag.out`. In older releases, only the schema shows the form.
+and `torch.Tag.out`. In older releases, the form can only be seen from the schema.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Form(enum.Enum):
 
 
 def form_of(tags: Iterable[Tag]) -> Form:
-    """Return the form that an operator's tags require."""
+    """Return the form (in-place, out= or neither) that an operator's tags require."""
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
     if len(set(forms)) > 1:  # the same exception type as in torch.library
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
@@ -60,7 +60,7 @@ def form_tags(form: Form) -> tuple[Tag, ...]:
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:
-    """Return the form that a schema has, regardless of tags."""
+    """Return the form (in-place, out= or neither) that a schema has, regardless of its tags."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
     forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
@@ -72,7 +72,7 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in the syntax of schemas.
 
-    They alias the mutated arguments. `check_form` checks the arguments later.
+    The results alias the mutated arguments, which `check_form` checks later.
 
     Args:
         form: the form, in-place or out=.
@@ -97,7 +97,7 @@ def returned_alias(
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:
-    """Return whether an annotation is `Tensor` if `count` is 1, or a tuple of `count` tensors."""
+    """Return whether an annotation is a tuple of `count` tensors, or `Tensor` if `count` is 1."""
     if count == 1:
         return annotation is torch.Tensor
     # Compare the origins, because typing.Tuple[X] != tuple[X].

@@ -1,8 +1,8 @@
-"""The schema type of each supported annotation, and the conversion of values to it.
+"""The schema type of each supported annotation, and how values are converted to it.
 
 A call *encodes* a Python value as a value of the schema type, and *decodes* it for the kernel. Most
-values need neither, because `torch.library.infer_schema` supports their annotations and the
-dispatcher checks them.
+values need no conversion, because `torch.library.infer_schema` supports their annotations, and the
+dispatcher checks the values.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Encode = Callable[[Any, str], Any]
 
 
 class Kind(NamedTuple):
-    """The schema type of an annotation, and the conversions of its values.
+    """The schema type for an annotation, and the functions that convert the annotated values.
 
     Attributes:
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` returns a value of the schema type, or raises.
-        exact: a type. Values of exactly this type need no encoding.
+        exact: a type whose direct instances (not those of subclasses) need no encoding.
         decode: `decode(value, where)` returns the Python value for an encoded value, or raises if
             the encoded value is invalid. None if no conversion is needed.
         is_optional: whether None is a valid value.
-        inferred: the schema type according to `infer_schema`. None if it rejects the annotation.
+        inferred: the schema type that `infer_schema` infers. None if it rejects the annotation.
     """
 
     schema: str
@@ -107,8 +107,8 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # Not inferred, because kernels do not receive Parameters: autograd, functionalization and
-    # graphs pass plain Tensors.
+    # `infer_schema` rejects Parameters, because kernels do not receive them: autograd,
+    # functionalization and graphs pass plain Tensors.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -124,7 +124,7 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """Return the kind of an annotation for a single value, or None for other annotations."""
+    """Return the `Kind` of an annotation for a single value, or None for other annotations."""
     kind = types.find(KINDS, annotation)
     if kind is not None:
         return kind
@@ -145,8 +145,8 @@ def single_kind(annotation: Any) -> Kind | None:
         return None
     if name == "Generator":  # not a TorchScript class but a type of schemas
         return _inferred(name, _instance(annotation), annotation)
-    # Check the class, because the dispatcher does not. Without `exact`, because Dynamo in PyTorch
-    # 2.12 cannot compare the types of script objects.
+    # Check the class here, because the dispatcher does not. Do not set `exact`, because Dynamo in
+    # PyTorch 2.12 cannot compare the types of script objects.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
@@ -156,7 +156,7 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 def choice_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a Literal or an Enum class, or None for other annotations."""
+    """Return the `Kind` of a Literal or an Enum class, or None for other annotations."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
@@ -192,7 +192,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """Return the kind of an Enum, or of the members `choices` of an Enum.
+    """Return the `Kind` of an Enum, or of an Enum restricted to the members `choices`.
 
     Members are encoded by name, because the values may be arbitrary objects, and because values
     change more often than names.
@@ -223,7 +223,7 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# Types of items that are converted one by one. torch.export can serialize lists of these.
+# Lists of these types are converted item by item, because torch.export can serialize the results.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 # The list types that `infer_schema` supports.
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
@@ -232,12 +232,13 @@ _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# Not converted if they are optional, because the dispatcher ignores tensors in optional lists.
+# Optional lists of these types are not converted, because the dispatcher ignores tensors in
+# optional lists.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
-    """A `list` or `tuple` annotation. `length` is the fixed number of items, or None."""
+    """A `list` or `tuple` annotation, with the fixed number of items in `length`, or None."""
 
     item: Any
     is_tuple: bool = False
@@ -257,7 +258,7 @@ def read_container(annotation: Any) -> Container | None:
 
 
 def sequence_kind(annotation: Any) -> Kind | None:
-    """Return the kind of a list, a tuple or `torch.Size`, or None for other annotations."""
+    """Return the `Kind` of a list, a tuple or `torch.Size`, or None for other annotations."""
     if annotation is torch.Size:
         sizes = list_of(KINDS[int])  # also accepts SymInts
         return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
@@ -278,7 +279,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
-    """Return the kind of a list of items, with a fixed length unless `length` is None."""
+    """Return the `Kind` of a list of `item` values, of any length if `length` is None."""
     exact, encode_item = item.exact, item.encode
 
     def encode(values: Any, where: str) -> list[Any]:
@@ -310,7 +311,7 @@ def _decode(item: Kind, container: Container) -> Encode | None:
 
 
 def check_length(values: Any, length: int | None, where: str) -> None:
-    """Raise if the number of items is not `length`. None allows any number."""
+    """Raise if the number of items is not `length`, unless `length` is None."""
     if length is not None and len(values) != length:
         raise ArgumentError(f"{where}: expected {length} items, got {len(values)}.")
 
@@ -336,7 +337,7 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """Return the kind of an annotation, or None if it does not fit into one schema argument."""
+    """Return an annotation's `Kind`, or None if its values do not fit into one schema argument."""
     if (kind := types.find(KINDS, annotation)) is not None:
         return kind
     annotation = without_annotated(annotation)

@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`, or None for `"unknown"`, which means all tensors."""
+    """Return the names in `mutates_args`. For `"unknown"`, return None, which means all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
@@ -50,7 +50,8 @@ def mutated_arguments(
 
     Args:
         where: the name of the function, for messages.
-        names: the result of `mutated_names`. The name of a structure means all tensors in it.
+        names: the result of `mutated_names`. The name of a structure stands for all tensors in the
+            structure.
         tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
         others: maps the paths of structures and of all other values to their types, for messages.
     """
@@ -78,5 +79,5 @@ def mutated_arguments(
 
 
 def spell_names(names: Iterable[str]) -> str:
-    """Write names as a sorted set, because messages must be deterministic."""
+    """Write names as a set, sorted because messages must be deterministic."""
     return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")

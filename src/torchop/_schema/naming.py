@@ -1,4 +1,4 @@
-"""Parse and validate names of operators, `namespace::name[.overload]`, and names of rules."""
+"""Parse and validate the names of operators (`namespace::name[.overload]`) and of rules."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def is_pattern(text: str) -> bool:
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
-    """Return why a part of a name is invalid, or None if it is valid."""
+    """Return why a part of an operator's name is invalid, or None if it is valid."""
     if part == "overload" and not text:
         return None  # the default overload
     if not _IDENTIFIER.fullmatch(text):

@@ -1,7 +1,7 @@
-"""Maybe-out operators, which return the argument `out`, or allocate the result if `out` is None.
+"""Maybe-out operators: they return the argument `out`, or allocate the result if it is None.
 
-A schema cannot express this. If the schema declares that a result aliases a mutated `Tensor?`, the
-check below raises. If it declares no alias, the result of each call is checked instead.
+A schema cannot express this. So the check below raises if a schema declares that a result aliases a
+mutated `Tensor?`. If the schema declares no alias, the result of each call is checked instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Schema`, a wrapper of `torch.FunctionSchema`."""
+"""`Schema`, a wrapper of `torch.FunctionSchema` that also records what the author wrote."""
 
 from __future__ import annotations
 
@@ -87,14 +87,15 @@ class Schema:
         (['x', 'by'], ('Tensor',))
     """
 
-    # Most attributes are computed lazily, because most operators of a package are never called.
+    # Most attributes are computed on first use, because programs never call most operators of a
+    # package.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # PyTorch cannot parse `str(parsed)`, because strings in it are not escaped.
+        # PyTorch cannot parse `str(parsed)`, because string defaults in the text are not escaped.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -280,7 +281,7 @@ class Schema:
 
 
 def _fresh(default: Any) -> Any:
-    """Copy a list, as the dispatcher does for each call, because the kernel may modify it."""
+    """Copy a default that is a list, as the dispatcher does, because the kernel may modify it."""
     return list(default) if isinstance(default, list) else default
 
 

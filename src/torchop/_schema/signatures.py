@@ -78,7 +78,7 @@ def written_result(function: Callable[..., Any]) -> Any:
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """Return advice if a function is a method, and otherwise an empty string."""
+    """Return advice for messages if a function is a method, otherwise an empty string."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
@@ -97,7 +97,7 @@ def method_hint(function: Callable[..., Any]) -> str:
 
 
 def shorten(text: str, longest: int = 60) -> str:
-    """Cut a text to `longest` characters for messages."""
+    """Shorten a text to `longest` characters for messages."""
     return short_text(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
@@ -129,7 +129,7 @@ class _Namespace:
         if items == args:
             return annotation
         if origin in (typing.Union, types.UnionType):
-            return typing.Union[items]  # noqa: UP007  (the members are only known here)
+            return typing.Union[items]  # noqa: UP007  (the members are known only at run time)
         return types.GenericAlias(origin, items)
 
     def evaluate(self, text: str, parameter: str | None) -> Any:

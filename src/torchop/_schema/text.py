@@ -1,7 +1,7 @@
 """Split the text of a schema into parts, and write schemas from parts.
 
-Derived schemas are made from text, because PyTorch cannot always parse `str(schema)`: defaults of
-type str are not escaped correctly.
+The schemas of derived operators are made from the author's text, because PyTorch cannot always
+parse `str(schema)`: it does not escape defaults of type str correctly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _end_of_arguments(schema: str) -> int:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split at commas, except inside brackets and strings."""
+    """Split a text at commas, except inside brackets and strings."""
     commas = [position for position, character in _outside_brackets(text) if character == ","]
     ends = zip([-1, *commas], [*commas, len(text)], strict=True)
     pieces = (text[before + 1 : end].strip() for before, end in ends)

@@ -1,7 +1,8 @@
-"""Parse the annotations of a function into trees with schema types as leaves.
+"""Parse a function's annotations into trees whose leaves are arguments of the schema.
 
 If every annotation is a single leaf of a type that `infer_schema` supports, the schema has the same
-arguments as the function. Otherwise a `Structure` converts between objects and leaves.
+arguments as the function. Otherwise a `Structure` converts between the author's objects and the
+values of the leaves.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _RESULT = "the result"  # the path of the result in messages
 
 
 class FunctionTree:
-    """The annotation trees of the parameters and the result of a function.
+    """The annotation trees of a function's parameters and result.
 
     Args:
         op: the name of the operator, for messages.
@@ -149,7 +150,7 @@ class FunctionTree:
         return parameter
 
     def _check_kind(self, declared: inspect.Parameter) -> None:
-        """Raise for parameters of a kind that a schema cannot express, such as `*args`."""
+        """Raise if a schema cannot express this kind of parameter, such as `*args`."""
         if declared.kind not in _INSTEAD or (
             self._structures and declared.kind is declared.POSITIONAL_ONLY
         ):
@@ -226,7 +227,7 @@ class FunctionTree:
         return mutated_arguments(self._where, names, tensors, others)
 
 
-# The fixes for kinds of parameters that a schema cannot express.
+# For each kind of parameter that a schema cannot express, the fix in the error message.
 _INSTEAD = {
     inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
     inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
@@ -262,7 +263,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
     Tensors must be positional to have gradients. Other values inside structures are keyword-only.
-    Then a new field with a default can be added anywhere without changing the meaning of existing
+    So a new field with a default can be added anywhere without changing the meaning of existing
     calls. For the same reason, tensors with a default come last.
     """
     ranked: list[tuple[int, Leaf]] = []
@@ -285,7 +286,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 class UnsupportedTypeError(Exception):
-    """The annotation at a path is not supported."""
+    """Raised if the annotation at a path, such as `cfg.scale`, is not supported."""
 
     def __init__(self, path: str, annotation: Any) -> None:
         super().__init__(path)
@@ -294,7 +295,7 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds annotation trees. Messages contain the operator `op` or the function `where`."""
+    """Builds annotation trees. Its error messages name the operator `op` or function `where`."""
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op
@@ -304,7 +305,7 @@ class _Builder:
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
         """Build the tree of the annotation at a path such as `cfg.scale`.
 
-        `inside` contains the enclosing structures, which must not contain themselves.
+        `inside` contains the enclosing structures, to detect a structure that contains itself.
         """
         annotation = without_annotated(annotation)
         kind = leaf_kind(annotation)

@@ -1,4 +1,4 @@
-"""Inspect annotations, and write them in messages."""
+"""Inspect annotations, and format them for messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEQUENCES = (list, collections.abc.Sequence)
 
 
 def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
-    """Look up an annotation, which may be unhashable."""
+    """Look up an annotation in a table. Unhashable annotations are never found."""
     try:
         return table.get(annotation)
     except TypeError:
@@ -36,7 +36,7 @@ def strip_optional(annotation: Any) -> tuple[Any, bool]:
     rest = tuple(member for member in members if member is not type(None))
     if len(rest) == len(members) or not rest:
         return annotation, False
-    return typing.Union[rest], True  # noqa: UP007  (the members are only known here)
+    return typing.Union[rest], True  # noqa: UP007  (the members are known only at run time)
 
 
 def has_fields(annotation: Any) -> bool:
@@ -50,7 +50,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Write an annotation for a message, without `typing.` and shortened."""
+    """Format an annotation for a message: drop `typing.`, and shorten the text."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__

@@ -95,7 +95,7 @@ class Measurement(NamedTuple):
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether the measurement covers these sizes. Symbolic sizes get guards."""
+        """Return whether the measurement covers these sizes. This adds guards on symbolic sizes."""
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)

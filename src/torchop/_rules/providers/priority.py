@@ -54,7 +54,7 @@ class ScopedOrder(NamedTuple):
         return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Return a sort key. Of several orders that fit an operator, the largest one applies."""
+        """Return a sort key. If several orders fit an operator, the largest one applies."""
         return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 

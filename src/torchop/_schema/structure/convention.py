@@ -1,4 +1,4 @@
-"""The calling convention of operators with structured arguments or results."""
+"""The calling convention for operators with structured arguments or results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """Converts functions that take and return objects to functions with the flat schema."""
+    """Converts functions of structured objects to functions of the flat schema's values."""
 
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
@@ -38,7 +38,7 @@ class StructuredConvention(Convention):
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule. In `in_dims` and `out_dims`, structures are mappings."""
+        """Convert a vmap rule, whose `in_dims` and `out_dims` have a mapping for each structure."""
         structure = self.structure
         if not callable(function):
             return function
@@ -55,7 +55,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a torch_dispatch rule. `func` takes objects too."""
+        """Convert a torch_dispatch rule, whose argument `func` then also takes structures."""
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -67,7 +67,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula, which returns the gradients of a structure as a mapping."""
+        """Convert a backward formula, which returns a mapping as the gradient of a structure."""
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -75,7 +75,8 @@ class StructuredConvention(Convention):
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
-            # A NamedTuple contains the gradients of a single argument.
+            # A NamedTuple is the gradient of a single structured argument, not a tuple of
+            # gradients.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
@@ -96,7 +97,7 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula. The tangent of a structure is a mapping."""
+        """Convert a forward-mode formula, which gets a mapping as the tangent of a structure."""
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
         check_signature(f"{structure.op}: jvp", jvp, names)
@@ -133,7 +134,7 @@ class StructuredConvention(Convention):
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert flat arguments to objects. Tensors may be replaced, for example by shapes."""
+        """Convert flat arguments to objects, even if e.g. shapes replace the tensors."""
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
@@ -147,12 +148,12 @@ class StructuredConvention(Convention):
         self.structure.invalidate(raise_error)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
-        """Raise if a function does not accept `leading` and the author's parameters."""
+        """Raise unless a function accepts `leading`, followed by the operator's arguments."""
         check_signature(what, function, (*leading, *self._positional), self._keywords)
 
 
 class StructuredCall:
-    """A proxy of an `OpOverload` that takes objects."""
+    """A proxy of an `OpOverload` that takes structures instead of flat arguments."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure
@@ -176,7 +177,7 @@ class StructuredCall:
 
 
 class Context:
-    """A proxy of the `ctx` of a formula, in which `needs_input_grad` is structured."""
+    """A proxy of a formula's `ctx` in which `needs_input_grad` has a mapping for each structure."""
 
     __slots__ = ("_context", "_structure")
     _structure: Structure

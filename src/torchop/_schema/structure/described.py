@@ -13,7 +13,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The descriptors of slots and of NamedTuple fields, which run no Python code.
+# The types of the descriptors for slots and NamedTuple fields. Reading these attributes runs no
+# Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -21,7 +22,7 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """Access to values that a compiler is tracing."""
+    """Gives access to the values that a compiler is tracing."""
 
     def type_of(self, value: Any) -> type | None:
         """Return the exact type of a value, or None if it is unknown."""
@@ -120,7 +121,7 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Return whether reading a member from an instance runs Python code, like a property."""
+    """Return whether reading a member of an instance runs Python code, as a property does."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
@@ -135,6 +136,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except ArgumentError as error:  # tracing raises it again, where the program can catch it
+    except ArgumentError as error:  # tracing will raise it again, where the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -1,6 +1,6 @@
-"""The nodes of annotation trees.
+"""The nodes of annotation trees, which describe the parts of structured values.
 
-A node generates code that flattens a value into leaves, and code that rebuilds the value.
+A node generates the code that flattens a value into leaves, and the code that rebuilds the value.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torchop._schema.kinds import Encode, Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
-# The variable of each flat argument in the generated code.
+# For each flat argument, the variable that holds it in the generated code.
 Variables = Mapping[str, str]
 
 
 class Node:
-    """A node, for the value at one path, such as `cfg.box`."""
+    """A node of an annotation tree. It describes the value at one path, such as `cfg.box`."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
@@ -40,7 +40,7 @@ class Node:
             yield from part.leaves()
 
     def set_default(self, value: Any) -> None:
-        """Set the defaults of the leaves, given the default of the value or `MISSING`."""
+        """Set the leaves' defaults, given the default of the whole value (or `MISSING`)."""
         raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
@@ -56,7 +56,7 @@ class Node:
         return None  # nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
-        """Split an object, a mapping by field names, or None into values for the leaves."""
+        """Split a value into one value per leaf. It is an object, a dict by field name, or None."""
         return {}  # nodes without tensors
 
     @property
@@ -72,7 +72,8 @@ class Leaf(Node):
         default: the default in the schema, or `MISSING`.
         unwritable_default: the default, if a schema cannot express it. The default in the schema is
             then None.
-        is_required_if_given: whether None is only valid if the enclosing structure is None.
+        is_required_if_given: whether the argument may be None only if the enclosing structure is
+            None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -111,7 +112,7 @@ class Leaf(Node):
 
     @property
     def flat_where(self) -> str:
-        """Return the operator and the argument, for messages about calls of the flat operator."""
+        """Return the operator and the argument, for messages about calls to the flat operator."""
         return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
@@ -119,7 +120,7 @@ class Leaf(Node):
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
-        """Give the argument a default, because the enclosing structure may be None."""
+        """Give the argument a default, which is passed if the enclosing structure is None."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
             return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
@@ -240,7 +241,7 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """Return the gradients by field. Fields may be missing."""
+        """Return the gradients as a mapping by field name, in which fields may be missing."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -253,7 +254,7 @@ class Fields(Node):
 
 
 class Several(Fields):
-    """A structured result. A backward formula receives gradients as an object of the same type."""
+    """A structured result, whose gradients a backward formula receives as an object of its type."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -262,7 +263,7 @@ class Several(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Do not call __init__, which may check the values: these are gradients, not results.
+        # Do not call __init__, because it may check the values, and gradients are no valid results.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -320,7 +321,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. The schema has an additional bool argument: False means None."""
+    """An optional structure. The schema has an additional bool, which is False for None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))

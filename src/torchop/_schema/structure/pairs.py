@@ -1,4 +1,4 @@
-"""Conversions of values that need two schema arguments: dicts, and lists of lists."""
+"""Conversions for values that need two schema arguments: dicts, and lists of lists."""
 
 from __future__ import annotations
 

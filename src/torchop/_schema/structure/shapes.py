@@ -27,7 +27,7 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """A type of structure: generates code that reads the fields, and code that makes an object.
+    """A type of structure, which generates the code that reads its fields and creates objects.
 
     Attributes:
         spelled: the name of the type.
@@ -43,15 +43,15 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Write code that checks the type. Return a function from field names to expressions."""
+        """Write code that checks the type. Return a function: field name to expression."""
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write code that makes an object, given an expression per field. Return an expression."""
+        """Write code that creates an object from an expression per field. Return its expression."""
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the fields of an object or of a partial mapping, or None for other types."""
+        """Return the fields of an object, or of a mapping with some fields, otherwise None."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
@@ -109,7 +109,7 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass. If possible, objects are made without `__init__`, as in `copy` and `pickle`."""
+    """A dataclass. If possible, objects are created without `__init__`, as `copy` does."""
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
@@ -136,7 +136,7 @@ class DataclassShape(ClassShape):
 
 
 def has_custom_construction(cls: Any) -> bool:
-    """Return whether the construction of an object runs code that the author wrote."""
+    """Return whether creating an object runs code that the author of the class wrote."""
     code = getattr(cls.__init__, "__code__", None)
     return (
         hasattr(cls, "__post_init__")
@@ -200,7 +200,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """Return the fields of a dataclass. Raise SchemaError if they do not determine the object."""
+    """Return a dataclass's fields. Raise SchemaError if they do not determine an object's state."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:

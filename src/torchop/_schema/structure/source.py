@@ -31,7 +31,7 @@ def is_plain(name: Any) -> bool:
 
 
 class Source:
-    """The source of one function, and the objects that it refers to.
+    """The source of one generated function, and the objects to which it refers.
 
     Generated code is as fast as handwritten code, and appears in tracebacks. A loop over the
     arguments would be slower, and Dynamo would have to unroll it.
@@ -48,7 +48,8 @@ class Source:
         self._parameters = frozenset(parameters)
         assert all(map(is_plain, self._parameters))
         self._names = {*self._parameters, *_RESERVED}
-        # Without `__name__`, because Dynamo would look up the objects in the module of that name.
+        # Do not define `__name__`, because Dynamo would look up the objects in the module of that
+        # name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -108,7 +109,8 @@ class Source:
     def function(self, name: str) -> Callable[..., Any]:
         """Compile the source, and return the function `name` that it defines."""
         text = self.text
-        # For tracebacks and debuggers. With mtime None, linecache never drops the entry.
+        # Tracebacks and debuggers read the source from here. With mtime None, linecache never drops
+        # the entry.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

@@ -1,4 +1,4 @@
-"""`Structure`: converts between the author's objects and the arguments of the flat schema."""
+"""`Structure`: converts between the author's objects and the flat schema's arguments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torchop._schema.tree import FunctionTree
 
 
 class Structure:
-    """Generates functions that convert between objects and flat values, for one operator.
+    """Generates, for one operator, functions that convert between objects and flat values.
 
     Attributes:
         function: the author's function.
         parameters: the parameters of the function.
         returns_objects: whether the result needs a conversion.
-        result: the tree of the result. A single leaf if the result needs no conversion.
+        result: the annotation tree of the result. A single leaf if the result needs no conversion.
         result_count: the number of gradients that a backward formula receives.
         positional: the leaves that are positional arguments of the flat operator.
         keyword_only: the leaves that are keyword-only arguments of the flat operator.
@@ -61,7 +61,7 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Convert values for the positional flat arguments, such as tangents, to one per parameter.
+        """Convert one value per positional flat argument, such as tangents, to one per parameter.
 
         The value for a structure is a mapping by field name.
         """
@@ -69,19 +69,19 @@ class Structure:
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Convert values for the flat results to the arguments of a backward formula."""
+        """Convert one gradient per flat result to the arguments of a backward formula."""
         if not self.returns_objects:
             return flat
         gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Convert values for the flat results to the structure of the author's result."""
+        """Convert one value per flat result to the structure of the author's result."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Convert values in the structure of the author's result to values for the flat results."""
+        """Convert values in the structure of the author's result to one value per flat result."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -112,7 +112,7 @@ class Structure:
             overload: the flat operator.
             name: the name of the generated function.
             is_method: whether the first parameter is the handle.
-            is_flat: whether to return the flat result, and not to change the function when the
+            is_flat: whether the function returns the flat result, and does not change when the
                 operator is deregistered.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
@@ -143,8 +143,8 @@ class Structure:
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        Calling the overload raises too. But a compiled graph would call a new operator of the same
-        name, so Dynamo's guards on the function must fail.
+        In eager mode, calling the overload would also raise. But a compiled graph would call a new
+        operator of the same name, so Dynamo's guards on the function must fail.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -179,7 +179,7 @@ class Structure:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert a function of objects to a flat kernel."""
+        """Convert a kernel that takes and returns objects to a kernel of flat values."""
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -189,7 +189,7 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Convert flat arguments to the `(args, kwargs)` of the author's functions."""
+        """Convert flat arguments to `(args, kwargs)` for the author's functions."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
@@ -273,7 +273,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A default with an expression as its repr, for `str(inspect.Signature)`."""
+    """A default whose repr is an expression, as `str(inspect.Signature)` must show it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
