@@ -35,20 +35,21 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """The arguments of a registration, to tell whether a later call repeats it."""
+    """The arguments of a registration, stored to detect whether a later call repeats it."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # Weak, because this must not keep the caller's library alive.
+    # The reference is weak, because it must not keep the caller's library alive.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
     out_dtype: torch.dtype | None = None
 
 
-# Engines repeat all registrations when a second engine starts in the same process.
+# All registrations so far, because engines repeat them when a second engine starts in the same
+# process.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -216,7 +217,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # Other types raise an error when the operator is defined.
+            # For other types, defining the operator will raise an error.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,
@@ -260,7 +261,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module that called the caller of this function."""
+    """Return the name of the module that called our caller, a public function of this module."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -279,7 +280,7 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
-    """Return the device types for device types or dispatch keys; None means every device."""
+    """Convert device types or dispatch keys to device types, in which None means every device."""
     if keys is None:
         return (None,)
     return tuple(
@@ -292,7 +293,7 @@ def _device(name: OpName, key: str) -> str | None:
     if key == dispatch.kernel_key("default"):
         return None
     if dispatch.parse_dispatch_key(key) is None:
-        return key  # a device type, or an invalid name, which custom_op reports
+        return key  # a device type, or an invalid name, for which custom_op raises
     device = dispatch.device_of_key(key)
     if device is None:
         raise ValueError(

@@ -22,8 +22,8 @@ published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.
 
 
 def published_handles() -> dict[str, CustomOpDef]:
-    # Not `dict(OPDEFS)`, because it would look up each key again, when the weakly referenced handle
-    # may be dead.
+    # Do not use `dict(OPDEFS)`: it would look up each key again, but the weakly referenced handle
+    # may be dead by then.
     return dict(OPDEFS.items())
 
 

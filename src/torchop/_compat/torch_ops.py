@@ -74,8 +74,8 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        # Not PyTorch's `_refresh_packet`, because it would publish a function that does not count
-        # calls.
+        # Do not use PyTorch's `_refresh_packet`, because it would publish a function that does not
+        # count calls.
         op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
         op.__module__ = packet._op.__module__
         replace_function(packet, op if operator is None else counted(packet, op, operator))
@@ -120,7 +120,7 @@ def replace_function(packet: OpOverloadPacket, function: Any) -> None:
 
 def existing_packet(namespace: str, name: str) -> Any | None:
     """Return the packet of an operator if `torch.ops` has created it already, otherwise None."""
-    # Not `getattr`, because it would create the packet.
+    # Do not use `getattr`, because it would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 

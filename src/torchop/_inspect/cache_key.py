@@ -1,9 +1,9 @@
-"""Keys for compile caches that change with an operator's rules.
+"""Keys for compile caches, which change when an operator's rules change.
 
 PyTorch's persistent caches of compiled graphs identify an operator by its name alone
 (pytorch/pytorch#144344), so they would return stale graphs after an edit of a fake kernel or
-formula. torchop adds a digest of the rules of a graph's operators to the key of the graph. Programs
-can also add a digest of all rules to every key, with PyTorch's `cache_key_tag`.
+formula. So torchop adds a digest to each graph's key, which covers the rules of the graph's
+operators. With PyTorch's `cache_key_tag`, programs can also add a digest of all rules to every key.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def cache_key_tag() -> str:
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """Return a digest of the rules of operators, and the code objects that it covers.
+    """Return a digest of the operators' rules, and the code objects that it covers.
 
-    The digest is the empty string if no rule of these operators affects compiled graphs. If
-    `operators` is None, the digest covers all operators of torchop.
+    If none of these operators has a rule that affects compiled graphs, the digest is the empty
+    string. If `operators` is None, the digest covers all operators of torchop.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -84,7 +84,7 @@ class _Digest(CodeDigest):
         return hashlib.sha256(_own_code() + self.digest()).hexdigest()
 
     def add_operator(self, operator: str | OpOverload | OpOverloadPacket | CustomOpDef) -> None:
-        """Add the rules of an operator, and of the operator from which it was derived."""
+        """Add an operator's rules, and the rules of the operator from which it was derived."""
         if isinstance(operator, OpOverloadPacket):
             for overload in operator.overloads():
                 self.add_operator(getattr(operator, overload))
@@ -97,7 +97,7 @@ class _Digest(CodeDigest):
         self._added.add(qualname)
         for definition in definitions_of(name):
             self._add_definition(qualname, definition)
-        # Rules registered through torch.library.
+        # Also add the rules that were registered through torch.library.
         handle = registries.published_handle(qualname)
         registered = () if handle is None else stock_kernels.registered_functions(handle)
         functions = [function for role, function in registered if role != "kernel" and function]
@@ -118,7 +118,7 @@ class _Digest(CodeDigest):
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code with these names may call as `torch.ops.namespace.name`."""
+        """Add the operators that code may call as `torch.ops.namespace.name`, given its names."""
         for namespace in sorted(namespaces & self._known.keys()):
             for local in sorted(names & self._known[namespace].keys()):
                 for qualname in self._known[namespace][local]:

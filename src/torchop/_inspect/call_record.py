@@ -1,4 +1,4 @@
-"""Records of operator calls, from which example arguments can be created."""
+"""Records of calls to operators, from which example arguments can be created."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class TensorRecord(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The size of an example in bytes."""
+        """The size in bytes of an example tensor with this metadata."""
         return self._elements * self.dtype.itemsize
 
     @property
     def _elements(self) -> int:
-        """The number of elements of the memory, including gaps between elements of the tensor."""
+        """The number of elements that fit into the memory, including gaps between elements."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -66,7 +66,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """The type of an argument of a recorded call, if no example of it can be created.
+    """The type of an argument in a recorded call, if no example of the argument can be created.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of tensor.
@@ -106,7 +106,7 @@ class CallRecord(NamedTuple):
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
-        """Yield every argument, and the items of lists instead of the lists."""
+        """Yield each argument of the call, but for a list, each item instead."""
         parts: list[Any] = []
         mapped(self, parts.append)
         return iter(parts)
@@ -115,7 +115,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `change` to every argument of a call, and to the items of lists."""
+    """Apply `change` to each argument of a call, but for a list, to each item instead."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
@@ -127,7 +127,7 @@ def mapped(
 
 
 def described(call: CallRecord) -> str:
-    """Format the arguments of a call in a line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`."""
+    """Format a call's arguments in one line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`."""
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"
@@ -190,7 +190,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that no example can have, or "" for plain dense tensors."""
+    """Return the kind of a tensor if no example of this kind can be created, otherwise ""."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

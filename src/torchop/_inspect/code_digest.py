@@ -2,7 +2,8 @@
 
 The results of a fake kernel or formula become part of a compiled graph, and depend on all functions
 that it calls. These are found by the names in the code, without data-flow analysis. So a digest may
-include code that is never called, but a local variable cannot hide a function.
+include code that is never called. But it does not miss a function that code calls through a local
+variable.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ _HOLDERS = (
     *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
     *(types.MethodType, functools.partial),
 )
-# Attributes in which the wrappers of functools, Triton and Numba store the wrapped function.
+# The attributes in which wrappers of functools, Triton and Numba store the wrapped function.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# Packages whose code is not read, because cache keys include the versions of these packages.
+# The code of these packages is not read, because cache keys include their versions.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 class CodeDigest:
-    """A hash of values that is equal in two processes with equal code and constants.
+    """A hash of values, which is equal in two processes if their code and constants are equal.
 
-    Functions, classes and other objects are hashed as numbers first, and described later. So cycles
-    are possible, and a long chain of calls does not need a deep stack.
+    When a function, class or other object is added, the hash refers to it by a number, and its
+    description follows later. So objects may refer to each other in cycles, and a long chain of
+    calls needs no deep stack.
 
     Attributes:
         sources: the code objects of users' functions that were read.
@@ -74,7 +76,7 @@ class CodeDigest:
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Add a value, and everything that it uses."""
+        """Add a value, and the code and constants that it uses."""
         if isinstance(value, types.CodeType):
             self.add((value.co_code, value.co_names, value.co_consts))
         elif isinstance(value, enum.Enum):
@@ -99,10 +101,10 @@ class CodeDigest:
         self._package = package
 
     def add_operator(self, operator: Any) -> None:
-        """Add the rules of an operator that code refers to. Subclasses override this."""
+        """Add an operator's rules if code refers to the operator. Subclasses override this."""
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code with these names may call. Subclasses override this."""
+        """Add the operators that code may call, given its names. Subclasses override this."""
 
     def _write(self, text: str) -> None:
         self._hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
@@ -118,7 +120,7 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether to read code of this package, if the described code uses it."""
+        """Return whether to read this package's code if the code being described uses it."""
         if self._package in (None, package):
             return True
         if package not in self._installed:
@@ -151,7 +153,8 @@ class CodeDigest:
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # The closure of a wrapper contains the user's function, but may also contain caches.
+            # A wrapper's closure contains the user's function, but it may also contain caches,
+            # which change.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -174,7 +177,7 @@ class CodeDigest:
         parent: str,
         *more: Iterable[str],
     ) -> None:
-        """Add the values of the names in code: variables, and attributes of modules.
+        """Add the values of the variables and module attributes that code uses.
 
         Args:
             code: the code of a function or module.
@@ -211,10 +214,10 @@ class CodeDigest:
         self.add_called(namespaces, names)
 
     def _add_stable(self, values: Mapping[str, object]) -> None:
-        """Add the values that are equal in every process.
+        """Add only those of the values that are equal in every process.
 
-        This skips objects of other packages, which may differ, and None, which code often replaces
-        on first use.
+        This skips objects of other packages, because they may differ, and None, because code often
+        replaces it on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -227,12 +230,13 @@ class CodeDigest:
 
 
 class _Reference(NamedTuple):
-    """An object to describe.
+    """An object that the hash refers to by number, and whose description is added later.
 
     Attributes:
         number: the number by which the hash refers to the object.
         value: the object.
-        package: the package of the object, or of the code that refers to it if it is not read.
+        package: the object's package. If the object's code is not read, the package of the code
+            that refers to it.
         is_read: whether the object's code is read.
     """
 
@@ -243,7 +247,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that code would import, but that is not imported yet. Only the code is read."""
+    """A module that code would import later. The module's code is read, but not imported."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name
@@ -288,7 +292,7 @@ def _spell(value: Any) -> str:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, without attributes of the class."""
+    """Return an object's own attributes, without those of its class."""
     found = {}
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -301,7 +305,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """Return an attribute of an object, or None.
+    """Return an attribute of an object, or None if reading it raises.
 
     A custom `__getattr__` may raise any exception, for example a KeyError.
     """
@@ -332,21 +336,21 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key that is equal in all processes, unlike hashes."""
+    """Return a sort key that is equal in all processes, whereas hashes may differ."""
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
     return repr(value) if isinstance(value, _CONSTANTS) else _spell(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names in code, and strings that may be names, as in `getattr(x, "name")`."""
+    """Return the names that code uses, and its strings that may be names, as in `getattr`."""
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return names_in(code).union(texts, *map(_names, inner))
 
 
 def _names_in_annotation(annotation: object) -> set[str]:
-    """Return the names in an annotation, which may refer to the class of an argument."""
+    """Return the names in an annotation, because an argument's class may define called methods."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
 

@@ -126,7 +126,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """Return the provider of a call, the lines of all providers, and the provider's kernel."""
+    """Return the call's provider, a line about each of the providers, and the provider's kernel."""
     definition = call.definition
     if definition is None:
         return None, (), None
@@ -147,7 +147,8 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # As a call would, load the extension, and move the default kernel if it hides a fallback.
+        # Do the same as a call would: load the extension, and move the default kernel if it hides a
+        # fallback.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

@@ -1,4 +1,4 @@
-"""`providers`: list the kernels of providers, and report whether they can run."""
+"""`providers`: list operators' alternative kernels, and report whether they can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# The reason why a kernel for other device types than the call's does not run.
+# The reason why a kernel does not run if it is for other device types than the call's.
 _OTHER_DEVICES = "it is for other devices"
 
 
@@ -88,11 +88,11 @@ def providers(*ops: str) -> list[Provided]:
 def in_order(
     definition: Definition, choice: Choice, runs: str, skipped: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return a line for each provider of an operator, in the order that is active for a call.
+    """Return a line about each provider of an operator, in the order that is active for a call.
 
     Args:
         definition: the operator.
-        choice: the choice for the device of the call.
+        choice: the object that chooses the provider on the call's device.
         runs: the provider that runs.
         skipped: the reason why a provider does not run, by name.
     """
@@ -119,7 +119,7 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """A reference kernel or the kernels of a provider, before `supported` is called."""
+    """A reference kernel or a provider's kernels, for which `supported` was not called yet."""
 
     name: str
     devices: tuple[str | None, ...]
@@ -128,7 +128,7 @@ class _Registered(NamedTuple):
 
 
 def _registered(rule: KernelRule) -> Iterator[_Registered]:
-    """Yield the reference kernels, and then the providers."""
+    """Yield an operator's reference kernels, followed by its providers."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
     for function in dict.fromkeys(functions.values()):

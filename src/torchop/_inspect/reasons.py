@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, with the details that the native code returns for a reason.
+    """A call, with the details that native code returns to explain why the call is not native.
 
     Attributes:
         name: the operator's name.
@@ -33,8 +33,8 @@ class Call(NamedTuple):
         args: the arguments of the call.
         kwargs: the keyword arguments of the call.
         refused: the index of the argument that the reason is about.
-        passed: two flags: whether the call would run the autograd kernel of the operator, and
-            whether it would run the version-counter kernel.
+        passed: two flags: whether the call would run the operator's autograd kernel, and whether it
+            would run the operator's version-counter kernel.
     """
 
     name: OpName
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 
 def why_not_called(call: Call) -> str:
-    """Return why an operator of the low-level API has no native calls yet."""
+    """Return why an operator defined with `define` and `impl` has no native calls yet."""
     native = switch.native_module()
     if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
@@ -83,7 +83,7 @@ def _why_never(call: Call) -> str:
 
 
 def _why_no_kernel(call: Call) -> str:
-    """Return why native calls can run none of the kernels of a low-level operator."""
+    """Return why native calls cannot run any kernel of an operator defined with `define`."""
     table = dispatch.kernel_table(str(call.name))
     for backend in _native_module().backends:
         if backend in table:
@@ -108,7 +108,7 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call does the work of the kernel at a key."""
+    """Return whether a native call itself does the work of the kernel at a key."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
@@ -176,7 +176,7 @@ def _why_refused(call: Call) -> str:
 
 
 def _format_type(value: Any) -> str:
-    """Format the type of a value for messages, with the types of the items of a list."""
+    """Format a value's type for messages. For a list, include the types of its items."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):
         return f"of type {name}"
@@ -184,7 +184,7 @@ def _format_type(value: Any) -> str:
 
 
 def _why_unbound(call: Call) -> str:
-    """Return the message about missing or unexpected arguments."""
+    """Return the message about a call's missing or unexpected arguments."""
     try:
         Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -227,7 +227,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# Functions that return the part of a reason that depends on the call.
+# For some reasons, the function that returns the part of the text that depends on the call.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

@@ -153,13 +153,13 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """Return an operator's distinct calls with counts; None stands for calls over the limit."""
+        """Return an operator's distinct calls with counts; None counts calls above the limit."""
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Count calls to an operator. If `call` is None, count them as calls over the limit."""
+        """Count calls to an operator. If `call` is None, count them as calls above the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
@@ -266,7 +266,7 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # Not `list.index`, because recordings with the same calls are equal.
+        # Do not use `list.index`, because recordings with the same calls are equal.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
@@ -279,8 +279,8 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The engine may run a backward in another thread with the modes of this thread, so `active` is
-    # an argument.
+    # The engine may run a backward in another thread, in which this thread's modes are active. So
+    # pass this thread's recordings as an argument.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

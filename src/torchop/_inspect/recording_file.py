@@ -1,8 +1,8 @@
 """The file format of recordings: JSON with one call per line.
 
-A tensor is a JSON object with the metadata. Another value without a JSON form is an object whose
-first key is the type. Parsing is strict: unknown input is rejected, and only dtypes, layouts and
-memory formats are looked up by name.
+A tensor is written as a JSON object with its metadata. Any other value that JSON cannot express is
+written as an object whose first key is the value's type. Parsing is strict: unknown input is
+rejected, and only dtypes, layouts and memory formats are looked up by name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A call, or None for calls over the limit, and how often it was made.
+# A call and how often it was made. None in place of the call counts all calls above the limit.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
 
 
 def dumps(recorded: Mapping[str, list[Calls]]) -> str:
-    """Return the text of a file with the recorded calls."""
+    """Return the recorded calls as the text of a recording file."""
     operators = ",\n".join(
         f"    {json.dumps(op)}: [\n{_lines(recorded[op])}\n    ]" for op in sorted(recorded)
     )
@@ -81,9 +81,9 @@ def _printable(text: str) -> TypeRecord:
     return TypeRecord(text)
 
 
-# The types of values that are written as an object with the type as the key and a string. For each
-# type: a parser, and a description of valid strings. Encoding the parsed value must reproduce the
-# string.
+# Values of these types are written as a JSON object that maps the type to a string. The table has a
+# parser for each type, and a description of valid strings. Encoding the parsed value must reproduce
+# the string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -111,7 +111,7 @@ def read(path: Path) -> list[tuple[str, Calls]]:
         return list(_calls_in(content))
     except ValueError as error:
         raise ValueError(f"{path}{error}") from None
-    except RecursionError:  # at the limit of the JSON parser
+    except RecursionError:  # nested too deeply for the JSON parser
         raise ValueError(
             f"{path}: a value is nested too deeply for an argument of an operator. Record again, "
             "or correct it."

@@ -1,9 +1,9 @@
 """Find the modules that registered an operator, its kernels and its rules.
 
-PyTorch does not record the module of a registration. So an operator is assigned to the modules that
-contain the function of the `custom_op`, a Python kernel or the fake kernel, and to the module that
-created the defining library. Reading kernels requires the native call path. Operators of C++
-extensions are not found.
+PyTorch does not record the module of a registration. So this file attributes an operator to each
+module that contains its `custom_op` function, one of its Python kernels or its fake kernel, and to
+the module that created the defining library. Reading kernels requires the native call path.
+Operators of C++ extensions are not found.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# Dispatch keys of rules, by prefix.
+# For each rule, the prefix of the dispatch keys at which it is registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 def registers(module: str, op: OpName) -> bool:
-    """Return whether a module registers an operator, or any module of a package with this name."""
+    """Return whether a module, or any module of a package, with this name registers an operator."""
     return any(name == module or name.startswith(f"{module}.") for name in _modules_of(op))
 
 
 def no_operator_reason(module: str) -> str | None:
-    """Return the message for a module that registers no operator, or None if it registers some."""
+    """Return the error message if a module registers no operator, otherwise None."""
     names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
@@ -63,7 +63,7 @@ def modules_of(op: OpName) -> list[str]:
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # The files that define the operator or register the fake kernel. C++ files have no module.
+    # The files that define the operator or register its fake kernel. C++ files belong to no module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -82,8 +82,8 @@ def _modules_of(op: OpName) -> set[str]:
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
     """Return the names of all modules by file.
 
-    Cached, because this takes a millisecond, and callers look up all operators. The arguments
-    change when a module is imported, which invalidates the cache.
+    The result is cached, because computing it takes a millisecond, and callers look up all
+    operators. When a module is imported, the arguments change, so the cache is not used.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -94,7 +94,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """Yield the Python functions of an operator: the function of `custom_op`, and kernels."""
+    """Yield an operator's Python functions: its `custom_op` function, and its kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function
@@ -114,7 +114,7 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return the kernels and rules that the dispatcher has for an operator, as text.
+    """Return descriptions of the kernels and rules that the dispatcher has for an operator.
 
     Unlike the rules in torchop's registry, this includes registrations of other libraries.
     """
@@ -140,7 +140,7 @@ def is_defined_in_python(operator: Operator) -> bool:
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Return where the kernel for a device was registered, or None for a C++ kernel."""
+    """Return where the kernel for a device type was registered, or None for a C++ kernel."""
     operator.overload  # noqa: B018  # raises if the operator does not exist
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")

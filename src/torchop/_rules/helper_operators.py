@@ -43,7 +43,8 @@ def define_helper_operator(
         definition: the operator. The helper operator has the same tags.
         kind: the suffix of the name.
         schema: the schema without the name.
-        function: the kernel. fake: the fake kernel.
+        function: the kernel.
+        fake: the fake kernel.
         tags: additional tags.
         error: the exception to raise if another package defined an operator of this name.
         origin: the operator from which the helper operator inherits public rules (`torchop.Rule`).

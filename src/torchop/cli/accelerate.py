@@ -97,7 +97,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 
 
 def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
-    """List the recorded calls that `--run-recorded` makes, or would make."""
+    """List the recorded calls that the command makes (or would make) with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:
@@ -113,7 +113,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record calls without NothingToAccelerateWarning, because commands print another message."""
+    """Record calls in the block, without a warning if there are none: commands print a message."""
     recorded.__enter__()
     try:
         yield

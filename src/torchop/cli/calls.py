@@ -32,7 +32,7 @@ from torchop.testing._tune import measure_kernels, why_not
 from torchop.testing.probes import mapped, requiring_grad, tensors_of
 from torchop.testing.process_state import quiet
 
-_SECONDS = 0.3  # per way of calling, unless a call takes longer
+_SECONDS = 0.3  # measured per way of calling, unless one call takes longer
 _LIMIT = 120.0  # seconds per operator
 _FUNCTION = "its function alone"
 _CALL = "torch.ops, no_grad"
@@ -42,7 +42,7 @@ _OPERATOR = "the operator"  # cannot be a provider's name, because of the space
 
 
 class Comparison(NamedTuple):
-    """The times of all kernels of an operator for one call, fastest first, and of the operator.
+    """The times of one call: of the operator itself, and of all its kernels, fastest first.
 
     `chosen` is the provider that the operator selected.
     """
@@ -78,7 +78,7 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """The microseconds of a call for each way of calling, and the explanation of the call."""
+    """The microseconds that a call takes in each way of calling, and `explain` of the call."""
 
     op: str
     call: str
@@ -86,7 +86,7 @@ class Costs(NamedTuple):
     explanation: str
 
     def lines(self) -> list[str]:
-        """Return the lines of the table, and the share of the user's function in a call."""
+        """Return the lines of the table, and the share of time that the user's function takes."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
         for name, microseconds in self.microseconds.items():
@@ -225,7 +225,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
-    # Evaluates code from the command line, as `python -c` does.
+    # This evaluates code from the command line, as `python -c` does.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     with report_errors(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
@@ -233,7 +233,7 @@ def _evaluated(text: str, **sizes: int) -> Call:
 
 
 def described(call: Call) -> str:
-    """Format the arguments of a call in one line, with the dtypes and shapes of tensors."""
+    """Format a call's arguments in one line, with tensors as dtypes and shapes."""
     return call_record.described(call_record.record_of(*call))
 
 
@@ -242,7 +242,7 @@ def described(call: Call) -> str:
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """Yield the arguments as text, for error messages, and then the costs."""
+    """Yield the arguments as text (for error messages), followed by the costs."""
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
@@ -258,7 +258,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """Yield the arguments of each call as text, for error messages, and then the comparison."""
+    """For each call, yield the arguments as text (for error messages), then the comparison."""
     operator = Operator(op, "bench")
     with report_errors(op):
         if text is not None and sizes is not None:
@@ -313,7 +313,7 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Return the microseconds of each way of calling, except ways that raise.
+    """Return the microseconds that a call takes in each way of calling that does not raise.
 
     Raises:
         click.ClickException: calling the operator raises.
@@ -322,5 +322,5 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # For example, the backward raises if no result requires grad.
+    # Omit ways that raise: for example, the backward raises if no result requires grad.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

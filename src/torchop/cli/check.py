@@ -1,4 +1,4 @@
-"""`python -m torchop check`: run the checks of `torchop.testing.check` as pytest tests.
+"""`python -m torchop check`: run each check of `torchop.testing.check` as a pytest test.
 
 The tests run in workers of pytest-xdist. If a kernel crashes, it ends one worker, and the crash is
 reported as a failure.
@@ -49,7 +49,7 @@ def test_operators(torchop_check):
 
 
 def _seconds(ctx: Any, param: Any, value: float) -> float:
-    # Not click.FloatRange, because it accepts nan and inf.
+    # Do not use click.FloatRange, because it accepts nan and inf.
     if not 0 < value < math.inf:
         raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
     return value
@@ -217,7 +217,7 @@ def _run(
 
 
 class _CollectionErrors:
-    """A pytest plugin that records collection errors of workers."""
+    """A pytest plugin that records the errors of workers that cannot collect the tests."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []

@@ -66,7 +66,8 @@ def answers_of(
         args: the arguments of the function.
         limit: the time limit in seconds for each value after the first.
         modules: modules to import in the child process first.
-        method: "fork" copies this process, and cannot use accelerators; "forkserver" can.
+        method: "fork" copies this process, so the child cannot use accelerators. With "forkserver",
+            it can.
 
     Raises:
         ChildError: the process could not be started, exited, or exceeded the limit.
@@ -185,7 +186,7 @@ def _exit_of(process: Any) -> str:
 
 @contextlib.contextmanager
 def _environment_of_server() -> Iterator[None]:
-    """Set the environment of the forkserver, in case it starts in this block.
+    """Set environment variables for the forkserver, in case it starts in this block.
 
     The server needs `sys.path` to find the modules. It must use one thread: if a module calls
     kernels when it is imported, OpenMP would start threads, and forks of the server, which do not
@@ -292,7 +293,7 @@ def report_errors(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an exception and the first line of the message, shortened."""
+    """Return the type of an exception, and the first line of its message, shortened."""
     text = str(error).strip().partition("\n")[0]
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

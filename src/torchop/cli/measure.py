@@ -1,4 +1,4 @@
-"""Measure how much time native calls save.
+"""Measure how much time calls to operators save if they are native.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
 that does not check an index may write out of bounds for tensors of ones.
@@ -83,9 +83,9 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield one result before the operator is first called, and another after the last call.
+    """Yield a result before the operator is called, and a more complete one after the last call.
 
-    The first result is for the case that a call crashes or hangs.
+    The first result is used if a call crashes or hangs.
     """
     operator = Operator(op, "measure")
     if not operator.exists:
@@ -110,10 +110,10 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 
 
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
-    """Return the share of the calls that would be native, or None if no example can be created.
+    """Return the share of calls that would be native, or None if no example can be created.
 
-    The operator must be accelerated. This does not call the operator, but `explain`, with tensors
-    of one element.
+    The operator must be accelerated. Instead of the operator, this calls `explain`, with tensors of
+    one element.
     """
     native = total = 0
     for call, count in kinds:
@@ -131,7 +131,7 @@ def _without_dimensions(part: Any) -> Any:
 
 
 def _cost(operator: Operator, kinds: Kinds) -> Cost:
-    """Return the time of the most frequent kind of call that can be measured."""
+    """Return the time of the most frequent call among those that can be measured."""
     if operator.effect is not None:
         raise click.ClickException("it has an effect, so measuring would repeat it")
     problem: click.ClickException | None = None
@@ -157,8 +157,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes only make rounds longer, so the noise of the faster way decides whether the
-    # difference may be due to noise.
+    # Other processes can only make rounds longer, so compare the difference with the noise of the
+    # faster way.
     return Cost(before.best, after.best, min(before, after).noise)
 
 

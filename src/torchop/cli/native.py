@@ -128,7 +128,7 @@ def _tag() -> str:
 # doctor
 
 
-# What `doctor` reports for each state in which a program would find the extension.
+# The text that `doctor` reports, for each state in which a program would find the extension.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
@@ -205,7 +205,7 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """Return a description of each location of the extension, and the resulting state.
+    """Return descriptions of the places where the extension may be, and the resulting state.
 
     The state is "idle" if all locations are empty, and none of them was configured.
     """
@@ -222,7 +222,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: found, but not needed"
         else:
-            # Load only the first, because a process must not load two copies of the extension.
+            # Load only the first extension, because a process must not load two copies.
             problem = _problem_of(place)
             used = problem is None
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"

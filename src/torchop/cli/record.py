@@ -72,7 +72,8 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Report the exception as Python would, but without our frames, before click reports it.
+        # Report the exception here as Python would, but without our frames, because click would
+        # report it in another way.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)

@@ -39,8 +39,9 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-# Loads the kernel libraries, which are in the same folder as this library, before it defines the
-# operators. If all operators are defined already, assume that their kernels are too.
+# The C++ source of a loader. Before it defines the operators, it loads the kernel libraries, which
+# are in the same folder. If all operators are defined already, it assumes that their kernels are
+# registered too.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -57,7 +58,7 @@ static const bool has_loaded = [] {{
   return true;
 }}();
 """
-_CARRIER = "torchop_operators_"  # the prefix of the file name of the library with this code
+_CARRIER = "torchop_operators_"  # the library with this code has a file name with this prefix
 
 
 def aoti_package(
@@ -190,7 +191,7 @@ def _source(path: str, operators: list[Operator], loader: str) -> str:
 def _with_libraries(
     libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any
 ) -> str:
-    """Compile a package, and add the libraries and a loader that also defines the operators."""
+    """Compile a package, and add the libraries and a loader, which also defines the operators."""
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
@@ -264,7 +265,7 @@ def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
 
 
 def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
-    """Return the operators without a C++ kernel, with the file and line of the Python kernel."""
+    """Return the operators that lack a C++ kernel, with the file and line of the Python kernel."""
     operators = [Operator(name, "aoti_package") for name in names]
     sites = {op: python_kernel(op, device) for op in operators}
     return {op: site for op, site in sites.items() if site is not None}

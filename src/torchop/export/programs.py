@@ -1,7 +1,7 @@
-"""Save and load exported programs with the names of the modules that define their operators.
+"""Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. In both, an entry contains the names of
-the modules, and other entries contain the names of the operators.
+Exported programs and AOTInductor packages are zip files. In both kinds of files, one entry contains
+the names of the modules, and other entries contain the names of the operators.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 _MANIFEST = "torchop_operators.json"
 METADATA = "torchop_operators"  # where a package stores the same, as a metadata key
 _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key for a package's device type
-# The folders of extra files, in PyTorch's current and previous file format.
+# The names of the folder for extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
-# Matches the operator that a node calls, or passes to a higher-order operator, as in decomposed
-# programs with mutation or effects.
+# Matches the operator that a node calls, or that it passes to a higher-order operator, as
+# decomposed programs with mutation or effects do.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # Exceptions from reading a damaged file.
 _UNREADABLE = (
@@ -130,8 +130,8 @@ def modules_of(ep: ExportedProgram) -> str:
     return json.dumps(modules, sort_keys=True)
 
 
-# A function of the name of an entry of a zip file, and of a function that reads the entry. It
-# returns the JSON with the modules, or None, and the operators that the program calls.
+# A function that takes the name of a zip file's entry, and a function that reads the entry. It
+# returns the JSON with the modules (or None), and the operators that the program calls.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 
@@ -154,7 +154,7 @@ def in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterab
 
 
 def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str]:
-    """Return the operators that a package calls, and the device type of the package."""
+    """Return the operators that a package calls, and the device type for which it was compiled."""
     path = os.fspath(path)
     _check_archive(path)
     called: set[OpName] = set()
@@ -177,7 +177,7 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
 
 
 def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
-    """Raise BadZipFile if a file is not an archive. PyTorch would only log an internal error."""
+    """Raise BadZipFile if a file is not an archive, because PyTorch only logs an internal error."""
     if zipfile.is_zipfile(file):
         return
     if isinstance(file, io.BytesIO):
@@ -237,7 +237,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
 
 
 def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
-    """Parse the JSON with the modules by operator. If it is damaged, warn and return {}."""
+    """Parse JSON that maps operators to modules. If the JSON is damaged, warn and return {}."""
     try:
         modules = json.loads(contents)
         if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):

@@ -1,4 +1,4 @@
-"""Compare the results of kernels with fake kernels, on which AOTInductor packages rely."""
+"""Compare kernels' results with fake kernels, because AOTInductor packages rely on these."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
 # The result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py).
-# AOTInductor's error for other types does not name the operator.
+# These are checked here because AOTInductor's error for other types does not name the operator.
 _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
-    """Run a program on its example inputs, and compare operators' results with fake kernels.
+    """Run a program on its example inputs, and compare operators' results with their fake kernels.
 
     Compiled code assumes that results have the metadata that the fake kernel returns.
 
@@ -47,7 +47,7 @@ def check_results(ep: ExportedProgram) -> None:
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
-    """Yield a message for each custom operator of a program with an unsupported result type."""
+    """Yield a message for each custom operator in a program that has an unsupported result type."""
     for op in filter(_is_custom, operators.in_graph(ep.graph_module)):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
@@ -85,7 +85,7 @@ class _Comparing(TorchDispatchMode):
 def _metadata(
     expected_result: torch.Tensor, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each kind of metadata, without data-dependent sizes."""
+    """Yield (name, value, value) for each kind of metadata, without data-dependent sizes."""
     yield "dtype", expected_result.dtype, tensor.dtype
     yield "device", expected_result.device, tensor.device
     yield "layout", expected_result.layout, tensor.layout

@@ -169,7 +169,8 @@ def in_fresh_memory(
     that a formula returns may be expanded, or be one of the incoming gradients.
 
     Args:
-        gradients: the gradients. likes: one tensor for each gradient.
+        gradients: the gradients.
+        likes: one tensor for each gradient.
         inputs: tensors with which the gradients must not share memory.
     """
     taken = list(tensors_in(inputs))

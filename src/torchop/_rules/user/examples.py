@@ -86,7 +86,7 @@ def register_examples(
             that examples are needed.
         valid: a function of the operator's arguments that returns whether callers may pass them.
             `check` derives further inputs from the examples, and skips those for which `valid`
-            returns False. Calls of the operator do not evaluate it. Without it, all inputs are
+            returns False. Calls to the operator do not evaluate it. Without it, all inputs are
             valid.
         lib: the library that owns the registration. By default, it lasts as long as the operator.
 

@@ -74,7 +74,7 @@ def register_flop_formula(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: a function of the operator's arguments that returns an int. Tensors are replaced by
+        fn: a function of the operator's arguments that returns an int. Tensors are replaced with
             their shape, a `torch.Size`. If it has a parameter `out_shape`, it also receives the
             shape of the result. For several results, this is a tuple or the structure that the
             operator returns, with None for values that are not tensors.

@@ -138,7 +138,7 @@ class StructuredConvention(Convention):
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """Convert values for the flat results to the author's structure. Other fields are None."""
+        """Convert one value per flat result to the author's structure; other fields are None."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:
