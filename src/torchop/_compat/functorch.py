@@ -36,7 +36,7 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 
 
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of `tensor` that is a leaf and requires grad at the functorch level."""
+    """Return an alias of `tensor` that is a leaf, and requires grad at the current level."""
 
     def make() -> torch.Tensor:
         # Do not use `detach()`, because it would drop forward-mode tangents.

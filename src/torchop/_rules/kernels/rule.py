@@ -254,7 +254,7 @@ class KernelRule(CompiledRule[Kernels]):
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return each device type's enabled reference kernel, wrapped to check its arguments."""
+        """Return each device type's reference kernel, or the declared function where disabled."""
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions

@@ -25,7 +25,7 @@ class DeviceKernels(NamedTuple):
         providers: the providers by name, in the order of registration.
         known: the names of the operator's providers for any device.
         removed: the names of providers that were removed.
-        author: for each device type, the order in which the author lets the providers be tried.
+        author: the author's order of providers for each device type.
         reported: the skipped providers that were already reported. All call plans share this set.
         tuning: the measurements and buckets that the author set.
         prepare: wraps a kernel before it becomes part of a call plan.

@@ -345,7 +345,7 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return a function that calls one of `choices` by device type, or `others` elsewhere."""
+    """Return a kernel that calls the choice for its tensors' device type, or else `others`."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))

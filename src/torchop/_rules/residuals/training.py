@@ -1,8 +1,8 @@
 """The training form: a helper operator that also returns the residuals of an operator.
 
-If a call records a gradient, the code below autograd calls `name__with_residuals` instead of
-`name`. Compiled graphs, modes and transforms then see an ordinary operator. The kernel and the fake
-kernel call the original operator, and request the residuals.
+A call that records a gradient calls `name__with_residuals` instead of `name`, below autograd. So
+compiled graphs, modes and transforms see an ordinary operator. The kernel and the fake kernel call
+the original operator, and request the residuals.
 """
 
 from __future__ import annotations

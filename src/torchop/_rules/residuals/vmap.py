@@ -33,7 +33,7 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # calls that were checked, because a check runs the fake kernel
+    checked: set[Any] = set()  # already checked, as a check runs the fake kernel
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
