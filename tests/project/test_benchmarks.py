@@ -142,7 +142,7 @@ def test_calls_fails_when_the_dispatcher_was_measured() -> None:
     process = run_forked(program, timeout=300)
     assert process.returncode == 1
     message = (
-        "RuntimeError: 1 tensor: calls of torchop incremented the counters ['switched_off'] "
+        "RuntimeError: 1 tensor: calls to torchop incremented the counters ['switched_off'] "
         "instead of ['native']."
     )
     assert message in process.stderr

@@ -15,9 +15,9 @@ from tests._support.devices import BACKEND
 from tests._support.releases import OUT
 from tests.integration.device import target
 from tests.integration.device.target import FIRST, SECOND
-from torchop._core import snapshot
 from torchop.extend import Schema
 from torchop.testing import CheckReport, check, probes
+from torchop.testing import _snapshot as snapshot
 from torchop.testing._check.checks.accelerator import captured
 from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
