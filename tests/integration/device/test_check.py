@@ -213,7 +213,7 @@ def _reads(x: Tensor) -> Tensor:
             _grows([]), "memory that was given back", marks=target.only_on_the_standin
         ),  # elsewhere something else may be there by then, or not
         (_elsewhere([]), "a replay of the kernel with other values"),
-        (_reads, f"no graph can be captured of the kernel: {READS}"),
+        (_reads, f"the kernel cannot be captured into a graph: {READS}"),
     ],
 )
 def test_a_kernel_that_a_graph_breaks(
@@ -256,7 +256,7 @@ def _backward_reads(ctx: Any, grad: Tensor) -> Tensor:
         ),
         # From a gradient that a device may not have computed by then, so with any values.
         (_backward_elsewhere([]), "a replay of the formula with"),
-        (_backward_reads, f"no graph can be captured of the formula: {READS}"),
+        (_backward_reads, f"the formula cannot be captured into a graph: {READS}"),
     ],
 )
 def test_a_formula_that_a_graph_breaks(
@@ -358,7 +358,7 @@ def test_nothing_is_checked_on_an_accelerator_without_one(
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     report = run(define(namespace, lambda x: x * 2), "capture", "subsystems.accelerator")
     said = {(result.outcome, result.message) for result in report.results}
-    assert said == {("cannot be done", "there is no accelerator here")}
+    assert said == {("cannot be done", "no accelerator is available")}
 
 
 @target.needs_accelerator
@@ -390,7 +390,7 @@ def test_a_table_that_is_kept_for_later_calls(namespace: str, kept_by: str) -> N
     places = (FIRST, "cpu") if kept_by == "size" else (SECOND, FIRST)
     message = failed(report)["subsystems.accelerator"]
     assert "on {}, after the same call on {}, it raises".format(*places) in message
-    assert "kept by device, too" in message
+    assert "use the device as a part of the key" in message
 
 
 @target.needs_accelerator
