@@ -1,4 +1,4 @@
-"""Dynamo and AOTInductor, which are imported only when they are used, because that is slow."""
+"""Import Dynamo and AOTInductor on first use, because importing them is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._compat.compilers import DYNAMO
 
 
 def import_dynamo() -> str:
-    """Import Dynamo, which registers operators, and return the name of the module."""
+    """Import Dynamo and return the module's name. The import registers operators."""
     import torch._dynamo  # noqa: F401  # for the registrations
 
     return DYNAMO
@@ -37,7 +37,7 @@ def compile_aoti_package(
 
 
 def build_library(source: str, path: str) -> None:
-    """Compile C++ source with Inductor's compiler into a shared library, and set its soname."""
+    """Compile C++ source into a shared library with Inductor's compiler, and set the soname."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 

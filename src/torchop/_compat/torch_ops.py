@@ -13,7 +13,7 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# Attributes of `torch.ops` and of namespaces, which would hide an operator with the same name.
+# Attributes of `torch.ops` and of namespaces. They would hide an operator with the same name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -67,9 +67,9 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Reload a packet's function and overload names, and preserve the FLOP formula.
 
-    FlopCounterMode's registry has packets as keys, and the hash of a packet is that of its
-    function. If the class `operator` is given, the new function is an instance of it, which counts
-    calls and has the previous hash. Otherwise, this removes the entry and inserts it again.
+    FlopCounterMode's registry has packets as keys, and a packet hashes as the function it holds.
+    If the class `operator` is given, the new function is an instance of this class: it counts calls
+    and has the previous hash. Otherwise, remove the registry's entry and insert it again.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
@@ -85,7 +85,7 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
-    """Wrap PyTorch's function in an instance of the class `operator`, which counts calls.
+    """Wrap PyTorch's function in an instance of the class `operator`, to count calls.
 
     Deregistering the operator, or an overload of the packet, waits for the counted calls.
     """

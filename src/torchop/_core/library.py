@@ -1,4 +1,4 @@
-"""Libraries that own operators and rules: closing a library deregisters what it owns."""
+"""Libraries that own operators and rules. Closing a library deregisters both."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# The attribute in which a library stores its definitions for other packages' operators, by name.
+# The attribute of a library that maps other packages' operator names to definitions.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -58,7 +58,7 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# The attribute in which a library stores the source locations of its operators, by name.
+# The attribute of a library that maps operator names to source locations.
 _PLACES = "_torchop_places"
 
 

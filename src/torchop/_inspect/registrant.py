@@ -1,9 +1,9 @@
-"""Find the modules that registered an operator, its kernels and its rules.
+"""Find the modules that registered an operator, including kernels and rules.
 
 PyTorch does not record the module of a registration. So this file attributes an operator to each
-module that contains its `custom_op` function, one of its Python kernels or its fake kernel, and to
-the module that created the defining library. Reading kernels requires the native call path.
-Operators of C++ extensions are not found.
+module that contains the `custom_op` function, a Python kernel or the fake kernel, and to the module
+that created the defining library. Reading kernels requires the native call path. Operators of C++
+extensions are not found.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# For each rule, the prefix of the dispatch keys at which it is registered.
+# For each rule, the prefix of the dispatch keys where it is registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
@@ -54,7 +54,7 @@ def no_operator_reason(module: str) -> str | None:
 
 
 def modules_of(op: OpName) -> list[str]:
-    """Return the modules that register an operator or its kernels.
+    """Return the modules that register an operator or kernels for it.
 
     Excludes `__main__`, because another process cannot import it.
     """
@@ -63,7 +63,7 @@ def modules_of(op: OpName) -> list[str]:
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # The files that define the operator or register its fake kernel. C++ files belong to no module.
+    # The files that define the operator or register a fake kernel. C++ files belong to no module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -94,7 +94,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """Yield an operator's Python functions: its `custom_op` function, and its kernels."""
+    """Yield an operator's Python functions: the `custom_op` function and the kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function

@@ -1,9 +1,9 @@
 """Compiled rules and installers.
 
-Every operator owns one instance of each compiled rule, which holds the functions registered for it
-(kernels, the fake kernel, the backward formula, ...). Installers run when an operator is defined.
-They register the operator's first dispatcher kernels, and its default rules for TorchDispatchModes.
-The package `user` contains the rules that are instances of the public class `torchop.Rule`.
+Every operator owns one instance of each compiled rule. The instance holds the functions registered
+for the operator (kernels, the fake kernel, the backward formula, ...). Installers run when an
+operator is defined. They register the first dispatcher kernels, and default rules for
+TorchDispatchModes. The package `user` contains instances of the public class `torchop.Rule`.
 """
 
 from __future__ import annotations

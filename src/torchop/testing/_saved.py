@@ -12,7 +12,7 @@ from torchop._compat.classes import tree_leaves
 
 
 def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
-    """Return the number of bytes that a call keeps alive for its backward.
+    """Return the number of bytes that a call keeps alive for the backward pass.
 
     Counts the storages of all tensors that the autograd graph saves, and of tensors stored on the
     `ctx` of autograd functions, each storage once. Includes inputs and results that the backward
@@ -20,8 +20,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
 
     Args:
         function: an operator, or a function that calls operators.
-        args: its arguments. If no argument requires grad, nothing is saved.
-        kwargs: its keyword arguments.
+        args: the positional arguments. If no argument requires grad, nothing is saved.
+        kwargs: the keyword arguments.
 
     Raises:
         Exception: the function raised this exception.
@@ -41,8 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # The hooks make autograd keep results that a node saves. Without hooks, a node does not refer
-    # to its own results.
+    # The hooks make autograd keep results that a node saves. Without hooks, the node does not refer
+    # to them.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

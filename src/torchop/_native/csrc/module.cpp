@@ -1,4 +1,4 @@
-// module.cpp: the Python module of the native call path. _call_path.pyi declares its functions.
+// module.cpp: the Python module of the native call path. _call_path.pyi declares the functions.
 #include <Python.h>
 
 #include <cstring>
@@ -52,7 +52,7 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// Returns the kernel for (name, overload, key), or nullptr if there is none.
+// Returns the kernel for (name, overload, key), or nullptr if the table has none.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))

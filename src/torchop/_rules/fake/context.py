@@ -19,7 +19,7 @@ class NoContext:
         self._definition = definition
 
     def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
-        """Raise as `new_dynamic_size` does. This is its deprecated name."""
+        """Raise as `new_dynamic_size` does. This name is deprecated."""
         return self.new_dynamic_size()
 
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
@@ -57,8 +57,8 @@ def innermost() -> Any:
 def get_ctx() -> FakeImplCtx:
     """Return the context of the fake kernel that is running in this thread.
 
-    Call its method `new_dynamic_size(*, min=0, max=None)` to create a data-dependent size, in
-    elements.
+    Call the context's method `new_dynamic_size(*, min=0, max=None)` to create a data-dependent
+    size, in elements.
 
     Raises:
         RuntimeError: no fake kernel is running.
@@ -73,7 +73,7 @@ def get_ctx() -> FakeImplCtx:
         ...     count = torchop.get_ctx().new_dynamic_size()
         ...     return x.new_empty([count, x.dim()], dtype=torch.int64)
 
-    Based on `torch.library.get_ctx`, which stores one context per process instead of per thread.
+    Based on `torch.library.get_ctx`, but with one context per thread instead of one per process.
     """
     context: FakeImplCtx | None = innermost()
     if context is not None:

@@ -1,7 +1,7 @@
 """Helper operators that replace mutating operators in functional traces.
 
-If an operator mutates arguments, a compiler may trace a helper operator instead. It calls the
-original operator, but PyTorch's functionalization and Inductor handle its schema correctly:
+If an operator mutates arguments, a compiler may trace a helper operator instead. The helper calls
+the original operator, but has a schema that functionalization and Inductor handle correctly:
 
 - `name__mutable` mutates the same arguments, but does not return them. A list that may contain None
   becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
@@ -39,12 +39,12 @@ _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 def define_of_kind(definition: Definition, kind: str) -> Definition:
     """Define `name__mutable` or `name__functional`. The operator must already be registered."""
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # The kernel is also the fake kernel: it calls the original operator, which has a fake kernel.
+    # The kernel is also the fake kernel, because it calls the original operator, and that has one.
     return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:
-    """Map each mutated list argument that may contain None to the name of its mask argument."""
+    """Map each mutated list argument that may contain None to the name of the mask argument."""
     return {
         argument.name: f"{argument.name}_given"
         for argument in schema.arguments
@@ -62,7 +62,7 @@ def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Convert the operator's arguments to arguments of its helper operator `name__mutable`."""
+    """Convert the operator's arguments to arguments of the helper operator `name__mutable`."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 

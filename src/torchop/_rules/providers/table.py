@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """An operator's providers, and the settings of its author. Immutable, except `reported`.
+    """An operator's providers, and the author's settings. Immutable, except `reported`.
 
     Attributes:
         by_device: for each device type, the providers by name. None stands for every device.
@@ -72,7 +72,7 @@ class ProviderTable(NamedTuple):
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        """Return a table in which `order` is the author's order for these device types."""
+        """Return a table with `order` as the author's order for these device types."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
@@ -115,7 +115,7 @@ class ProviderTable(NamedTuple):
         prepare: Callable[[Function], Function],
     ) -> Choice:
         """Return the `Choice` for one device type. The arguments are as in `functions`."""
-        # A device without its own kernels uses the kernels for every device.
+        # A device without kernels of this type uses the kernels for every device.
         at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
@@ -135,7 +135,7 @@ class ProviderTable(NamedTuple):
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
-        """Yield all values that affect which kernel a compiler inlines, for cache keys."""
+        """Yield everything that affects which kernel a compiler inlines, for cache keys."""
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):

@@ -1,4 +1,4 @@
-"""Apply an operator's torch_dispatch rules to its training form `name__with_residuals`."""
+"""Apply an operator's torch_dispatch rules to the training form `name__with_residuals`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may unwrap arguments and wrap results, but only its author knows how to wrap
+    # The rule may unwrap arguments and wrap results, but only the rule's author knows how to wrap
     # residuals.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
