@@ -258,17 +258,13 @@ class Schema:
         Returns:
             All positional and all keyword arguments of the call.
         """
-        filled = (
-            *args,
-            *(
-                kwargs[a.name] if a.name in kwargs else _fresh(a.default)
-                for a in self.positional[len(args) :]
-            ),
-        )
-        keywords = {
-            a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)
-            for a in self.keyword_only
-        }
+
+        def value(argument: Argument) -> Any:
+            name = argument.name
+            return kwargs[name] if name in kwargs else _fresh(argument.default)
+
+        filled = (*args, *map(value, self.positional[len(args) :]))
+        keywords = {argument.name: value(argument) for argument in self.keyword_only}
         if not self.spelled_devices:
             return filled, keywords
         return tuple(map(self._with_device, self.positional, filled)), {

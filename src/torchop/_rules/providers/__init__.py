@@ -16,7 +16,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import libraries
-from torchop._core.call import Call, values_by_name
+from torchop._core.call import Call
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
 from torchop._core.lock import registration_lock
@@ -37,7 +37,7 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import Provider, check_name, make_provider
 from torchop._rules.providers.table import NO_PROVIDERS, ProviderTable
 from torchop._rules.providers.tuned import Buckets, Tuning
-from torchop.extend import OpLike, Schema
+from torchop.extend import OpLike
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
@@ -152,15 +152,8 @@ def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
     """Return the call's `Choice` (None if there are no providers), and all of its arguments."""
-    arguments, keywords = every_argument(definition.schema, args, kwargs)
+    arguments, keywords = definition.schema.fill_defaults(args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
-
-
-def every_argument(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Return a call's arguments as a kernel receives them: by position, with defaults filled in."""
-    values = values_by_name(schema, args, kwargs)
-    positional = tuple(values.get(a.name, a.default) for a in schema.positional)
-    return positional, {a.name: values.get(a.name, a.default) for a in schema.keyword_only}
 
 
 def kernels_of_call(

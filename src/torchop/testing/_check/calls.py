@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchop import AliasError, ResultError, UndeclaredMutationError
-from torchop._rules.providers import every_argument
 from torchop._rules.user.examples import EXAMPLES
 from torchop.extend import OpOverload, Schema, short_repr, short_text
 from torchop.testing import probes
@@ -97,7 +96,7 @@ def is_valid(op: OpOverload, example: Example) -> bool:
     valid = EXAMPLES.valid(op)
     if valid is None:
         return True
-    args, kwargs = every_argument(Schema(op._schema), *example.copy())
+    args, kwargs = example.copy()
     try:
         with restored(), torch.no_grad():
             answer = valid(*args, **kwargs)

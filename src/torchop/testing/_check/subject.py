@@ -16,7 +16,6 @@ from torch import Tensor
 
 from torchop import ProviderError
 from torchop._compat import dispatch, fake_tensors
-from torchop._rules.providers import every_argument
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop.extend import Form, Operator, OpLike, named_inputs
@@ -139,7 +138,7 @@ class Subject:
         if self.provider is None:
             return None
         try:
-            answer = self.provider.takes(*every_argument(self.schema, *example))
+            answer = self.provider.takes(*self.schema.fill_defaults(*example))
         except ProviderError as error:  # the check `providers.supports` reports this error
             return str(error)
         name = self.provider.name

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchop import ProviderError, priority
 from torchop._compat import fake_tensors
-from torchop._rules.providers import every_argument, providers_of
+from torchop._rules.providers import providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
 from torchop.extend import Operator, OpOverload
@@ -47,7 +47,7 @@ def agrees_with_reference(
     what = f"the provider {provider!r}"
     if config:
         what += f" with {kernel.configs[config]}"
-        arguments = every_argument(call.schema, *call.example.copy())
+        arguments = call.schema.fill_defaults(*call.example.copy())
         try:
             actual = probes.outcome(call.op, *arguments, function=kernel.kernels[config])
         except Exception as error:
@@ -158,7 +158,7 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
         example = call.changed(
             lambda t: t.index_select(0, index.to(t.device)) if next(chosen) in batched else t
         )
-        if name == provider and not kernel.takes(*every_argument(call.schema, *example)):
+        if name == provider and not kernel.takes(*call.schema.fill_defaults(*example)):
             raise CannotCheck(f"`supports` of the provider {name!r} returns False")
         with only(call.op, name):
             return probes.tensors_of(call.again(example))
@@ -193,7 +193,7 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 
     def ask(example: Any = call.example, is_traced: bool = False) -> bool:
         try:
-            return kernel.takes(*every_argument(operator.schema, *example), is_traced)
+            return kernel.takes(*operator.schema.fill_defaults(*example), is_traced)
         except ProviderError as error:
             raise AssertionError(str(error)) from error
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchop import ProviderError
-from torchop._rules.providers import every_argument, providers_of
+from torchop._rules.providers import providers_of
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.providers.provider import Provider
 from torchop.testing import probes
@@ -123,7 +123,7 @@ def supports(subject: Subject, details: Details) -> Iterator[Case]:
     for case in compared(subject, details):
         call, options = subject.call(case), dict[str, Any](provider=provider.name)
         with contextlib.suppress(ProviderError):
-            options["first"] = provider.takes(*every_argument(subject.schema, *call.example))
+            options["first"] = provider.takes(*subject.schema.fill_defaults(*call.example))
         made = dataclasses.replace(case, probe=supports_is_sound, options=options, calls=False)
         yield subject.known(made, call)
 
