@@ -54,14 +54,10 @@ class Comparison(NamedTuple):
     operator: Measured
     problems: tuple[str, ...]
 
-    def times(self) -> Iterator[tuple[str, Measured]]:
-        """Yield each measurement, with a label."""
-        yield from ((kernel.label, kernel) for kernel in self.kernels)
-        yield f"{_OPERATOR}, which runs {self.chosen}", self.operator
-
     def lines(self) -> list[str]:
         """Return the lines of the table, and lines about kernels that could not be measured."""
-        rows = [("kernel", "us", "interval"), *((n, *m.times) for n, m in self.times())]
+        rows = [("kernel", "us", "interval"), *((k.label, *k.times) for k in self.kernels)]
+        rows.append((f"{_OPERATOR}, which runs {self.chosen}", *self.operator.times))
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
 
     def as_json(self) -> dict[str, Any]:

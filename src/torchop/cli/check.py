@@ -26,7 +26,7 @@ from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.extend import OpName
 from torchop.testing import CheckReport
 from torchop.testing._check.report import write_json
-from torchop.testing._check.run import plan_checks
+from torchop.testing._check.run import expected_failures, plan_checks
 from torchop.testing.process_state import set_environment
 
 _MAPPINGS = ("examples", "reference", "expected")
@@ -149,8 +149,6 @@ def _with_examples(
             )
             continue
         if not found:
-            from torchop.testing.pytest_plugin import expected_failures  # imports pytest
-
             try:
                 plan_checks(op, examples or (), only=options.get("only"))
                 expected_failures(OpName.parse(op), values.get("expected", {}))

@@ -48,15 +48,14 @@ def preload(modules: Iterable[str]) -> None:
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
-@contextlib.contextmanager
 def answers_of(
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
     limit: float,
     modules: Iterable[str] = (),
     method: Literal["forkserver", "fork"] = "forkserver",
-) -> Iterator[Iterator[Any]]:
-    """Yield the values of a generator function that runs in a child process.
+) -> contextlib.AbstractContextManager[Iterator[Any]]:
+    """Run a generator function in a child process, and yield its values in a `with` block.
 
     Strings that the function yields are not passed on. A string describes the next step, for the
     message if this step crashes or hangs.
@@ -75,8 +74,7 @@ def answers_of(
     """
     started = tuple(modules), function, args
     start = _method_for_modules() if method == "forkserver" else method
-    with _answers(start, _after_imports, started, limit) as values:
-        yield values
+    return _answers(start, _after_imports, started, limit)
 
 
 def _after_imports(

@@ -19,13 +19,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchop._accelerate import patterns
-from torchop.extend import OpName, short_repr
+from torchop.extend import OpName
 from torchop.testing._check.findings import Result
 from torchop.testing._check.report import CheckReport, write_json
 from torchop.testing._check.run import (
     Check,
-    is_check,
-    no_such_check,
+    expected_failures,
     plan_checks,
     program_of,
     run_check,
@@ -120,12 +119,11 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         checks = plan_checks(operator.name, **options)
         expected = expected_failures(name, kwargs.get("expected", {}))
         for check in checks:
-            names = [each for each in expected if check.is_named(each)]
-            why = expected[names[0]] if names else ""
+            named = next(filter(check.is_named, expected), "")
             # If `expected` names this check, it must fail. If it names a family or pattern, single
             # checks may pass.
-            is_strict = bool({check.name, check.name.partition(".")[2]}.intersection(names[:1]))
-            yield _Planned(operator, check.name, expected=why), is_strict
+            is_strict = named in (check.name, check.name.partition(".")[2])
+            yield _Planned(operator, check.name, expected=expected.get(named, "")), is_strict
     except Exception as error:
         yield _Planned(operator, _NO_PLAN, f"{type(error).__name__}: {error}"), False
 
@@ -133,24 +131,6 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
 def _of_operator(name: OpName, value: Any) -> Any:
     """Return the value of an option for one operator. A mapping has patterns as keys."""
     return patterns.value_for(name, value) if isinstance(value, Mapping) else value
-
-
-def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the expected failures of one operator, by check.
-
-    Args:
-        name: the operator.
-        expected: reasons by name of the check, or one such mapping for each pattern of operators.
-
-    Raises:
-        ValueError: a name denotes no check.
-    """
-    if any("::" in key for key in expected):
-        expected = patterns.value_for(name, expected) or {}
-    for each in expected:
-        if not is_check(each):
-            raise ValueError(f"expected={{{short_repr(each)}: ...}}: {no_such_check()}")
-    return expected
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,9 +255,13 @@ def add_result(item: pytest.Item, report: Any) -> None:
         )
         result = dataclasses.replace(result, outcome="failed", message=message)
         report.longrepr = _in_words(check.op, result)
-    found = dataclasses.replace(check.report, results=(result,))
-    # As JSON text, because pytest-xdist serializes only simple types.
-    report.torchop = json.dumps(found.to_dict(), default=str)
+    _attach(report, check.report, result)
+
+
+def _attach(test_report: Any, report: CheckReport, result: Result) -> None:
+    """Add a result to a test's report as JSON: pytest-xdist serializes only simple types."""
+    found = dataclasses.replace(report, results=(result,))
+    test_report.torchop = json.dumps(found.to_dict(), default=str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -312,8 +296,7 @@ def report_crash(report: Any, worker: Any) -> None:
     if values["expected"]:
         result = _expected_failure(result, values["expected"])
         report.outcome, report.wasxfail = "skipped", values["expected"]
-    found = dataclasses.replace(CheckReport.from_dict(values["report"]), results=(result,))
-    report.torchop = json.dumps(found.to_dict(), default=str)
+    _attach(report, CheckReport.from_dict(values["report"]), result)
 
 
 # --------------------------------------------------------------------------------------------------

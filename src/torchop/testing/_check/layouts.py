@@ -163,13 +163,11 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 
 
 def in_layout(
-    layout: str | Mapping[int, str], places: Iterable[int] | None = None, finite: bool = False
+    layout: str, places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
     """Return a function that lays out the tensors at `places`, by default all tensors."""
 
     def arrange(example: Example) -> Example:
-        if not isinstance(layout, str):
-            return lay_out(layout, example, finite)
         chosen = range(len(example.tensors)) if places is None else places
         return lay_out(dict.fromkeys(chosen, layout), example, finite)
 

@@ -70,7 +70,7 @@ class CheckReport:
 
         With `allow_not_run`, only failures count.
         """
-        return not self.failures and (self.allow_not_run or not self._not_run())
+        return not self.failures and not self._not_run()
 
     @property
     def failures(self) -> tuple[Result, ...]:
@@ -120,7 +120,9 @@ class CheckReport:
         return "\n".join([self.summary(), *self._problems()])
 
     def _not_run(self) -> str:
-        """Return why the checks are incomplete; an empty string if they are complete."""
+        """Return why the checks are incomplete: "" if complete, or with `allow_not_run`."""
+        if self.allow_not_run:
+            return ""
         if missing := self.count("not run"):
             why = next(result.message for result in self.results if result.outcome == "not run")
             return f"{missing} checks did not run: {why}. Give them time, or pass allow_not_run."
@@ -130,7 +132,7 @@ class CheckReport:
 
     def _problems(self) -> list[str]:
         """Return the text of each finding: failure, program, and other checks with this cause."""
-        problem = "" if self.allow_not_run else self._not_run()
+        problem = self._not_run()
         lines = [f"  {problem}"] if problem else []
         for failure, others in self.findings:
             lines += ["", f"FAILED {failure.check}: {failure.message}"]

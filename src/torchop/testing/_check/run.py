@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from torchop.extend import OpLike, short_repr
+from torchop._accelerate import patterns as operator_patterns
+from torchop.extend import OpLike, OpName, short_repr
 from torchop.testing import probes
 from torchop.testing._check import program
 from torchop.testing._check.calls import (
@@ -90,16 +91,29 @@ def plan_checks(
     unknown = [p for p in patterns if not any(check.is_named(p) for check in planned)]
     if unknown or not chosen:
         name = unknown[0] if unknown else only
-        raise ValueError(f"check({subject}, only={short_repr(name)}): {no_such_check()}")
+        raise ValueError(f"check({subject}, only={short_repr(name)}): {_no_such_check()}")
     return chosen
 
 
-def is_check(pattern: str) -> bool:
-    """Return whether a pattern denotes a check that exists for some operator."""
-    return any(_is_named(kind.name, pattern.partition("[")[0]) for kind in CHECKS)
+def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the expected failures of one operator, by check.
+
+    Args:
+        name: the operator.
+        expected: reasons by name of the check, or one such mapping for each pattern of operators.
+
+    Raises:
+        ValueError: a name denotes no check.
+    """
+    if any("::" in key for key in expected):
+        expected = operator_patterns.value_for(name, expected) or {}
+    for each in expected:
+        if not any(_is_named(kind.name, each.partition("[")[0]) for kind in CHECKS):
+            raise ValueError(f"expected={{{short_repr(each)}: ...}}: {_no_such_check()}")
+    return expected
 
 
-def no_such_check() -> str:
+def _no_such_check() -> str:
     """Return the message for a pattern that denotes no check."""
     families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
     return (

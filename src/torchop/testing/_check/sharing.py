@@ -88,8 +88,7 @@ def shared(
                 continue
             if with_written and (in_list[left] or in_list[right]):
                 continue  # callers do not pass lists whose items, such as parameters, share memory
-            differ = tensors[left].shape != tensors[right].shape
-            if with_written and differ:
+            if with_written and tensors[left].shape != tensors[right].shape:
                 continue  # callers do not pass part of the written tensor as, for example, a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"

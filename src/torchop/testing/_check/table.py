@@ -303,8 +303,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone(
         "subsystems", gradients.forward_mode, incoming_gradients.needs_input_grad, gradients.saved
     ),
-    *alone("subsystems", residuals.residuals),
-    *alone("subsystems", contexts.vmap, contexts.vmap_random, contexts.func),
+    *alone("subsystems", residuals.residuals, contexts.vmap, contexts.vmap_random, contexts.func),
     *alone("subsystems", process.threads, of_kernel=_if_deterministic),
     *alone("subsystems", contexts.autocast, contexts.inference_mode),
     *alone("subsystems", contexts.subclasses, contexts.sharding),

@@ -154,10 +154,11 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
     kernel, rows = provider_of(call, provider), len(call.tensors[batched[0]])
 
     def run(name: str, index: Tensor) -> list[Tensor]:
-        chosen = iter(range(len(call.tensors)))
-        example = call.changed(
-            lambda t: t.index_select(0, index.to(t.device)) if next(chosen) in batched else t
-        )
+        tensors = [
+            t.index_select(0, index.to(t.device)) if n in batched else t
+            for n, t in enumerate(call.tensors)
+        ]
+        example = call.valid(call.example.with_tensors(tensors))
         if name == provider and not kernel.takes(*call.schema.fill_defaults(*example)):
             raise CannotCheck(f"`supports` of the provider {name!r} returns False")
         with only(call.op, name):

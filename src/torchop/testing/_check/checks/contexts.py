@@ -111,8 +111,8 @@ def runs_in_autocast(call: Call) -> None:
     some = [c for n in range(1, len(floats)) for c in itertools.combinations(floats[:4], n)]
 
     def cast(dtype: torch.dtype, places: Any) -> Any:
-        index = itertools.count()
-        return call.changed(lambda t: t.to(dtype) if next(index) in places else t).copy()
+        changed = [t.to(dtype) if n in places else t for n, t in enumerate(tensors)]
+        return call.valid(call.example.with_tensors(changed)).copy()
 
     with torch.autocast(device.type, dtype=lower):
         actual = call.again()

@@ -116,12 +116,12 @@ def has_no_memory(call: Call, others: Any) -> None:
     # A kernel may cache results by address. So change the values of tensors in place, and compare
     # with a call on copies of the new values at other addresses.
     try:
-        call.changed(_doubled)
+        call.changed(_minus_twice)
     except CannotCheck:
         return
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
-    probes.mapped(same, lambda t: t.copy_(_doubled(t)))
+    probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
     # 32 copies, because the allocator may place a few at the address of an earlier argument.
     elsewhere = [probes.copies(same) for _ in range(32)]
     try:
@@ -132,7 +132,7 @@ def has_no_memory(call: Call, others: Any) -> None:
         probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
 
 
-def _doubled(tensor: torch.Tensor) -> torch.Tensor:
+def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
     return -2 * tensor if tensor.is_floating_point() else tensor
 
 
@@ -300,7 +300,7 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
         *(larger for _, larger in each_resized(arranged, *changes)),
         Example(*probes.other_values(tuple(arranged))),
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
-        arranged.map(lambda t: -2 * t if t.is_floating_point() else t),
+        arranged.map(_minus_twice),
     ]
     return {"others": [tuple(other) for other in others if subject.is_valid(other)]}
 

@@ -155,10 +155,11 @@ def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
     provider = declared(subject).name
     subject.needs_fixed_results()
     for example in subject.accepted():
-        tensors = [t if probes.is_plain(t) and t.dim() else None for t in example.tensors]
-        rows = next((len(t) for t in tensors if t is not None), 0)
+        tensors = enumerate(example.tensors)
+        lengths = {n: len(t) for n, t in tensors if probes.is_plain(t) and t.dim()}
+        rows = next(iter(lengths.values()), 0)
         # The tensors with as many rows as the first tensor have a batch dimension.
-        batched = [n for n, t in enumerate(tensors) if t is not None and len(t) == rows]
+        batched = [n for n, length in lengths.items() if length == rows]
         if rows:
             options = {"provider": provider, "batched": batched}
             yield Case("rows", example, None, "plain", is_the_same_in_batches, options)
