@@ -244,14 +244,13 @@ def realworld(session: nox.Session, part: str) -> None:
         "TORCHOP_NATIVE": "require",
         "WARP_CACHE_PATH": str(REALWORLD / "warp"),
     }
-    quick = ["--quick"] if part == "quick" else []
     programs = {
         "operators": [["operators.py"]],
         "checks": [["checks.py"]],
         "steps": [["steps.py"]],
         "tests": [["own_tests.py", str(QUANTO_TESTS)]],
         "vllm": [["vllm_decoding.py"]],
-        "quick": [["operators.py", *quick], ["own_tests.py", *quick, str(QUANTO_TESTS)]],
+        "quick": [["operators.py", "--quick"], ["own_tests.py", "--quick", str(QUANTO_TESTS)]],
     }
     if part == "checks":
         _realworld(session, "fbgemm")

@@ -220,7 +220,6 @@ def graph_row() -> Row:
     """Compile a graph with several calls to an operator."""
     import torch._inductor.config  # imported late: the demo imports this file
 
-    torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
     ours = torchop.custom_op("bench_torchop::compiled", CLONE_FIRST, mutates_args=())
     stock = torch.library.custom_op("bench_custom_op::compiled", CLONE_FIRST, mutates_args=())
     for op in (ours, stock):
@@ -311,7 +310,6 @@ BENCHMARK = Benchmark(
     settings={"processes": 5, "rounds": 40},
     limits=LIMITS,
     # Otherwise the first process would measure the dispatcher while the extension compiles.
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

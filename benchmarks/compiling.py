@@ -144,7 +144,6 @@ def first_row(backend: str, share: int) -> str:
 
 def calls(settings: Settings) -> Tables:
     """Time calls to operators in compiled graphs."""
-    torch._inductor.config.compile_threads = 1  # worker processes would disturb the measurement
     x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
     rows = {
         PLAIN_ROW: {variant: (step(variant, "flat"), x) for variant in (FLAT, STOCK)},
@@ -169,7 +168,6 @@ def calls(settings: Settings) -> Tables:
 
 def chains(settings: Settings) -> Tables:
     """Measure the overhead of a call in a graph, and the peak memory of a graph."""
-    torch._inductor.config.compile_threads = 1
     library = torch.library.Library("bench_out", "FRAGMENT")
     library.define("double(Tensor x) -> Tensor")
     tags = [tag for tag in (getattr(torch.Tag, "out", None),) if tag is not None]
@@ -257,7 +255,7 @@ BENCHMARK = Benchmark(
         Limit(OVERHEAD, ELEMENTWISE, FAMILY, 1.15, TAGGED),
         Limit(OVERHEAD, ELEMENTWISE, OVERWRITING, 1.15, TAGGED),
     ),
-    environment={"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
+    environment={**harness.ENVIRONMENT, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
 )
 
 if __name__ == "__main__":

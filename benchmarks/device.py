@@ -147,7 +147,6 @@ BENCHMARK = Benchmark(
     units=dict.fromkeys(TITLES, "us"),
     parts={"calls": measure},
     settings={"processes": 1, "rounds": 15, "calls": 300},
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

@@ -124,19 +124,16 @@ class Limit(NamedTuple):
 
     def value(self, runs: Sequence[Tables]) -> float | None:
         """Return the median of all processes, or None if this machine did not measure it."""
-        values = []
-        for run in runs:
-            rows = run[self.table]
-            value = rows.get(self.row, {}).get(self.variant)
-            if self.base is not None and value is not None:
-                base = rows[self.base_row or self.row].get(self.base)
-                if base is None:
-                    return None
-                value = value - base if self.difference else value / base
-            if value is None:
-                return None
-            values.append(value)
-        return statistics.median(values)
+
+        def numbers(row: str, variant: str) -> list[float] | None:
+            values = [run[self.table].get(row, {}).get(variant) for run in runs]
+            return None if None in values else values  # type: ignore[return-value]
+
+        values = numbers(self.row, self.variant)
+        if values is None or self.base is None:
+            return None if values is None else statistics.median(values)
+        bases = numbers(self.base_row or self.row, self.base)
+        return None if bases is None else compare(values, bases, difference=self.difference)
 
     def describe(self, unit: str) -> tuple[str, str]:
         """Return the number's name and unit."""
@@ -145,6 +142,17 @@ class Limit(NamedTuple):
             other = f"{self.base_row}: {self.base}" if self.base_row else self.base
             name += f" {'-' if self.difference else '/'} {other}"
         return name, f" {unit}" if self.base is None or self.difference else "x"
+
+
+def compare(values: Sequence[float], bases: Sequence[float], *, difference: bool = False) -> float:
+    """Return the median ratio or difference. Pairs are from one process, which set the speed."""
+    pairs = zip(values, bases, strict=True)
+    return statistics.median(v - b if difference else v / b for v, b in pairs)
+
+
+# Without the first, the first process would measure the dispatcher while the extension compiles.
+# Without the second, Inductor's worker processes would disturb the measurement.
+ENVIRONMENT = {"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -166,7 +174,7 @@ class Benchmark:
     parts: Mapping[str, Callable[[Settings], Tables]]
     settings: Settings
     limits: Sequence[Limit] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=ENVIRONMENT.copy)
 
 
 def main(benchmark: Benchmark) -> int:
@@ -184,8 +192,8 @@ def main(benchmark: Benchmark) -> int:
     if options.part is not None:
         print(json.dumps(run_here(benchmark, options.part, settings)))
         return 0
+    found = environment()  # before the run, so that a commit made during the run is not recorded
     runs = collect(benchmark, settings)
-    found = environment()
     write(options.json, benchmark.units, runs, found)
     return show(benchmark, runs, found)
 
@@ -252,15 +260,27 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
+# Changes of other files, such as results and pages, cannot change the numbers.
+MEASURED = (":/src", ":/benchmarks", ":/examples", ":(top,exclude)benchmarks/results")
+
+
 def _commit() -> str:
-    """Return the commit of the working tree, with `-dirty` if files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
-    folder = Path(__file__).parent
+    """Return the commit of the working tree, with `-dirty` if the measured code differs from it."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        folder = Path(__file__).parent
+        return subprocess.run(
+            ["git", *words], cwd=folder, check=False, capture_output=True, text=True
+        )
+
     try:
-        found = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
+        commit = git("rev-parse", "--short=10", "HEAD")
+        changes = git("diff", "HEAD", "--", *MEASURED)
+    except OSError:
         return "unknown"
-    return found.stdout.strip()
+    if commit.returncode or changes.returncode:
+        return "unknown"
+    return commit.stdout.strip() + ("-dirty" if changes.stdout else "")
 
 
 def write(
@@ -301,6 +321,13 @@ class Result:
         found = self.tables[table]["rows"][row]
         return {variant: statistics.median(values) for variant, values in found.items()}
 
+    def compare(
+        self, table: str, row: str, variant: str, base: str, *, difference: bool = False
+    ) -> float:
+        """Return the median ratio or difference of two variants."""
+        found = self.tables[table]["rows"][row]
+        return compare(found[variant], found[base], difference=difference)
+
 
 def show(benchmark: Benchmark, runs: Sequence[Tables], found: Mapping[str, Any]) -> int:
     """Print the medians and the limits. Return 1 if a number exceeds its limit."""
@@ -330,15 +357,16 @@ def show(benchmark: Benchmark, runs: Sequence[Tables], found: Mapping[str, Any])
 
 def _cells(row: str, variants: Sequence[str], runs: Sequence[Any]) -> Iterator[str]:
     """Yield the median of each variant, and its ratio to the first variant of the row."""
-    medians = {name: statistics.median(run[row][name] for run in runs) for name in runs[0][row]}
+    values = {name: [run[row][name] for run in runs] for name in runs[0][row]}
+    medians = {name: statistics.median(of) for name, of in values.items()}
     first = next(iter(medians))
     for name in variants:
         if name not in medians:
             yield "-"
-        elif name == first or not medians[first]:
+        elif name == first or not all(values[first]):
             yield f"{medians[name]:.4g}"
         else:
-            yield f"{medians[name]:.4g} ({medians[name] / medians[first]:.2f}x)"
+            yield f"{medians[name]:.4g} ({compare(values[name], values[first]):.2f}x)"
 
 
 def console() -> Any:

@@ -62,7 +62,6 @@ BENCHMARK = Benchmark(
         Limit(TABLE, title(SIZES[0]), TUNED, 1.15, CPP),
         Limit(TABLE, title(SIZES[-1]), TUNED, 1.15, REFERENCE),
     ),
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

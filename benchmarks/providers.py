@@ -118,7 +118,6 @@ BENCHMARK = Benchmark(
         Limit(SELECTION, ROW, SUPPORTS, 150),
         Limit(SELECTION, ROW, SUPPORTS, 0.5, PYTHON_TABLE),
     ),
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

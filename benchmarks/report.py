@@ -11,7 +11,7 @@ charts are up to date.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import _cases
@@ -44,14 +44,19 @@ def _call(case: _cases.Case) -> dict[str, float]:
     return Result("calls").values(calls.TABLE, case.title)
 
 
+def _ratio(case: _cases.Case, variant: str, base: str) -> float:
+    return Result("calls").compare(calls.TABLE, case.title, variant, base)
+
+
 def _readme() -> Iterator[str]:
     fourteen, saves = _call(calls.FOURTEEN), _call(calls.SAVES)
     mutates = _call(calls.MUTATION)
     ours, stock, low = (fourteen[v] for v in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
     yield (
         f"A call with 14 tensors takes {ours:.1f} us. It takes {stock:.1f} us with "
-        f"`torch.library.custom_op` ({stock / ours:.0f}x) and {low:.1f} us with `define` and "
-        f"`impl` ({low / ours:.0f}x)."
+        f"`torch.library.custom_op` ({_ratio(calls.FOURTEEN, calls.CUSTOM_OP, calls.HANDLE):.0f}x) "
+        f"and {low:.1f} us with `define` and `impl` "
+        f"({_ratio(calls.FOURTEEN, calls.LOW_LEVEL, calls.HANDLE):.0f}x)."
     )
     yield _alternative_text()
     for row, of in (
@@ -70,11 +75,14 @@ def _readme() -> Iterator[str]:
         "| the first call imports `torch._dynamo` | no | "
         f"yes, {first[registration.CUSTOM_OP]:.0f} ms | no | no |"
     )
-    older = Result("calls-2.15").values(calls.TABLE, calls.FOURTEEN.title)
-    ours, stock, low = (older[v] for v in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
+    older = Result("calls-2.15")
+    stock, low = (
+        older.compare(calls.TABLE, calls.FOURTEEN.title, variant, calls.HANDLE)
+        for variant in (calls.CUSTOM_OP, calls.LOW_LEVEL)
+    )
     yield (
-        f"On PyTorch 2.15, a `custom_op` call without a gradient takes {stock / ours:.0f} times "
-        f"as long as a torchop call, and a `define` and `impl` call {low / ours:.0f} times."
+        f"On PyTorch 2.15, a `custom_op` call without a gradient takes {stock:.0f} times "
+        f"as long as a torchop call, and a `define` and `impl` call {low:.0f} times."
     )
 
 
@@ -87,38 +95,36 @@ def _alternative_text() -> str:
 
 
 def _costs() -> Iterator[str]:
-    plain, handle, ops = calls.PLAIN, calls.HANDLE, calls.OPS
-    fourteen, inference = _call(calls.FOURTEEN), _call(calls.INFERENCE)
-    training = _call(calls.TRAINING)
+    plain, handle = calls.PLAIN, calls.HANDLE
     yield (
-        f"For a function of 14 tensors that takes {fourteen[plain]:.1f} us, a native call takes "
-        f"{fourteen[handle] / fourteen[plain]:.2f} times as long as the function, and "
-        f"{inference[handle] / inference[plain]:.2f} times in inference mode."
+        f"For a function of 14 tensors that takes {_call(calls.FOURTEEN)[plain]:.1f} us, a native "
+        f"call takes {_ratio(calls.FOURTEEN, handle, plain):.2f} times as long as the function, "
+        f"and {_ratio(calls.INFERENCE, handle, plain):.2f} times in inference mode."
     )
-    yield f"A call through `torch.ops` takes {fourteen[ops] / fourteen[plain]:.2f} times as long."
-    yield (
-        f"A training step takes {training[handle] / training[calls.WRITTEN]:.2f} times as long as "
-        "with `autograd.Function`."
-    )
+    through_ops = _ratio(calls.FOURTEEN, calls.OPS, plain)
+    yield f"A call through `torch.ops` takes {through_ops:.2f} times as long."
+    training = _ratio(calls.TRAINING, handle, calls.WRITTEN)
+    yield f"A training step takes {training:.2f} times as long as with `autograd.Function`."
 
 
 def _accelerate() -> Iterator[str]:
-    without_gradient = [
-        _call(case)
-        for case in (calls.FOURTEEN, _cases.FOUR, calls.ONE, calls.INFERENCE, calls.TYPED)
-    ]
-    slow = [_call(case) for case in (calls.MUTATION, calls.MUTATION_OF_3, calls.SAVES)]
+    without_gradient = (calls.FOURTEEN, _cases.FOUR, calls.ONE, calls.INFERENCE, calls.TYPED)
+    slow = (calls.MUTATION, calls.MUTATION_OF_3, calls.SAVES)
 
-    def ratios(rows: list[dict[str, float]], variant: str) -> list[float]:
-        return sorted(row[variant] / row[calls.PLAIN] for row in rows)
+    def ratios(cases: Sequence[_cases.Case], variant: str) -> list[float]:
+        return sorted(_ratio(case, variant, calls.PLAIN) for case in cases)
 
     stock, low = (ratios(without_gradient, v) for v in (calls.CUSTOM_OP, calls.LOW_LEVEL))
-    fast = max(row[calls.ACCELERATED] - row[calls.PLAIN] for row in without_gradient)
+    result = Result("calls")
+    fast = max(
+        result.compare(calls.TABLE, case.title, calls.ACCELERATED, calls.PLAIN, difference=True)
+        for case in without_gradient
+    )
     yield (
         f"a `custom_op` call takes {stock[0]:.0f} to {stock[-1]:.0f} times as long as its kernel, "
         f"and {ratios(slow, calls.CUSTOM_OP)[0]:.0f} times or more if it mutates or saves tensors. "
         f"A `define` and `impl` call takes {low[0]:.0f} to {low[-1]:.0f} times as long. An "
-        f"accelerated call takes at most {max(fast, 0.1):.1f} us more than its kernel."
+        f"accelerated call takes at most {fast:.1f} us more than its kernel."
     )
     for of in Result("realworld").tables.values():
         unit = "" if of["unit"] == "us" else f" {of['unit']}"
@@ -137,15 +143,14 @@ def _providers() -> Iterator[str]:
 
 def _registration() -> Iterator[str]:
     result = Result("registration")
+    ours, stock = registration.TORCHOP, registration.CUSTOM_OP
     time, memory = (
-        result.values(table, registration.KERNEL)
+        100 * result.compare(table, registration.KERNEL, ours, stock)
         for table in (registration.TIME, registration.MEMORY)
     )
-    ours, stock = registration.TORCHOP, registration.CUSTOM_OP
     yield (
-        f"Registering a functional operator takes {100 * time[ours] / time[stock]:.0f}% of the "
-        f"time and {100 * memory[ours] / memory[stock]:.0f}% of the memory of "
-        "`torch.library.custom_op`."
+        f"Registering a functional operator takes {time:.0f}% of the time and {memory:.0f}% of the "
+        "memory of `torch.library.custom_op`."
     )
 
 
@@ -171,8 +176,6 @@ def refresh(page: str, passage: str) -> str:
     Raises:
         ValueError: if the page does not have the passage.
     """
-    if pattern(passage).search(page) is None:
-        raise ValueError(f"the page does not have this passage:\n{passage}")
     numbers = NUMBER.findall(passage)
 
     def replace(match: re.Match[str]) -> str:
@@ -182,7 +185,10 @@ def refresh(page: str, passage: str) -> str:
             end = match.end(group)
         return text + page[end : match.end()]
 
-    return pattern(passage).sub(replace, page)
+    refreshed, count = pattern(passage).subn(replace, page)
+    if count == 0:
+        raise ValueError(f"the page does not have this passage:\n{passage}")
+    return refreshed
 
 
 def pattern(passage: str) -> re.Pattern[str]:

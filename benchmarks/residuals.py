@@ -104,7 +104,6 @@ BENCHMARK = Benchmark(
         Limit(TABLE, TRAINING, TORCHOP, 0.6, SPLIT),
         Limit(TABLE, INFERENCE, TORCHOP, 1.05, PLAIN),
     ),
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

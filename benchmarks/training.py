@@ -114,7 +114,6 @@ BENCHMARK = Benchmark(
         for function, count in ROWS.items()
         for variant in (DERIVED, COMPILED)
     ),
-    environment={"TORCHOP_NATIVE": "require"},
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import pytest
 HERE = Path(__file__).parents[1]
 NUMPY = "it has kernels, or values, of NumPy"
 INDUCTOR = "Inductor compiles for few types of devices"
-KINDS = "only the CPU has such tensors"
 CPU = "it has kernels, tensors or generators for the CPU"
 DEFAULT = "it makes tensors on the default device, which this plug-in does not set"
 WORDS = "it expects words in which the CPU is named"

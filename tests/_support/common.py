@@ -124,9 +124,17 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout
 
 
+ROOT = Path(__file__).parents[2]
+# The README and the pages of the documentation, without pages that Sphinx generates.
+PAGES = [
+    ROOT / "README.md",
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "api"} & {*p.parts}),
+]
+
+
 def load_tool(name: str) -> Any:
     """A program of `tools/`, as a module."""
-    file = Path(__file__).parents[2] / "tools" / f"{name}.py"
+    file = ROOT / "tools" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

@@ -69,5 +69,4 @@ needs_tags = pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.ou
 
 # Enumerations are a type of schemas since 2.12; generators have a class of their own since 2.13.
 needs_enums = pytest.mark.needs_torch("2.12", "enumerations in schemas")
-ENUM: dict[str, str] = {"": "enum.Enum"} if _release(torch.__version__) >= (2, 12) else {}
 GENERATOR = "torch._C.Generator" if _release(torch.__version__) >= (2, 13) else "Generator"

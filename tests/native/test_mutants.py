@@ -5,27 +5,14 @@ Uses private names.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from pathlib import Path
-from types import ModuleType
 
+from tests._support.common import load_tool
 from torchop._native.extension.recipe import CSRC
-
-FILE = Path(__file__).parents[2] / "tools" / "mutants.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_condition_is_there_once():
-    mutants = load().MUTANTS
+    mutants = load_tool("mutants").MUTANTS
     counts = {
         name: (CSRC / mutant.file).read_text(encoding="utf-8").count(mutant.condition)
         for name, mutant in mutants.items()
@@ -36,11 +23,11 @@ def test_every_condition_is_there_once():
 
 
 def test_every_file_of_tests_is_there():
-    module = load()
+    module = load_tool("mutants")
     names = [*module.TESTS, *module.REASONS, *itertools.chain(*module.CLOSEST.values())]
     assert [name for name in names if not (module.ROOT / name).exists()] == []
 
 
 def test_the_closest_tests_are_those_of_files_with_mutants():
-    module = load()
+    module = load_tool("mutants")
     assert module.CLOSEST.keys() <= {mutant.file for mutant in module.MUTANTS.values()}

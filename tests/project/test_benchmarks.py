@@ -16,6 +16,7 @@ import PIL.Image
 import pytest
 import torch
 
+from tests._support import common
 from tests._support.forking import run_compiling, run_forked
 
 pytestmark = pytest.mark.project
@@ -239,7 +240,7 @@ def report() -> Iterator[Any]:
     sys.path.remove(str(BENCHMARKS))
 
 
-PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
+PAGES = [str(path.relative_to(ROOT)) for path in common.PAGES]
 MEASUREMENT = re.compile(r"\b\d[\d.,]*\s*(?:us|µs|ns|ms|KB|kB|%|x|times|microseconds)(?![\w/])")
 # Numbers that no benchmark measures.
 STATED = {

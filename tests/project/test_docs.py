@@ -31,15 +31,11 @@ from hypothesis import HealthCheck, settings
 from markdown_it import MarkdownIt
 
 import torchop
-from tests._support.common import close_operators, needs_native
+from tests._support.common import PAGES, close_operators, needs_native
 from torchop._rules.providers import tuned
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [
-    ROOT / "README.md",
-    *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
-]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
 DIRECTIVES = {"{eval-rst}", "{image}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
+from tests._support import common
 from torchop import __main__
 from torchop.testing import _extras
 
@@ -146,11 +147,7 @@ def test_without_a_public_address_nothing_leads_astray(archive: zipfile.ZipFile)
 # --------------------------------------------------------------------------------------------------
 # How pages say to install it
 
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-    if "_build" not in path.parts and "api" not in path.parts
-}
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in common.PAGES}
 FROM_INDEX = re.compile(r"pip\s+(?:install|wheel)\b[^`\n#]*\s'?torchop\b(?!-)")
 FROM_CHECKOUT = re.compile(
     r"pip\s+(?:install|wheel)\b(?![^`\n]* -e )[^`\n]*\s(?:'\.\[\w+\]'|\.(?=[\s`]))|in a checkout of"

@@ -14,6 +14,7 @@ import torch._dynamo
 
 import torchop
 import torchop.testing
+from tests._support import common
 
 pytestmark = pytest.mark.project
 
@@ -75,7 +76,7 @@ def test_tests_compile_native_calls_first(tmp_path: Path) -> None:
     assert "-m pytest" in tests
 
 
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = sorted({*ROOT.glob("*.md"), *common.PAGES})
 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
