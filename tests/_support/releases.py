@@ -67,6 +67,7 @@ def of_form(tag: str, schema: str) -> dict[str, Any]:
 
 needs_tags = pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.out")
 
-# Enumerations are a type of schemas since 2.12; generators have a class of their own since 2.13.
+# Enumerations are a schema type since 2.12.
 needs_enums = pytest.mark.needs_torch("2.12", "enumerations in schemas")
+# Generators have a class of their own since 2.13.
 GENERATOR = "torch._C.Generator" if _release(torch.__version__) >= (2, 13) else "Generator"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests._support.devices import TYPE
 
 
 def plain(namespace: str, **options: Any) -> Any:
@@ -18,10 +17,6 @@ def plain(namespace: str, **options: Any) -> Any:
         return x + 1
 
     return op
-
-
-def on_one_device(namespace: str) -> Any:
-    return plain(namespace, device_types=TYPE)
 
 
 def inlined(namespace: str) -> Any:

@@ -176,12 +176,6 @@ def test_handle_that_changes_back_is_called_as_before(op):
     assert op(T).tolist() == [1, 1]
 
 
-# At module level, where a pickle can find it.
-@torchop.custom_op("test_handle::module_level", mutates_args=())
-def module_level(x: Tensor) -> Tensor:
-    return x + 1
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory. PyTorch never frees the kernels of an operator, and they hold its handle. A second handle
 # of the same operator can go.

@@ -166,7 +166,6 @@ NEEDS = {
 
 def _parameter(page: Path) -> Any:
     marks = [needs_native] * (page.stem in NATIVE)
-    marks += [NEEDS[page.stem]] if page.stem in NEEDS else []
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 

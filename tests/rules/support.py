@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
 from tests._support.common import on_both
@@ -62,6 +63,13 @@ def on_meta(op) -> Tensor:
 def on_fake(op) -> Tensor:
     with FakeTensorMode():
         return op(torch.ones(3))
+
+
+def on_symbols(op) -> Tensor:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.ones(3))
+    with mode:
+        return op(x)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,11 +24,6 @@ def _writes(name: str) -> dict[str, Write]:
     def kernel(x: Tensor) -> Tensor:
         return x.add_(100)
 
-    def define(form: str, schema: str, function: Write, **options: Any) -> Any:
-        return torchop.custom_op(
-            f"{name}::{form}", function, mutates_args="unknown", schema=schema, **options
-        )
-
     def plain(x: Tensor) -> None:
         kernel(x)
 

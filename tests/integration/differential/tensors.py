@@ -157,10 +157,6 @@ def _complex(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex64)
 
 
-def _named(tensor: Tensor) -> Tensor:
-    return tensor.refine_names(*[f"D{i}" for i in range(tensor.dim())])
-
-
 def _quantized(tensor: Tensor) -> Tensor:
     return torch.quantize_per_tensor(tensor.float().contiguous(), 0.5, 1, torch.quint8)
 

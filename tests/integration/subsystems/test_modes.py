@@ -195,16 +195,6 @@ class Tagged(torch.Tensor):
     """A subclass without handlers of its own."""
 
 
-class Refuses(TwoTensor):
-    """A subclass that does not know operators that are not PyTorch's."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func.namespace != "aten":
-            raise NotImplementedError(f"Refuses does not know {func}")
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def test_a_subclass_with_a_dispatch_handler_decides_what_happens(mix):
     x = TwoTensor(torch.zeros(2), torch.ones(2))
     result = mix(x, x + 1, 0.5)

@@ -18,7 +18,6 @@ from torchop._native.extension import api
 from torchop._native.extension.api import (
     NOTICE_IN_BACKGROUND,
     Extension,
-    OnReady,
     mode,
     why_missing,
 )
@@ -74,8 +73,8 @@ def obtain_twice(extension: Extension) -> None:
     extension.obtain(Receiver())
 
 
-def obtain_and_finish(extension: Extension, on_ready: OnReady | None = None) -> None:
-    extension.obtain(on_ready or Receiver())
+def obtain_and_finish(extension: Extension) -> None:
+    extension.obtain(Receiver())
     finish(extension)
 
 

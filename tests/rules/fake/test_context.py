@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
 from tests._support.common import on_both
-from tests.rules.support import on_fake, on_meta
+from tests.rules.support import on_fake, on_meta, on_symbols
 
 
 def define(namespace, fake, library=torchop):
@@ -21,13 +21,6 @@ def define(namespace, fake, library=torchop):
 
     op.register_fake(fake)
     return op
-
-
-def on_symbols(op) -> Tensor:
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    x = mode.from_tensor(torch.ones(3))
-    with mode:
-        return op(x)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,16 +16,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests._support.common import on_both
-from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta
+from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta, on_symbols
 from tests.rules.support import cloning as define
-
-
-def on_symbols(op) -> Tensor:
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    x = mode.from_tensor(torch.ones(3))
-    with mode:
-        return op(x)
-
 
 EVERYWHERE = pytest.mark.parametrize("run", [on_meta, on_fake, on_symbols])
 TRACED = pytest.mark.parametrize("run", [on_fake, on_symbols])

@@ -18,13 +18,6 @@ from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, gathered, on_mesh, words
 
 
-def elementwise(x: Any, *rest: Any) -> Any:
-    tensors = 1 + sum(hasattr(value, "placements") for value in rest)
-    others = [None] * (len(rest) + 1 - tensors)
-    every: list[Any] = [Replicate(), *(Shard(i) for i in range(len(x.shape)))]
-    return [([p], [p] * tensors + others) for p in every]
-
-
 def accumulate(acc: Tensor, x: Tensor) -> None:
     acc.add_(x)
 
