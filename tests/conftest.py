@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,6 +102,10 @@ _numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell script starts background jobs with SIGINT ignored, and a process inherits that. Tests
+    # need Python's usual handler.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     free_threads.pytest_configure(config)
     releases.pytest_configure(config)
     combinations.pytest_configure(config)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 import torchop
+from tests._support.devices import BACKEND
 from torchop.export.packages import aoti_package, load_package
 from torchop.export.results import check_results
 
@@ -100,7 +101,7 @@ def test_a_kernel_that_differs_from_its_fake_kernel_is_refused(namespace, lie, d
 def test_operators_of_others_are_compared(namespace):
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
-        library.impl("op", _half, "CPU")
+        library.impl("op", _half, BACKEND)
         library.impl("op", torch.empty_like, "Meta")
         op = getattr(torch.ops, namespace).op
         program = _program(lambda x: op(x).view(x.shape), torch.ones(4, 2))

@@ -8,7 +8,7 @@ import pytest
 
 from tests._support.common import assert_clean, needs_native
 from tests._support.forking import run_forked
-from tests._support.free_threads import needs_greenlets
+from tests._support.free_threads import HAS_GIL, needs_greenlets
 
 pytestmark = needs_native
 
@@ -88,6 +88,8 @@ def test_endless_recursion_of_a_kernel_raises(way):
 
 @needs_greenlets
 def test_a_greenlet_has_the_stack_of_its_thread():
+    if HAS_GIL:
+        pytest.importorskip("greenlet")
     program = """
         import sys
         import greenlet, torch, torchop

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -15,11 +14,11 @@ from torch import Tensor
 import torchop
 from tests._support.common import needs_native
 from tests._support.devices import BACKEND
-from tests._support.free_threads import needs_greenlets
+from tests._support.free_threads import HAS_GIL, needs_greenlets
 from torchop import _hooks
 
-with contextlib.suppress(ImportError):  # where the tests have to fail
-    import greenlet
+if HAS_GIL:  # without it, the tests are expected to fail
+    greenlet = pytest.importorskip("greenlet")
 
 pytestmark = [needs_native, needs_greenlets]
 

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import torchop
 from tests._support.common import assert_clean, on_both
+from tests._support.devices import BACKEND
 from tests._support.forking import run_forked
 from tests._support.releases import of_form
 
@@ -192,9 +193,9 @@ def test_operators_of_others_write_after_the_read(namespace: str) -> None:
     schema = "(Tensor(a!) x) -> ()"
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"low{schema}")
-        library.impl("low", kernel, "CPU")
+        library.impl("low", kernel, BACKEND)
         torchop.define(f"{namespace}::function", schema, lib=library)
-        torchop.impl(f"{namespace}::function", "CPU", kernel, lib=library)
+        torchop.impl(f"{namespace}::function", BACKEND, kernel, lib=library)
         stock = torch.library.custom_op(f"{namespace}::stock", mutates_args=("x",))(kernel)
         ops = getattr(torch.ops, namespace)
         with torchop.accelerate(f"{namespace}::stock"):
