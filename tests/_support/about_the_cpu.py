@@ -77,7 +77,10 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "rules/autograd/derived/test_replay.py": {
         CPU: ("test_a_body_without_the_tag_may_restore_or_read_the_state[reads]",),
-        DEFAULT: ("test_the_default_device_is_that_of_the_forward",),
+        DEFAULT: (
+            "test_settings_are_restored_after_an_error",
+            "test_the_default_device_is_that_of_the_forward",
+        ),
     },
     "rules/autograd/test_mutation.py": {
         INDUCTOR: (

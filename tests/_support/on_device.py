@@ -90,7 +90,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.path.relative_to(TESTS).as_posix()
         reason = about_the_cpu.reason(file, item.name, DEVICE_TYPE)
         if reason is not None:
-            item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=True))
+            # Whether an operator of PyTorch fails may depend on the timing of autograd's threads.
+            strict = reason != about_the_cpu.STOCK
+            item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=strict))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -238,6 +238,7 @@ def test_optional_list_of_a_device_whose_keys_have_no_names_in_python(namespace)
 
 
 @ALONE_OR_NOT
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("key", ["Autograd", AUTOGRAD])
 def test_optional_list_where_autograd_falls_through(namespace, schema, key):
     op, args = doubling(namespace, schema)

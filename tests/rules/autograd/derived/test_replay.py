@@ -82,11 +82,10 @@ def test_settings_are_restored_after_an_error(namespace):
     finally:
         torch.set_default_dtype(torch.float32)
     grad = torch.ones(2)
-    device = str(torch.empty(0).device)
     with torch.device("meta"):
-        with pytest.raises(RuntimeError, match=rf"with \(torch.float64, True\) on {device}"):
+        with pytest.raises(RuntimeError, match=r"with \(torch.float64, True\) on cpu"):
             torch.autograd.grad(y, x, grad)
-        assert torch.get_default_device().type == "meta"
+        assert torch.empty(0).device.type == "meta"
     assert torch.get_default_dtype() is torch.float32
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_autocast_cache_enabled()
