@@ -1,14 +1,15 @@
 """Compile the C++ sources against the headers of another Python, and find undefined functions.
 
-    python tools/headers.py PYTHON [PYTHON ...]
+    python tools/headers.py [--unknown-nodes] PYTHON [PYTHON ...]
 
 `nox -s headers` runs this for each supported Python. PyTorch's headers come from this environment,
-because they do not depend on the Python version. The second compilation is for a PyTorch release
-with unknown autograd nodes.
+because they do not depend on the Python version. With --unknown-nodes, the sources are compiled a
+second time, as for a PyTorch release with unknown autograd nodes.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -19,10 +20,7 @@ import torch
 from torchop._native.extension.recipe import CSRC, compile_flags, find_compiler
 
 INCLUDE = "import sysconfig; print(sysconfig.get_paths()['include'])"
-VARIANTS = {
-    "this PyTorch": [],
-    "a PyTorch with unknown autograd nodes": ["-UTORCHOP_KNOWS_NODES", "-DTORCHOP_KNOWS_NODES=0"],
-}
+UNKNOWN_NODES = ["-UTORCHOP_KNOWS_NODES", "-DTORCHOP_KNOWS_NODES=0"]
 
 
 def compiles(include: str, flags: list[str]) -> bool:
@@ -53,12 +51,19 @@ def undefined(compiled: Path) -> list[str]:
     return missing
 
 
-def main(programs: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--unknown-nodes", action="store_true", help="compile a second time")
+    parser.add_argument("programs", nargs="+", metavar="PYTHON")
+    options = parser.parse_args()
+    variants: dict[str, list[str]] = {"this PyTorch": []}
+    if options.unknown_nodes:
+        variants["a PyTorch with unknown autograd nodes"] = UNKNOWN_NODES
     failures = 0
-    for program in programs:
+    for program in options.programs:
         asked = [program, "-c", INCLUDE]
         include = subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
-        for name, flags in VARIANTS.items():
+        for name, flags in variants.items():
             passed = compiles(include, flags)
             failures += not passed
             print(f"{'pass' if passed else 'FAIL'}  {include}, {name}", flush=True)
@@ -66,4 +71,4 @@ def main(programs: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
