@@ -1,6 +1,6 @@
 """Measure calls on an accelerator, or on the CPU if there is none.
 
-Each row is one way to call a function:
+Each column is one way to call a function:
 
 - plain function: the Python function itself.
 - torchop handle, torchop torch.ops: an operator of torchop.
@@ -8,8 +8,8 @@ Each row is one way to call a function:
 - accelerated: such an operator after `torchop.accelerate`.
 - define + impl: `torch.library.define` and `impl`.
 
-"CPU" is the CPU time of the calling thread, without the thread that runs the backward. "elapsed" is
-the time until the device has finished.
+The row "CPU" is the CPU time of the calling thread, without the thread that runs the backward. The
+row "elapsed" is the time until the device has finished.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def time_calls(
             wait()
             elapsed[name].append((time.perf_counter() - started) / times * 1e6)
     return {
-        name: {CPU: statistics.median(busy[name]), ELAPSED: statistics.median(elapsed[name])}
-        for name in calls
+        CPU: {name: statistics.median(values) for name, values in busy.items()},
+        ELAPSED: {name: statistics.median(values) for name, values in elapsed.items()},
     }
 
 

@@ -164,7 +164,7 @@ def _families() -> Iterator[str]:
 
 def _devices() -> Iterator[str]:
     for title, table in Result("device").tables.items():
-        elapsed = {name: values[device.ELAPSED][0] for name, values in table["rows"].items()}
+        elapsed = {name: values[0] for name, values in table["rows"][device.ELAPSED].items()}
         names = (device.PLAIN, device.HANDLE, "custom_op", "define + impl")
         cells = (f"{elapsed[name]:.1f}" if name in elapsed else "" for name in names)
         yield f"| {title} | {' | '.join(cells)} |"
