@@ -75,10 +75,11 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                # "privateuseone" and the name of the registered backend are one device type.
+                # A custom backend has the device type "privateuseone" or the name that it
+                # registered. Both have the same autocast key, so compare the keys too.
                 and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
-                and tensor.dtype is not torch.float64  # as in PyTorch's autocast
-                # The kernel must write into the caller's tensor, not into a copy.
+                and tensor.dtype is not torch.float64  # PyTorch's autocast skips it too
+                # The kernel must write into the caller's tensor, so do not cast a mutated argument.
                 and not argument.is_mutated
             )
             return tensor.to(dtype) if eligible else tensor
@@ -91,9 +92,10 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _require_both(register: Register) -> Register:
-    """Raise a TypeError that names the operator if `device_type` or `cast_inputs` is missing.
+    """Wrap `register_autocast` to name the operator in the TypeError for a missing argument.
 
-    The arguments have no default values, because type checkers would then accept such calls.
+    `device_type` and `cast_inputs` have no default values, because type checkers would then accept
+    calls without them.
     """
 
     @functools.wraps(register)
@@ -108,7 +110,7 @@ def _require_both(register: Register) -> Register:
             )
         register(*args, **kwargs)
 
-    return checked  # type: ignore[return-value]  # it takes what `register` takes
+    return checked  # type: ignore[return-value]  # it has the signature of `register`
 
 
 @_require_both
@@ -120,17 +122,18 @@ def register_autocast(
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
-    """Register the dtype in which an operator runs inside an autocast region.
+    """Register the dtype to which autocast casts the inputs of an operator.
 
-    Floating-point tensors on the device are cast, except for float64 tensors and mutated arguments.
-    Then the operator runs with autocast disabled. Registering again replaces the dtype.
+    Inside `torch.autocast(device_type)`, a call casts the floating-point tensors on that device,
+    except for float64 tensors and mutated arguments. The operator then runs with autocast disabled.
+    If the device type already has a dtype, the new dtype replaces it.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast.
         cast_inputs: a floating-point dtype.
-        lib: the library that owns the registration. By default, it is permanent.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.

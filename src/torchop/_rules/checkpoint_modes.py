@@ -1,7 +1,8 @@
-"""Rules for selective activation checkpointing.
+"""Activation checkpointing: decide whether the results of a call are saved or recomputed.
 
-The rules combine an operator's checkpoint policy with the checkpointed region's policy function,
-and save the results of effectful and random operators.
+An operator may have a checkpoint policy. The rules in this module combine this policy with the
+policy function of the checkpointed region. They also ensure that the results of effectful and
+random operators are saved, because running such an operator a second time would be wrong.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class Decision(NamedTuple):
     """The checkpoint policy of an operator.
 
     Attributes:
-        registered: the policy as the user registered it, for cache keys.
-        decide: returns the policy for a call, given PyTorch's selective checkpoint context and the
+        registered: the string or function that the user registered. It becomes a part of the cache
+            keys of compiled graphs.
+        decide: returns the policy for a call, given PyTorch's `SelectiveCheckpointContext` and the
             arguments of the call.
     """
 
@@ -34,10 +36,10 @@ class Decision(NamedTuple):
 
 
 def install(definition: Definition) -> None:
-    """Prevent compilers from recomputing the operator in the backward if it is random.
+    """If the operator is random, prevent compilers from recomputing it in the backward.
 
-    For operators that mutate arguments, the functionalization rule does this, and for helper
-    operators, `register_for_checkpoints` does.
+    Operators that mutate arguments need nothing here, because their functionalization rule already
+    prevents this. Helper operators call `register_for_checkpoints` instead.
     """
     declaration = definition.declaration
     if (
@@ -49,23 +51,27 @@ def install(definition: Definition) -> None:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Handle a call to an operator with a policy or an effect in a checkpointing mode."""
+    """Run a call in a checkpointing mode, for an operator with a checkpoint policy or an effect."""
     if registries.effect_of(op._name) is not None:
-        # Otherwise a compiler could recompute the call in the backward, together with all earlier
-        # effectful calls. PyTorch's pass that prevents recomputation does not cover this case.
+        # Save the results. Otherwise a compiler could recompute the call in the backward, together
+        # with all earlier effectful calls. PyTorch's pass `force_save_effectful_ops`
+        # (torch/_functorch/partitioners.py) does not cover this case.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
 def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register an operator's default rules for checkpointing modes and for traces.
+    """Register how an operator behaves in checkpointing modes and in a compiler's trace.
+
+    These are default rules: if the user registers a torch_dispatch rule, it takes precedence.
 
     Args:
-        called: the operator.
-        op: if `called` is a helper operator, the operator that is passed to policy functions
-            instead.
-        extra: a keyword argument that only the helper operator has.
+        called: the operator, or a helper operator that replaces it in graphs.
+        op: the original operator, if `called` is a helper operator. Policy functions receive `op`
+            instead of `called`, because users do not know the helper operator.
+        extra: the name of a keyword argument that `called` has in addition to the arguments of
+            `op`. Policy functions do not receive this argument.
     """
     hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     for mode in checkpointing.POLICY_MODES:
@@ -74,7 +80,10 @@ def register_for_checkpoints(called: object, op: OpOverload | None = None, extra
 
 
 def register_for_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register the default rule for traces. The arguments are as in `register_for_checkpoints`."""
+    """Register how an operator behaves in a compiler's trace.
+
+    The arguments are the same as those of `register_for_checkpoints`.
+    """
     hook = in_trace if op is None else functools.partial(_saving, op, extra)
     registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
 
@@ -97,9 +106,10 @@ def _saving(op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, 
 def saved_under_budget(
     op: Any, args: Any, kwargs: Any, proxy_mode: Any = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context that marks traced results as saved, if the operator requires this.
+    """Return a context manager that marks the results of traced calls as saved.
 
-    Return a null context if the operator is neither random nor has a `SAVE` policy.
+    If the operator is not random and has no `SAVE` policy, its results may be recomputed, so the
+    context manager does nothing.
     """
     if Tag.nondeterministic_seeded not in op.tags:
         rule = get_rule("checkpoint_policy")
@@ -114,8 +124,12 @@ def saved_under_budget(
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator in a mode whose policy function respects the policy of `op`."""
-    rule = get_rule("checkpoint_policy")  # the core must not import the rule
+    """Run a call in a checkpointing mode, respecting the operator's policy and the region's policy.
+
+    During the call, a function that combines both policies replaces the region's policy function.
+    """
+    # Look up the rule by name, because its module imports this module.
+    rule = get_rule("checkpoint_policy")
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
 
@@ -134,7 +148,10 @@ def _with_policies(
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """Return the region's policy if only it is a `MUST` policy, otherwise the operator's policy."""
+    """Decide between an operator's policy and the policy of the checkpointed region.
+
+    The operator's policy wins, unless only the region's policy is a `MUST` policy.
+    """
     # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

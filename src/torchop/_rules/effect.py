@@ -24,17 +24,17 @@ Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
 # In schemas, the names of TorchScript classes start with this prefix.
 _CUSTOM_CLASS = "__torch__"
-# The effect that each operator had when it was last traced. The keys are names, and entries are
-# never removed, because PyTorch's caches find compiled code by the operator's name.
+# The effect that each operator had when it was last traced, by the operator's name. Entries stay
+# even if the operator is redefined, because PyTorch's caches find compiled code by the name.
 _traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(CompiledRule[Declared]):
     """The effect that `custom_op` or `register_effect` declares for an operator.
 
-    Graphs pass a token from one effectful call to the next, so compilers cannot remove or reorder
-    these calls. vmap does not define how often the effect happens for a batch, so calls under vmap
-    raise unless a vmap rule is registered.
+    A compiled graph passes a token from each effectful call to the next, so compilers cannot remove
+    or reorder these calls. vmap does not define how often an effect happens for a batch, so calls
+    under vmap raise unless a vmap rule is registered.
     """
 
     declared: Declared = None
@@ -42,7 +42,7 @@ class EffectRule(CompiledRule[Declared]):
     remove_vmap_guard: Callable[[], object] | None = None
 
     def watch(self) -> None:
-        """Check each traced call with `functionalize_unless_dropped`."""
+        """Install a check that raises if a compiler traces a call that it would silently remove."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             registries.register_default_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
@@ -60,7 +60,7 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declare the effect. None removes a declaration."""
+        """Declare the effect of the operator. If `effect` is None, remove the declaration."""
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
@@ -71,8 +71,8 @@ class EffectRule(CompiledRule[Declared]):
             if self.restore_effect is None:
                 libraries.on_close(definition.library, restore)
                 if not definition.is_ours:
-                    # Keep the checkpointing rule: a policy may need it, and without an effect it
-                    # changes nothing.
+                    # Do not remove the checkpointing rule when the library closes. A checkpoint
+                    # policy may need this rule, and without an effect, the rule changes nothing.
                     libraries.on_close(definition.library, self._withdraw_watch)
             self.restore_effect = restore
             self.update(self._install, declared=declared)
@@ -101,13 +101,20 @@ class EffectRule(CompiledRule[Declared]):
         )
 
     def _withdraw_watch(self) -> None:
-        """Undo `watch`, unless another library has declared an effect since."""
+        """Undo `watch`, unless another library has declared an effect in the meantime."""
         if registries.effect_of(str(self.definition)) is None:
             registries.remove_default_rules(str(self.definition), FunctionalTensorMode)
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Check traced calls if the operator returns nothing. Return a function that sets an effect."""
+    """Prepare the effect of an operator that is being defined.
+
+    An operator that returns nothing gets a check, because a compiler would remove its calls.
+
+    Returns:
+        A function that registers the effect once the operator is defined, or None if the operator
+        declares no effect.
+    """
     schema, effect = definition.schema, definition.declaration.effect
     if schema.returns_nothing:
         definition.rule(EffectRule).watch()
@@ -168,7 +175,11 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Raise if a new effect comes too late, because earlier compiled graphs would ignore it."""
+    """Raise if the operator was already traced without the effect that is being declared.
+
+    Graphs that were compiled before would ignore the effect. If an effect is being removed, only
+    warn, because the old graphs keep every call and so remain correct.
+    """
     effect = _kind(declared)
     before = _traced.get(str(name), effect)
     if before is effect:
@@ -221,8 +232,8 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     _traced[name] = effect
     if effect is None:
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    # The checkpointing rule also does this. But before PyTorch 2.13, regions without a policy
-    # function have no checkpointing mode, so that rule does not run.
+    # `in_checkpoint` also saves the results, but it does not always run: before PyTorch 2.13, a
+    # checkpointed region without a policy function has no checkpointing mode.
     with checkpointing.saving_in_trace():
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
@@ -240,15 +251,16 @@ def register_effect(
 ) -> None:
     """Declare a side effect that an operator's schema does not show.
 
-    Compilers then keep every call, and preserve the order of calls with the same effect. For your
-    own operator, declare it in the definition: `custom_op(..., effects="ordered")`.
+    Compilers then keep every call, and preserve the order of calls with the same effect. For an
+    operator of your own, declare the effect in its definition instead, with
+    `custom_op(..., effects="ordered")`.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         effect: `EffectType.ORDERED` or `"ordered"`; `"none"` if the operator has no effect; None to
             remove the declaration.
-        lib: the library that owns the registration. By default, it is permanent.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Raises:
         TracingError: the operator was already compiled without the effect.

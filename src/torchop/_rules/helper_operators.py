@@ -1,8 +1,9 @@
 """Define operators that are derived from another operator, and deregistered with it.
 
-Users call some derived operators, such as the in-place form. The others are helper operators:
-`name__kind` replaces the operator `name` in compiled graphs. They are defined as soon as the
-operator is, because graphs that are loaded from a cache or file look them up by name.
+Users call some derived operators, such as the in-place form of a functional operator. The other
+derived operators are helper operators: an operator `name__kind` replaces the operator `name` in
+compiled graphs. Helper operators are defined during registration, and not when a graph is traced,
+because a process may load a graph from a cache or a file without tracing it.
 """
 
 from __future__ import annotations
@@ -40,16 +41,19 @@ def define_helper_operator(
     """Define the helper operator `name__kind` of the operator `name`.
 
     Args:
-        definition: the operator. The helper operator has the same tags.
-        kind: the suffix of the name.
-        schema: the schema without the name.
+        definition: the operator. The helper operator has the same tags, except for the tags of
+            in-place and out= forms.
+        kind: the suffix of the helper operator's name, such as "training".
+        schema: the schema of the helper operator, without the name.
         function: the kernel.
         fake: the fake kernel.
         tags: additional tags.
-        error: the exception to raise if another package defined an operator of this name.
+        error: the type of the exception to raise if another library has already defined an operator
+            of this name.
         origin: the operator from which the helper operator inherits public rules (`torchop.Rule`).
             By default, this is `definition`.
-        convention: the calling convention of functions that users register for the helper operator.
+        convention: converts functions that users register for the helper operator to functions
+            that take and return the values of the schema. By default, no conversion is needed.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -57,13 +61,13 @@ def define_helper_operator(
             f"{definition}: a compiled graph needs an operator {name}, but another library "
             f"defined one at {registration_site(name)}. Rename that operator."
         )
-    # Drop tags such as torch.Tag.inplace, because a helper operator has another form.
+    # Drop torch.Tag.inplace and torch.Tag.out, because a helper operator never has these forms.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
     declaration = Declaration(
         name,
         Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        # If another package defined the operator, its source location is unknown.
+        # If another package defined the operator, its source location is unknown, so use this file.
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
@@ -88,10 +92,11 @@ def define_derived(
         origin: the operator from which the derived one inherits public rules, such as sharding
             rules.
         declaration: the declaration of the derived operator.
-        kind: how the operator is derived from `origin`, such as `"inplace"`. Public rules depend on
-            it.
-        owner: deregistering this operator also deregisters the derived one. By default, `origin`.
-        lib: a library whose closing also deregisters the derived operator.
+        kind: how the operator is derived from `origin`, such as `"inplace"`. A public rule may
+            behave differently for each kind.
+        owner: the operator that owns the derived one: deregistering the owner also deregisters the
+            derived operator. By default, this is `origin`.
+        lib: a library of the caller. Closing this library also deregisters the derived operator.
     """
     name, owner = declaration.name, owner or origin
     owners_name, reference = str(owner), weakref.ref(owner)

@@ -1,7 +1,7 @@
 """The inlining rule: compilers replace a call with the operators in the operator's function.
 
-The graphs of Dynamo and `torch.export` still contain the call, because it is replaced only later:
-when AOTAutograd traces the graph for the backend, below autograd.
+The call is replaced when AOTAutograd traces the graph for the backend, below autograd. The graphs
+of Dynamo and `torch.export` are created before, so they still contain the call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Inlined(NamedTuple):
 
     Attributes:
         backends: the names of the backends. None means all backends.
-        launches: whether the function launches Triton kernels. Such a function runs only on GPUs,
-            so a call on a device that has its own kernel is not inlined.
+        launches: whether the function launches Triton kernels. These run only on GPUs. So if the
+            user registered another kernel for a device type, calls on that device are not inlined.
     """
 
     backends: tuple[str, ...] | None
@@ -58,8 +58,9 @@ def declared_inlining(
 
     Args:
         name: the name of the operator, for messages.
-        choice: the argument.
-        declared: the effect of the operator.
+        choice: the value of the argument.
+        declared: the effect that is declared for the operator. An operator with an effect cannot be
+            inlined.
         launches: whether the function launches Triton kernels. All backends inline such functions.
 
     Returns:
@@ -88,19 +89,22 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
-    """The backends that inline an operator, or None."""
+    """The rule that stores the backends that inline an operator, or None if no backend does."""
 
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Disable inlining, because a registered rule for FunctionalTensorMode takes precedence."""
+        """Disable inlining when the user registers a rule for FunctionalTensorMode.
+
+        The registered rule takes precedence.
+        """
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             yield from (str(self.inlined), self.definition.function)
             providers = self.definition.rule(KernelRule).providers
-            if providers is not None:  # the graph inlines the kernel of the chosen provider
+            if providers is not None:  # the graph contains the code of the chosen provider's kernel
                 yield from providers.cache_parts(self.definition.name)
 
     def repr_text(self) -> str | None:
@@ -114,8 +118,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
     """Install the rule for FunctionalTensorMode, if the operator is declared as inlined.
 
     This must run before installers of other default rules for FunctionalTensorMode, because the
-    first default rule wins. Operators that mutate arguments have another rule, which `around`
-    creates.
+    first default rule wins. For operators that mutate arguments, the functionalization rule calls
+    `around` itself.
     """
     inlined = definition.declaration.inlined
     if inlined is None:
@@ -126,7 +130,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         registries.register_default_torch_dispatch(str(definition), FunctionalTensorMode, hook)
 
     def finish() -> None:
-        # A function that can be traced is also a fake kernel.
+        # A function that can be traced can also serve as the fake kernel.
         if definition.schema.form is Form.PLAIN:
             definition.rule(FakeRule).replace(_traceable(definition, inlined))
 
@@ -134,18 +138,18 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a rule for FunctionalTensorMode to inline the calls that are declared as inlined.
+    """Wrap a rule for FunctionalTensorMode to inline calls, if the operator declares inlining.
 
     Args:
         definition: the operator.
-        opaque: the rule that records a call to the operator in the graph.
+        opaque: the rule to wrap. It records a call to the operator in the graph.
     """
     inlined = definition.declaration.inlined
     return opaque if inlined is None else _hook(definition, inlined, opaque)
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
-    """Return the first of the arguments' device types that has its own kernel, or None."""
+    """Return the first device type of the arguments that has a kernel of its own, or None."""
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
@@ -153,7 +157,7 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
-    """Wrap an operator's function to explain errors that occur if it cannot be traced."""
+    """Wrap an operator's function to raise a clear error if it cannot be traced."""
     assert definition.function is not None
     function = bind(definition.function, definition.schema)
 
@@ -193,7 +197,7 @@ def _hook(
         if own or not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
-            return NotImplemented  # the subclass may handle the call
+            return NotImplemented  # the Tensor subclass may handle the call
         with mode:
             traced = _chosen(definition, args, kwargs or {}) or body
             result = check_result(traced(*args, **(kwargs or {})), definition, "function")
@@ -209,9 +213,11 @@ def _hook(
 def _chosen(
     definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[..., Any] | None:
-    """Return the kernel of the provider that would run the call, or None for the reference kernel.
+    """Return the provider's kernel that would run this call, or None for the reference kernel.
 
-    If a provider's `supports` function reads a symbolic size, its result becomes a guard.
+    An operator may have several kernels for one device, each registered under the name of a
+    provider. If a provider's `supports` function reads a symbolic size, the compiled graph gets a
+    guard for the outcome.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
     provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))

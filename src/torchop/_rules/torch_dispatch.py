@@ -1,4 +1,4 @@
-"""The torch_dispatch rule: an operator's behavior in modes and on Tensor subclasses."""
+"""The torch_dispatch rule: an operator's behavior in dispatch modes and on Tensor subclasses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """An operator's registered functions, by TorchDispatchMode or Tensor subclass."""
+    """The functions that implement an operator, by TorchDispatchMode or Tensor subclass."""
 
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
@@ -39,8 +39,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def retract(self) -> None:
-        # Only default rules must be removed here, because a registered rule is removed when its
-        # library closes.
+        # Remove only the default rules here. Rules that users registered are removed when the
+        # libraries that own them close.
         registries.remove_default_rules(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
@@ -59,7 +59,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(InliningRule).disable()
-            # This comes first, because it raises if the library is closed.
+            # Call `on_close` before registering the rule, because it raises if the library is
+            # already closed.
             libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
 
@@ -79,8 +80,8 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
-            return result  # another subclass may handle the call
-        # PyTorch does not check the number of results before it converts them.
+            return result  # another Tensor subclass may handle the call
+        # Check the number of results here, because PyTorch would convert them without a check.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
@@ -97,13 +98,13 @@ def register_torch_dispatch(
     """Register the behavior of an operator under a `TorchDispatchMode` or on a Tensor subclass.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
-        func: `func(mode_or_cls, func, types, args, kwargs)`, where the argument `func` is the
-            `OpOverload`, and the others are those of `__torch_dispatch__`. Without it, a decorator
-            is returned.
-        lib: the library that owns the registration. By default, it is permanent.
+        func: the rule, called as `func(mode_or_cls, func, types, args, kwargs)`. Its parameter
+            `func` receives the `OpOverload`, and the other parameters receive the arguments of
+            `__torch_dispatch__`. If `func` is omitted, a decorator is returned.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `func`, or a decorator if `func` is omitted.
@@ -111,7 +112,7 @@ def register_torch_dispatch(
     Raises:
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not accept these arguments.
-        ValueError: the class is neither a mode nor a subclass.
+        ValueError: the class is neither a `TorchDispatchMode` nor a subclass of `torch.Tensor`.
 
     Example:
         >>> import torch, torchop

@@ -1,1 +1,1 @@
-"""The autograd rule: backward formulas, forward-mode formulas and derived formulas."""
+"""The autograd rule: backward formulas, forward-mode formulas and formulas derived from kernels."""

@@ -15,7 +15,7 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Raise if no backward formula of the operator could be correct."""
+    """Raise if the operator cannot have a correct backward formula."""
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
@@ -53,7 +53,7 @@ def check_no_autograd_function(definition: Definition, backward: object) -> None
 def check_tensors(
     definition: Definition, caller: str, supported: frozenset[str], *, reason: str, mode: str
 ) -> None:
-    """Raise NotImplementedError for arguments and results that formulas do not support."""
+    """Raise NotImplementedError if formulas do not support the type of an argument or result."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
@@ -74,7 +74,8 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
     Args:
         definition: the operator whose kernel would be differentiated.
-        decomposes: whether the operator is a derived form that calls the functional operator.
+        decomposes: whether the operator is an in-place or out= form that torchop derived from a
+            functional operator.
     """
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:
@@ -122,7 +123,7 @@ def check_replaces_no_gradient(definition: Definition) -> None:
 
 
 def _non_functional_problem(definition: Definition) -> str | None:
-    """Return why an operator that mutates or aliases cannot have a formula, or None if it can."""
+    """Return the reason why a non-functional operator cannot have a formula, or None if it can."""
     schema = definition.schema
     if schema.form is Form.INPLACE or _is_simple_view(definition):
         return None

@@ -25,8 +25,8 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# All wrapped formulas share this code object. Native calls use it to recognize the wrapper. If all
-# gradients are contiguous, they skip the wrapper and call `__wrapped__`.
+# All wrapped formulas share this code object. The C++ implementation of the backward uses it to
+# recognize them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 
@@ -35,7 +35,7 @@ def _contiguous(grad: Any) -> Any:
         # Sparse layouts have no strides, so `contiguous` raises for them.
         if grad.layout not in _WITH_STRIDES:
             return grad
-        # `contiguous` does not materialize lazy conjugation or negation.
+        # `contiguous` does not resolve lazy conjugation and negation, and kernels ignore both.
         return grad.contiguous().resolve_conj().resolve_neg()
     return grad if grad is None else [_contiguous(each) for each in grad]
 

@@ -32,21 +32,22 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
 def raise_if_data_was_read(
     definition: Definition, part: str, values: Iterable[Any], error: Exception
 ) -> None:
-    """Raise TracingError if `error` was raised because a tensor has no data.
+    """Raise TracingError if a user's function failed because it read a tensor that has no data.
 
-    The message suggests writing a backward kernel. Return without raising for all other errors.
+    Tensors have no data in a compiler's trace, for example. The message suggests a backward kernel.
+    If `error` has another cause, return without raising.
 
     Args:
         definition: the operator.
-        part: a description of the function that raised `error`, such as "backward formula".
-        values: the arguments of that function.
-        error: the exception.
+        part: a description of the function that failed, such as "backward formula".
+        values: the arguments of the function that failed.
+        error: the exception that the function raised.
     """
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
-    # Quote only the first line. The others are advice about PyTorch's logs, and `__cause__` still
-    # contains them.
+    # Quote only the first line of PyTorch's message. The other lines are advice about logging, and
+    # are not lost, because `__cause__` still contains them.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
@@ -58,7 +59,10 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Describe a tensor without data for messages, as in "in a compiler's trace"."""
+    """Return a phrase for error messages that says why the tensor has no data.
+
+    For example, the phrase is "in a compiler's trace" if a compiler is tracing.
+    """
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):
@@ -68,7 +72,7 @@ def _place(tensor: Tensor) -> str:
 
 
 def _outline(definition: Definition) -> str:
-    """Return the signature of a backward kernel that takes all gradients and all tensors."""
+    """Return the first line of a backward kernel, to suggest in the error message."""
     schema, structure = definition.schema, definition.structure
     results = [kind for kind in schema.returns if "Tensor" in kind]
     grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
@@ -76,7 +80,7 @@ def _outline(definition: Definition) -> str:
     differentiated = [argument for argument in schema.positional if argument.holds_tensors]
     if structure is None:
         parameters += [f"{each.name}: {_annotation(each.kind)}" for each in differentiated]
-    else:  # show the author's parameters, not the flattened arguments
+    else:  # show the parameters as the user wrote them, not the flattened arguments of the schema
         parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
     gradients = [_gradient(argument) for argument in differentiated]
     returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"

@@ -1,4 +1,4 @@
-"""An operator's backward formula, as native calls and the dispatcher use it."""
+"""The class `Formula`: an operator's backward formula, and the functions that save its inputs."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` accepts every function. With the other two types, type checkers can infer the
-# types of a lambda's parameters.
+# `Callable[..., Any]` alone would accept every function. The other two types only let type checkers
+# infer the types of a lambda's parameters.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
 
 
 class Formula:
-    """A formula that the user registered. The subclass `DerivedFormula` needs no function.
+    """A backward formula, with the functions that run and record a call.
 
-    A call through the dispatcher calls `run` and then `save`. A native call, which is only possible
-    without modes, tracing and Tensor subclasses, calls `before_kernel`, the kernel, and `save`.
+    This class is for formulas that the user registered. The subclass `DerivedFormula` needs no
+    function from the user, because it differentiates the kernel.
+
+    A call through the dispatcher calls `run` and then `save`. If there are no modes, no tracing and
+    no Tensor subclasses, C++ code can run the call without the dispatcher. Such a native call calls
+    `before_kernel`, the kernel, and then `save`.
 
     Attributes:
         definition: the operator. None in `NO_FORMULA`, which all operators without a formula share.
         function: the user's `backward(ctx, *grads)`. None for a derived formula.
-        setup_context: the user's function.
-        setup: calls `setup_context`. It always has the signature
+        setup_context: the user's `setup_context`, or None.
+        setup: a wrapper of `setup_context`, or None. The wrapper always has the signature
             `(ctx, inputs, keyword_only_inputs, output)`.
         backward: the function that computes the gradients. None if no formula is registered.
-        training: the training form of the operator, if `setup_context` takes residuals. See
-            `residuals/training.py`.
-        save: `save(ctx, inputs, keyword_only_inputs, output, *extra)`, called after the kernel.
-            `extra` are the values that `run` returned in addition to the result, or the value that
-            `before_kernel` returned. None if nothing is saved.
-        before_kernel: `before_kernel(inputs, keyword_only_inputs)`, called in native calls only. If
-            it returns NotImplemented, the call falls back to the dispatcher.
-        tangents: the forward-mode formula. The autograd rule sets it when it compiles the call
-            plan: the object that contains all functions that calls to the operator use.
+        training: the operator's training form, if `setup_context` has the parameter `residuals`,
+            otherwise None. The training form is a helper operator that also returns the residuals,
+            i.e. the outputs of the kernel that only the backward uses.
+        save: a function that is called after the kernel to save values for the backward, as
+            `save(ctx, inputs, keyword_only_inputs, output, *extra)`. `extra` contains the values
+            that `run` returned after the result, or the value that `before_kernel` returned. None
+            if nothing is saved.
+        before_kernel: a function that only native calls call, as
+            `before_kernel(inputs, keyword_only_inputs)`, or None. If it returns NotImplemented, the
+            call falls back to the dispatcher.
+        tangents: the forward-mode formula, or None. `AutogradRule.compile` sets it.
     """
 
     def __init__(
@@ -68,14 +74,19 @@ class Formula:
     def cache_part(self) -> object:
         """Return the formula's part of the cache keys of compiled graphs.
 
-        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). Compilers trace the
-        user's function, so the key must depend on its code. In graphs, a derived formula is a call
-        to a helper operator, so its title is enough.
+        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). If the user registered
+        a formula, this is the user's function, because compilers trace its code into the graph. A
+        derived formula has no such function: the graph contains a call to a helper operator, so the
+        string "autograd derived" is enough.
         """
         return self.function or self.title
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel through the dispatcher. Return the result and `extra` for `save`."""
+        """Call the kernel through the dispatcher.
+
+        Returns:
+            The result, followed by the values to pass to `save` as `extra`.
+        """
         return (call(),) if self.training is None else self.training(args, kwargs)
 
 
@@ -83,7 +94,10 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """The type of `torchop.derived`, the value of `backward` in the class form."""
+    """The type of `torchop.derived`.
+
+    A class that defines an operator sets `backward = torchop.derived` to derive the formula.
+    """
 
     __slots__ = ()
 

@@ -1,9 +1,12 @@
-"""Forward mode: compute the tangents of an operator's outputs.
+"""Forward-mode differentiation: compute the tangents of an operator's outputs.
 
-For inputs with tangents, torchop calls the operator on the primals, calls the formula to get the
-output tangents, and combines both into dual tensors. These are ordinary calls, so outer transforms
-can differentiate them. If the call also records a gradient, the operator's `autograd.Function`
-computes the tangents instead, because forward-over-reverse requires saved tensors with tangents.
+If an input has a tangent, torchop calls the operator on the primals (the inputs without their
+tangents), calls the forward-mode formula to get the tangents of the outputs, and combines outputs
+and tangents into dual tensors. Outer transforms can differentiate these calls like any other calls.
+
+If the call also records a gradient, the operator's `autograd.Function` computes the tangents
+instead. Forward-over-reverse differentiation requires this, because the saved tensors must keep
+their tangents.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ from torchop._rules.autograd.gradients import (
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
-# A forward-mode formula and its `setup_context`. None means the `setup_context` of the backward
-# formula. In a call plan, it always takes `(ctx, inputs, keyword_only_inputs, output)`.
+# A forward-mode formula and its `setup_context`. If the user registered no `setup_context`, the
+# second item is None, and calls use the `setup_context` of the backward formula. In a compiled rule
+# (see `AutogradRule.compile`), the second item is the function to call, always with the arguments
+# `(ctx, inputs, keyword_only_inputs, output)`.
 Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
@@ -59,13 +64,13 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 
 
 class ForwardContext(FunctionCtx):
-    """The `ctx` of a forward-mode formula. It is not an autograd node.
+    """The `ctx` that a forward-mode formula receives.
 
-    `needs_input_grad` contains True for each input that has a tangent. For a list of tensors, it
-    contains a list of such flags.
+    Unlike the `ctx` of a backward formula, it is not an autograd node. `needs_input_grad` says for
+    each input whether the input has a tangent. For a list of tensors, it contains a list of bools.
     """
 
-    # The methods of the base class `FunctionCtx` set these attributes.
+    # Default values of attributes that the methods of the base class `FunctionCtx` set.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -76,8 +81,8 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # A `setup_context` that is shared with the backward may call only `save_for_backward`, and
-        # not `save_for_forward`.
+        # If the backward formula uses the same `setup_context`, the function may have called
+        # `save_for_backward` instead of `save_for_forward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
 
@@ -88,14 +93,20 @@ def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> T
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Return whether any tensor in `values` has a tangent. Call this only in a dual level."""
+    """Return whether any tensor in `values` has a tangent.
+
+    Must be called inside a `torch.autograd.forward_ad.dual_level()`.
+    """
     return any(autograd.unpack_dual(tensor)[1] is not None for tensor in tensors_in(values))
 
 
 def differentiate(
     definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a call with tangents that does not record a gradient, and return dual tensors."""
+    """Run a call whose inputs have tangents, and return dual tensors.
+
+    The call must not record a gradient.
+    """
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)
     primals = [autograd.unpack_dual(value)[0] for value in flatten(inputs, layout)]
@@ -118,7 +129,11 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """Call the forward-mode formula, and return a flat list with a tangent or None per output."""
+    """Call the forward-mode formula, and return the tangents of the outputs.
+
+    The list is flat: each tensor in a list of tensors has its own entry. The entry of an output
+    without a tangent is None.
+    """
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)
@@ -131,8 +146,8 @@ def tangents_of(
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
-    # An in-place write to an output also writes to its tangent, which therefore must not alias the
-    # tangent of an input.
+    # An in-place operation on an output also changes the output's tangent. Clone tangents that
+    # alias the tangent of an input, because the tangent of the input must not change.
     ids = set(map(id, input_tangents))
     return [
         tangent.clone()
@@ -149,7 +164,7 @@ def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
         and compilers.dynamo_is_tracing()
     ):
         raise ForwardModeError(
-            # See pytorch/pytorch#187284.
+            # PyTorch drops the tangents because of pytorch/pytorch#187284.
             f"{definition} was called with dual tensors in a compiled function, where PyTorch "
             "drops their tangents. Call torch.func.jvp inside the function, or use dual tensors "
             "outside of it."

@@ -31,7 +31,7 @@ from torchop._schema.forms import Form
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call to the operator. `inputs` and `outputs` describe which of its values are lists."""
+    """A call to the operator. `inputs` and `outputs` say which arguments and results are lists."""
 
     keyset: DispatchKeySet
     args: Sequence[Any]
@@ -66,16 +66,10 @@ def apply(
 ) -> Any:
     """Call the operator and record the call for the backward.
 
-    Args:
-        function: the function from `make_function`.
-        definition: the operator.
-        keyset: the dispatch keys of the call.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        is_dual: whether inputs have tangents.
+    `function` is the result of `make_function`. `is_dual` says whether any input has a tangent.
     """
-    # The dispatcher drops trailing arguments that equal their default, but formulas return a
-    # gradient for every argument.
+    # The dispatcher drops trailing arguments that equal their default. Add them again, because
+    # formulas return a gradient for every argument.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
     operands = flatten(inputs, call.inputs)
@@ -86,7 +80,7 @@ def apply(
         else:
             result = function.apply(*operands)
     finally:
-        _pending.call = None  # in case an error occurred before `forward`
+        _pending.call = None  # if an error occurred before `forward`, it is still set
     if call.outputs is None:
         return result
     values = unflatten(result, call.outputs)
@@ -96,17 +90,18 @@ def apply(
 def make_function(definition: Definition, rule_type: Any) -> Any:
     """Create the `autograd.Function` of an operator.
 
-    Pass `AutogradRule` as `rule_type`: importing it here would be circular.
+    `rule_type` must be `AutogradRule`. It is a parameter because importing it would be circular.
     """
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        # Clear it before the kernel runs, because the kernel may call another operator.
+        # Clear `_pending` before the kernel runs, because the kernel may call other operators.
         call, _pending.call = _pending.call, None
         assert call is not None  # set by `apply`
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-            # Formulas expect one entry per argument.
+            # PyTorch's `needs_input_grad` has one entry for each tensor in a list, but formulas
+            # expect one entry for each argument.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
 
@@ -114,13 +109,13 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # If transforms are active, the outer levels must differentiate the operators that are
-            # called here.
+            # Inside a torch.func transform, the transforms around it must be able to differentiate
+            # the operators that are called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
-                result = call.args[0]  # a mode may have returned another object
-                # Without mark_dirty, autograd would replace the returned input by a view of it.
+                result = call.args[0]  # because a mode may have returned another object
+                # Without mark_dirty, autograd would return a view of the input, not the input.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
             if call.is_dual:
@@ -151,8 +146,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
         assert rule is not None  # otherwise the autograd kernel would have raised
-        # PyTorch disables forward mode in this method, but unpacking the input tangents requires
-        # it.
+        # PyTorch disables forward mode while it calls this method. `outer_levels_differentiate`
+        # enables it again, because `tangents_of` must unpack the tangents of the inputs.
         return autograd.outer_levels_differentiate(
             lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
         )
@@ -163,7 +158,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # If an in-place operator wrote to a view, the gradient has the shape of the view's base.
+    # If an in-place operator wrote to a view, the gradient has the shape of the view's base, so it
+    # cannot be compared with the input.
     may_check_fit = schema.form is not Form.INPLACE
 
     def on_error(error: Exception, ctx: Any, *grads: Any) -> None:
@@ -182,8 +178,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # Compiled autograd traces the first variant, so it must consist of Python code. The autograd
-    # engine calls the second variant, or its C++ implementation.
+    # This creates two variants of the backward. Compiled autograd traces the one that uses
+    # `are_plain_in_python`, so it must not call C++ code. The autograd engine calls the other one,
+    # or an implementation of it in C++.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -208,7 +205,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             ):
                 flat: tuple[Tensor | None, ...] = result
                 return flat
-            # While tracing, `ctx` has no metadata about the inputs, so shapes cannot be compared.
+            # While tracing, `ctx` has no metadata about the inputs, so do not compare the shapes.
             is_traced = are_plain is gradients.are_plain_in_python
             return flatten_and_check(args[0], result, fits=is_traced)
 
@@ -245,7 +242,10 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """If a missing or incomplete `setup_context` caused an error, add a note that says so."""
+    """If a common mistake caused an error in a formula, add a note with the fix to the error.
+
+    For example, `setup_context` may be missing, or may not save the values that the formula reads.
+    """
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -281,8 +281,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors of a node, even if its formula reads `saved_tensors` several times.
 
     Workaround for pytorch/pytorch#82156: saved tensors of a checkpointed region can be unpacked
-    only once. The tensors are cached while the backward runs, separately for each thread, because
-    several threads may run the backward of one node.
+    only once. So the tensors are cached while the backward runs. Each thread has its own cache,
+    because several threads may run the backward of the same node.
     """
     cache = _unpacked.by_node.get(id(ctx))
     if cache is None:
@@ -293,17 +293,23 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the saved tensors. In a double backward, differentiating residuals raises."""
+    """Return the saved tensors to pass to a formula.
+
+    In a double backward, residuals (kernel outputs that only the backward uses) are replaced with
+    tensors that raise when they are differentiated.
+    """
     tensors = autograd.raw_saved_tensors(ctx)
-    # In a transform, the formula of `name__with_residuals` guards the residuals.
+    # In a torch.func transform, the formula of the helper operator `name__with_residuals` raises
+    # instead.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    guard = ctx._torchop_guard or ctx.non_differentiable  # native calls set the second attribute
+    # Calls that run in C++ store the guard in `non_differentiable`.
+    guard = ctx._torchop_guard or ctx.non_differentiable
     return guard(ctx, tensors) if guard else tensors
 
 
 class _Unpacked(threading.local):
-    """The saved tensors of nodes whose backward is running in this thread, by node id."""
+    """The saved tensors of autograd nodes whose backward this thread is running, by node id."""
 
     def __init__(self) -> None:
         self.by_node: dict[int, list[tuple[Tensor | None, ...]]] = {}
@@ -313,7 +319,7 @@ _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """A context manager that enables the cache of `saved_tensors` for one node."""
+    """A context manager that caches the result of `saved_tensors` for one autograd node."""
 
     __slots__ = ("by_node", "node", "outer")
 

@@ -29,8 +29,8 @@ _PLAIN = frozenset({Tensor, type(None)})
 def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
     """Return whether `gradients` is a tuple of length `count` that only contains Tensor and None.
 
-    The C++ function `are_plain` also compares their shapes with the autograd node's inputs. While
-    tracing, `ctx` is not a node, so this function is used instead.
+    The C++ function `are_plain` also compares the shapes of the gradients with the inputs of the
+    autograd node `ctx`. While tracing, `ctx` is not a node, so this function is used instead.
     """
     return (
         type(gradients) is tuple
@@ -42,14 +42,17 @@ def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
 def check_fit(
     definition: Definition, gradients: Sequence[Any], layout: Layout | None, ctx: Any
 ) -> None:
-    """Raise if the autograd engine would reject a gradient, because its error names no operator."""
+    """Raise GradientError if the autograd engine would reject a gradient.
+
+    The engine's own error does not say which operator returned the gradient.
+    """
     for index, gradient, expected in _mismatches(gradients, ctx):
         if not sums_to(expected.shape, gradient.shape):
             problem = (
                 f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. Sum over "
                 "broadcast dimensions, and expand reduced dimensions"
             )
-        elif gradient.device != expected.device and expected.shape:  # scalars are moved by autograd
+        elif gradient.device != expected.device and expected.shape:  # autograd moves 0-dim tensors
             problem = (
                 f"a tensor on {expected.device}, got one on {gradient.device}. Move it with "
                 f".to({str(expected.device)!r})"
@@ -57,7 +60,7 @@ def check_fit(
         elif gradient.is_complex() and not expected.dtype.is_complex:
             problem = f"real numbers, got {gradient.dtype}. Return the real part, .real"
         else:
-            continue  # autograd converts the gradient
+            continue  # the autograd engine will convert the gradient
         name = flatten(_names_of_entries(definition, layout), layout)[index]
         raise GradientError(
             f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
@@ -137,9 +140,9 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    In torch.library, a formula returns no gradients for trailing arguments that the call omits. To
-    support such formulas, a formula need not return gradients for trailing arguments that have a
-    default and need no gradient.
+    A formula that was written for torch.library returns no gradients for trailing arguments that
+    the call omits. To support these formulas, gradients are optional for trailing arguments that
+    have a default and need no gradient.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -163,15 +166,16 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
 def in_fresh_memory(
     gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
 ) -> list[Tensor]:
-    """Copy each gradient that shares memory, or has other strides than `torch.empty_like(like)`.
+    """Return the gradients, after copying those that do not match the fake kernel's results.
 
-    Compiled code relies on the fake kernel, which returns `torch.empty_like(like)`. But a gradient
-    that a formula returns may be expanded, or be one of the incoming gradients.
+    For each gradient, the fake kernel returns `torch.empty_like(like)`, and compiled code relies on
+    this. But a gradient that a formula returns may be expanded, or may be one of the incoming
+    gradients. Therefore copy each gradient that has different strides or shares memory.
 
     Args:
-        gradients: the gradients.
-        likes: one tensor for each gradient.
-        inputs: tensors with which the gradients must not share memory.
+        gradients: the gradients that a formula returned.
+        likes: the input that belongs to each gradient.
+        inputs: tensors that must not share memory with the gradients.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)
@@ -180,7 +184,8 @@ def in_fresh_memory(
         is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
-        # `is_evidently_fresh` is fast, but may return False for fresh tensors.
+        # `is_evidently_fresh` is fast, but may return False for a fresh tensor. In this case,
+        # compare the storages.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
             or storage_of(gradient) not in map(storage_of, taken)
@@ -190,8 +195,8 @@ def in_fresh_memory(
     return taken[count:]
 
 
-# The layout of a sequence of values contains the length of each value that is a list, and None for
-# every other value. If there are no lists, None may replace the whole layout.
+# A layout marks the lists in a sequence of values: it contains the length of each value that is a
+# list, and None for every other value. If there are no lists, the layout itself may be None.
 Layout = tuple["int | None", ...]
 
 
@@ -232,7 +237,10 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Insert None for each input that needs no gradient, as `ctx.needs_input_grad` says."""
+    """Return a gradient for each input, given only the gradients of the inputs that need one.
+
+    `needed` is `ctx.needs_input_grad`. The inputs that need no gradient get None.
+    """
     layout = layout_of(needed)
     rest = iter(gradients)
     return unflatten([next(rest) if need else None for need in flatten(needed, layout)], layout)

@@ -1,4 +1,4 @@
-"""`register_autograd`, `register_jvp` and `derive_autograd`."""
+"""The public functions `register_autograd`, `register_jvp` and `derive_autograd`."""
 
 from __future__ import annotations
 
@@ -45,32 +45,35 @@ def register_autograd(
     """Register the backward formula of an operator.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        backward: `backward(ctx, *grads)`. It receives one gradient per output and returns one
-            gradient per input: a tensor of the input's shape, or None. Outputs and inputs that are
-            lists have lists of gradients. It must consist of PyTorch operators. A formula that
-            reads data, for example with NumPy, works in eager mode only. For compilers,
-            `torch.func` transforms and DTensor, use `backward_kernel`. Without `backward`, a
-            decorator is returned.
-        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel to save values
-            on `ctx` for `backward`. If the schema has keyword-only arguments, the signature is
-            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the call omits
-            have their default. An additional parameter `residuals` receives an object with the
-            residuals of the kernel as attributes: see `torchop.residuals`.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
+        backward: the formula, called as `backward(ctx, *grads)`. It receives one gradient for each
+            output, and returns one gradient for each input: a tensor of the input's shape, or None.
+            The gradient of a list of tensors is a list. The formula must consist of PyTorch
+            operators. If it reads data, for example with NumPy, it works only in eager mode. To
+            support compilers, `torch.func` transforms and DTensor, pass such a formula as
+            `backward_kernel` instead. If `backward` is omitted, a decorator is returned.
+        setup_context: a function that is called after the kernel, to save values on `ctx` for
+            `backward`. The signature is `setup_context(ctx, inputs, output)`, or
+            `setup_context(ctx, inputs, keyword_only_inputs, output)` if the schema has keyword-only
+            arguments. Arguments that the call omits have their default values. If the function has
+            an additional parameter `residuals`, the parameter receives an object with the residuals
+            of the kernel as attributes: see `torchop.residuals`.
         jvp: the forward-mode formula, as in `register_jvp`. It uses the same `setup_context`.
-        backward_kernel: a function that becomes the operator `name__backward_kernel`, instead of
-            `backward` and `setup_context`. The first parameters are the gradients of the outputs.
-            The names of the others select the values to save: arguments, residuals, and `output`
-            (`output_0`, `output_1`, ... if there are several outputs). It returns the gradients of
-            all tensor arguments in the order of the schema, in newly allocated memory, with a list
-            for each list of tensors. The same type annotations are allowed as for operators,
-            including structures. The default fake kernel returns tensors like the arguments.
+        backward_kernel: a function that computes the gradients, to pass instead of `backward` and
+            `setup_context`. It becomes the kernel of a new operator, `name__backward_kernel`. The
+            first parameters are the gradients of the outputs. The names of the other parameters
+            select the values to save: arguments, residuals, and `output` (`output_0`, `output_1`,
+            ... if there are several outputs). The function returns the gradients of all tensor
+            arguments in the order of the schema, in newly allocated memory. The gradient of a list
+            of tensors is a list. The function may use the same type annotations as the kernel of an
+            operator, including structures. The default fake kernel of the new operator returns
+            tensors with the metadata of the arguments.
         contiguous_grads: pass only contiguous gradients to `backward` or `backward_kernel`. Set
             this for kernels that ignore strides: the gradient from `loss.sum()` is expanded and has
             strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor. Gradients
             that are already contiguous are not copied.
-        lib: the library that owns the registration. By default, it is permanent.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `backward`, or a decorator if `backward` is omitted. None if `backward_kernel` is given.
@@ -83,9 +86,9 @@ def register_autograd(
             mutates.
 
     For an in-place operator, `backward` maps the gradient of the new value of the first argument to
-    the gradient of the old value. `setup_context` sees the new value, both in `inputs` and as
-    `output`. For other operators that mutate arguments, the mutated arguments must not require
-    grad, like the running statistics of batch norm. Their gradients are None.
+    the gradient of the old value. `setup_context` receives the new value, both in `inputs` and as
+    `output`. If any other operator mutates an argument, such as the running statistics of batch
+    norm, this argument must not require grad. Its gradient is None.
 
     Example:
         >>> import torch, torchop
@@ -133,21 +136,23 @@ def register_jvp(
 ) -> Function:
     """Register the forward-mode formula of an operator, which computes the output tangents.
 
-    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors use it. If the formula
-    consists of differentiable operators, higher derivatives work in both modes.
+    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors call the formula. If the
+    formula consists of differentiable operators, higher derivatives work in both forward and
+    reverse mode.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        jvp: `jvp(ctx, *tangents)`. It receives one tangent per positional input: zeros if the
-            tensor has no tangent (or None after `ctx.set_materialize_grads(False)`), None for an
-            input that is not a tensor, and a list for a list of tensors. It returns one tangent per
-            output, with the output's shape and dtype, or None. Without `jvp`, a decorator is
-            returned.
-        setup_context: saves values on `ctx`, as in `register_autograd`. By default, the
-            `setup_context` of the backward formula is called. `ctx.saved_tensors` are the tensors
-            passed to `ctx.save_for_forward` or, without such a call, to `ctx.save_for_backward`.
-        lib: the library that owns the registration. By default, it is permanent.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
+        jvp: the formula, called as `jvp(ctx, *tangents)`. It receives one tangent for each
+            positional input: zeros if the tensor has no tangent (or None after
+            `ctx.set_materialize_grads(False)`), None for an input that is not a tensor, and a list
+            for a list of tensors. It returns one tangent for each output, with the output's shape
+            and dtype, or None. If `jvp` is omitted, a decorator is returned.
+        setup_context: a function that saves values on `ctx`, as in `register_autograd`. By default,
+            the `setup_context` of the backward formula is called. `ctx.saved_tensors` contains the
+            tensors that were passed to `ctx.save_for_forward`, or, if that was not called, to
+            `ctx.save_for_backward`.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `jvp`, or a decorator if `jvp` is omitted.
@@ -190,7 +195,8 @@ def register(
 ) -> None:
     """Register the backward formula of an operator, and optionally the forward-mode formula.
 
-    If `is_kernel` is true, `backward` is a backward kernel, which needs no `setup_context`.
+    If `is_kernel` is true, `backward` is the argument `backward_kernel` of `register_autograd`. It
+    takes the saved values as arguments, so it needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -232,13 +238,14 @@ def derive_autograd(op: OpLike, /) -> None:
     autocast settings are the same in both runs of the kernel.
 
     Raises:
-        GradientError: a `RuntimeError`: the operator mutates or aliases arguments or has an effect,
-            or one of the helper operators is already defined.
+        GradientError: the operator mutates or aliases arguments or has an effect, or one of the
+            helper operators is already defined. This error is a `RuntimeError`.
         NotImplementedError: autograd does not support a tensor type in the schema.
 
     The gradient of an input that does not affect any output is zero. If the kernel computes an
     output outside of autograd, for example with NumPy or `detach`, the backward raises
-    `GradientError`. Python numbers that the kernel reads, as in `x.item()`, are constants.
+    `GradientError`. If the kernel reads a Python number from a tensor, as in `x.item()`, the number
+    is treated as a constant.
 
     Example:
         >>> import torch, torchop

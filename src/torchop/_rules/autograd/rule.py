@@ -31,18 +31,18 @@ class AutogradRule(CompiledRule[Formula]):
 
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
-    # If the operator has no formula, this function, which calls differentiable operators, replaces
-    # it.
+    # If the operator has no formula, a call that needs a gradient runs this function instead of the
+    # operator. The function only calls operators that autograd can differentiate.
     decomposition: Callable[..., Any] | None = None
-    # The autograd function. The first call that records a gradient creates it, because creating a
-    # class is slow.
+    # The `autograd.Function` of the operator. The first call that records a gradient creates it,
+    # because creating a class is slow.
     cached_function: Any = None
 
     def install(self) -> None:
         """Install the kernel at the Autograd key.
 
-        Operators without a formula need it too. Otherwise autograd would not record the call, and
-        the backward would silently stop there instead of raising an error.
+        Operators without a formula need the kernel too. Otherwise autograd would not record the
+        call, and the backward would silently stop there instead of raising an error.
         """
         self.definition.implement("Autograd", self.kernel, with_keyset=True)
 
@@ -52,8 +52,8 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
-        # Copy the formula before changing its attributes, because older call plans share the
-        # object.
+        # Call plans that were compiled before share the formula object, so copy the formula before
+        # changing attributes.
         is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -83,7 +83,7 @@ class AutogradRule(CompiledRule[Formula]):
             with registration_lock:
                 if self.cached_function is None:
                     self.cached_function = make_function(self.definition, AutogradRule)
-                    self.definition.outdate_plan()  # now native calls can record gradients
+                    self.definition.outdate_plan()  # native calls need the new function
         return self.cached_function
 
     def register_jvp(
@@ -118,18 +118,20 @@ class AutogradRule(CompiledRule[Formula]):
                 if self.decomposition is None:
                     raise forward_mode.unsupported(definition)
                 return self.decomposition(*args, **kwargs)
-            # If the call records a gradient, the autograd function computes the output tangents.
-            # Only then do the saved tensors keep their tangents.
+            # If the call also records a gradient, let the `autograd.Function` (see `apply` below)
+            # compute the tangents. Otherwise the saved tensors would lose their tangents.
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
             _check_no_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and autograd.any_requires_grad(
-            # `torch._C._any_requires_grad` ignores lists that contain None.
+            # `torch._C._any_requires_grad` ignores lists that contain None, so pass the tensors in
+            # the lists instead.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # In transforms, no check is needed, because the decomposition writes into a copy.
+            # In a torch.func transform, no check is needed, because the decomposition writes into a
+            # copy.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
@@ -138,21 +140,25 @@ class AutogradRule(CompiledRule[Formula]):
             if is_dual and formula.training is not None:
                 raise forward_mode.residuals_unsupported(definition)
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-        # `keyset` excludes autograd for this call. The guard excludes it for the operators that the
-        # kernel calls.
+        # The new `keyset` skips autograd for this call only. The guard also skips autograd for the
+        # operators that the kernel calls.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
 
 def install(definition: Definition) -> None:
-    """Install a new operator's autograd kernel, or PyTorch's fallback for a lenient operator."""
+    """Install the autograd kernel of an operator that is being defined.
+
+    Operators of `torchop.compat` (`is_lenient`) get the kernel when a formula is registered. Until
+    then, PyTorch's autograd fallback handles their calls.
+    """
     if not definition.declaration.is_lenient:
         definition.rule(AutogradRule).install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if the call mutates a tensor and gradients would silently be wrong."""
+    """Raise if the call mutates a tensor in a way that would make gradients silently wrong."""
     if not definition.schema.is_mutable:
         return
     if functorch.is_active():

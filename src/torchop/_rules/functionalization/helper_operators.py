@@ -5,8 +5,9 @@ the original operator, but has a schema that functionalization and Inductor hand
 
 - `name__mutable` mutates the same arguments, but does not return them. A list that may contain None
   becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
-  the arguments by keyword to a function with another parameter of this name.
-- `name__functional` mutates nothing. It returns the new values after the results.
+  the arguments by keyword to a function that has a parameter `mode` of its own.
+- `name__functional` mutates nothing. After the results, it returns the new values of the arguments
+  that the original operator mutates.
 """
 
 from __future__ import annotations
@@ -37,14 +38,21 @@ _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 def define_of_kind(definition: Definition, kind: str) -> Definition:
-    """Define `name__mutable` or `name__functional`. The operator must already be registered."""
+    """Define the helper operator `name__mutable` or `name__functional` of the operator `name`.
+
+    The operator itself must already be registered.
+    """
     schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # The kernel is also the fake kernel, because it calls the original operator, and that has one.
+    # The kernel can also serve as the fake kernel, because it only calls the original operator.
     return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:
-    """Map each mutated list argument that may contain None to the name of the mask argument."""
+    """Return the mask arguments for mutated list arguments that may contain None.
+
+    A mask marks the items of the list that are not None. The returned dict maps the name of the
+    list argument to the name of the mask argument.
+    """
     return {
         argument.name: f"{argument.name}_given"
         for argument in schema.arguments
@@ -80,7 +88,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
     arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
-    # Masks are keyword-only, because required arguments must not follow defaults.
+    # Masks are keyword-only arguments, because a required positional argument must not follow an
+    # argument with a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
@@ -126,7 +135,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor with its strides, whereas `clone` would make the copy of a slice contiguous."""
+    """Copy a tensor, including its strides. `clone` would make the copy of a slice contiguous."""
     copy = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -1,12 +1,15 @@
-"""Protect copies that compilers might remove although an operator mutates the copied memory.
+"""Protect copies that compilers might remove although an operator writes into the copy.
 
-In `y = x.clone(); reverse(y, x)`, `y` must remain a copy if `reverse` writes into `y` and reads
-`x`. Workaround for pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert`
-and `remove_no_ops` remove a copy that has no other users. The reinplacing pass then makes the
-operator write in place, because it checks only whether the memory is used later, and not whether
-another argument of the call shares it.
+For example, in `y = x.clone(); reverse(y, x)`, `y` must remain a copy of `x` if the operator
+`reverse` writes into `y` and reads `x`.
 
-The operator `torchop::clone` makes a copy that no pass removes.
+Workaround for pytorch/pytorch#198031: Inductor's passes `remove_noop_ops`, `pointless_convert` and
+`remove_no_ops` remove a copy that has no other users. The reinplacing pass then makes the operator
+write in place, because the pass only checks whether the memory is used later, and not whether
+another argument of the same call shares the memory.
+
+This module therefore adds another copy to the trace. No pass removes it, because it is made by an
+operator of our own, `torchop::clone`.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# Define the operator at import, because a process may load a cached or exported graph that calls
-# it, and never trace.
+# Define `torchop::clone` at import and not at the first trace, because a process may load a cached
+# or exported graph that calls this operator without tracing.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
@@ -40,7 +43,11 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a traced call's arguments, copied with `torchop::clone` where this is necessary."""
+    """Return the arguments of a traced call, with copies of inputs that need protection.
+
+    An input is copied with `torchop::clone` if a compiler may turn it into an alias of an argument
+    that the call mutates.
+    """
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
@@ -50,7 +57,7 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # The program itself passes two views of the same memory, so no copy could be removed.
+            # The user's program passes the same memory twice, so no copy needs protection.
             or tracing.traced_memory(tensor) in memory
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
@@ -58,7 +65,7 @@ def copy_hidden_aliases(
         with mode:
             return torch.ops.torchop.clone.default(tensor)
 
-    # `sources` is empty if no graph is being recorded.
+    # If no graph is being recorded, `sources` is empty, and nothing needs to be copied.
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
@@ -75,7 +82,8 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
-# Besides views and `..._copy` operators, these operators may return their input unchanged.
+# Compilers remove these operators if they would return their input unchanged. The same is true of
+# views and of operators whose names end in `_copy`.
 _COPIES = frozenset(
     {
         "cat",
@@ -106,7 +114,7 @@ def _may_be_removed(node: torch.fx.Node) -> bool:
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:
-        # Inductor removes additions of 0 and multiplications by 1, so these may return an alias.
+        # Inductor removes an addition of 0 or a multiplication by 1, so the result may be an alias.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
     return (
         name in _COPIES

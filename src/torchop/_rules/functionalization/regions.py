@@ -1,8 +1,9 @@
 """Support operators that mutate arguments inside `torch.compiler.nested_compile_region`.
 
-Workaround for pytorch/pytorch#186807 and #189523: PyTorch traces such a region with C++
-functionalization, which rejects custom operators that mutate arguments. The call is traced in
-FunctionalTensorMode instead, where the operator's functionalization rule applies.
+Workaround for pytorch/pytorch#186807 and #189523: if a nested region mutates its inputs, PyTorch
+traces the region with C++ functionalization, and rejects custom operators that mutate arguments.
+This module traces calls to these operators in a FunctionalTensorMode instead, where the operator's
+functionalization rule applies.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
-    """Return an operator's C++ functionalization kernel, for an operator that mutates arguments."""
+    """Return the kernel that C++ functionalization calls for an operator that mutates arguments."""
     schema = definition.schema
 
     def functionalize(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,7 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
 
 
 def needs_check_of_regions(schema: Schema) -> bool:
-    """Return whether PyTorch may not notice that a region mutates an input with this operator."""
+    """Return whether PyTorch may overlook that the operator mutates an input of a nested region."""
     keyword_only = {argument.name for argument in schema.keyword_only}
     return any(
         argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)
@@ -70,10 +71,11 @@ def needs_check_of_regions(schema: Schema) -> bool:
 
 
 def checking_regions(definition: Definition) -> Callable[..., Any]:
-    """Return a rule that raises if PyTorch would lose a mutation made in such a region.
+    """Return a rule that raises if PyTorch would overlook that a region mutates one of its inputs.
 
-    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails if a
-    mutated argument is a list or None, and ignores mutated keyword arguments.
+    The rule raises if a mutated argument is a list, is None, or is passed by keyword. PyTorch's
+    `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails for
+    lists and None, and ignores keyword arguments.
     """
     schema = definition.schema
 
@@ -105,7 +107,7 @@ def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
-    """Raise if mutated arguments may overlap, because each is traced as separate memory."""
+    """Raise if mutated arguments may overlap, because the trace treats them as separate memory."""
     for (name, one), (other_name, other) in combinations(
         mutated_tensors(definition.schema, args, kwargs), 2
     ):

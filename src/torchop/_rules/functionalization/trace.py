@@ -4,16 +4,16 @@ If an operator returns only fresh tensors, PyTorch functionalizes it correctly. 
 the trace contains a helper operator instead, which PyTorch compiles correctly:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as an operator that returns
-  nothing, and the trace continues with the mutated arguments. Inductor 2.13 treats a returned
-  argument as fresh memory, and reuses that memory for later results. For `out=`, PyTorch also
-  passes uninitialized memory instead of the caller's tensor.
-- If an operator mutates a list that contains None, the list is traced without None. An argument
-  named `mode` is traced under another name.
+  nothing, and the trace continues with the mutated arguments. Otherwise Inductor 2.13 would treat a
+  returned argument as fresh memory, and reuse that memory for later results. For `out=`, PyTorch
+  would also pass uninitialized memory instead of the caller's tensor.
+- If an operator mutates a list that contains None, the trace contains the list without None. An
+  argument named `mode` has another name in the trace.
 - An operator that returns lists is traced as a functional operator that writes into copies. The
-  same helper operator is used if all mutated arguments of a call are None.
+  same functional operator is traced if all mutated arguments of a call are None.
 
-In calls to any operator, mutated views of another dtype and the copies described in
-`hidden_aliases` need special handling.
+For all operators, this module also copies mutated views of another dtype (see `_copy_typed_views`),
+and protects copies that compilers might remove (see `hidden_aliases`).
 """
 
 from __future__ import annotations
@@ -49,9 +49,13 @@ from torchop._schema.schema import Argument, Schema
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install a mutable operator's functionalization rule. Return a function that adds the helpers.
+    """Install the functionalization rule of a new operator, if it mutates arguments.
 
     Helper operators need no rule, because PyTorch functionalizes them correctly.
+
+    Returns:
+        A function that defines the helper operators, to call once the operator is defined. None if
+        no rule was installed.
     """
     schema = definition.schema
     if not schema.is_mutable or definition.declaration.is_helper:
@@ -66,8 +70,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        # Define the helper operators now, because a process may load a cached or exported graph
-        # that calls them, and never trace.
+        # Define the helper operators now and not at the first trace, because a process may load a
+        # cached or exported graph that calls the helper operators without tracing.
         for kind in _needed(schema):
             helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
@@ -75,12 +79,15 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-# Result types that functionalization supports.
+# The types of results that functionalization supports.
 _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _traced_results(schema: Schema) -> tuple[str, ...]:
-    """Return the result types, or () if the operator returns its arguments (in-place and out=)."""
+    """Return the types of the results that appear in a trace.
+
+    In-place and out= forms return their arguments, so their results do not appear.
+    """
     return schema.returns if schema.form is Form.PLAIN else ()
 
 
@@ -101,7 +108,8 @@ def _functionalizing(
 
     Args:
         definition: the operator.
-        helpers: the helper operators that may replace the operator, by kind.
+        helpers: the helper operators that may replace the operator, by kind. Still empty when this
+            function is called, because the helper operators are defined later.
     """
     schema = definition.schema
 
@@ -141,8 +149,8 @@ def _trace(
     """Trace a call to the operator or to one of its helper operators.
 
     Returns:
-        The result, and pairs of a mutated tensor and the new value that `name__functional`
-        returned.
+        The result, and pairs of a mutated tensor and its new value. There are only pairs if the
+        trace contains `name__functional`, because the other operators write the new values.
     """
     schema = definition.schema
     functional = helpers.get(FUNCTIONAL)
@@ -174,9 +182,9 @@ def _copy_typed_views(
 ) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
     """Replace each mutated argument that is a view of another dtype with a copy.
 
-    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. An
-    operator that writes into `torch.view_as_complex(x)` would receive real numbers. So the operator
-    writes into a copy instead, and the caller of this function copies the new value back.
+    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. So
+    an operator that writes into `torch.view_as_complex(x)` would receive real numbers. Instead, the
+    operator writes into a copy, and the caller of this function copies the new value back.
 
     Returns:
         The arguments, the keyword arguments, and pairs of a view and its copy.
@@ -204,9 +212,10 @@ def _copy_typed_views(
 def _names_if_shared(
     definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> str:
-    """Return the names of all mutated arguments if two of them share memory with one tensor.
+    """Return the names of all mutated arguments if one of `tensors` shares memory with another.
 
-    Otherwise return an empty string.
+    `tensors` contains some of the mutated arguments. If none of them shares memory with another
+    mutated argument, return an empty string.
     """
     mutated = mutated_tensors(definition.schema, args, kwargs)
     memory = [tracing.traced_memory(tensor) for _, tensor in mutated]

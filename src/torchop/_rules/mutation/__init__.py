@@ -1,1 +1,1 @@
-"""Checks, version counters and view handling for mutated arguments."""
+"""Operators that mutate arguments: checks, version counters, and conjugate or negative views."""

@@ -1,10 +1,10 @@
 """Dispatcher kernels for operators that mutate arguments.
 
-They bump version counters, and resolve conjugate and negative views. `x.conj()` shares the memory
-of `x` and only sets the conjugate bit, which kernels ignore. Therefore kernels receive copies with
-the conjugation applied, and the values that they write are copied back into the view. PyTorch has a
-fallback for the two dispatch keys, but it only supports operators that mutate a single tensor and
-return it.
+These kernels bump version counters, and resolve conjugate and negative views. For example,
+`x.conj()` shares the memory of `x` and only sets the conjugate bit, but the operator's own kernel
+ignores this bit. So the operator's kernel receives a copy with the conjugation applied, and the
+values that it writes are copied back into the view. PyTorch has fallbacks for conjugate and
+negative views, but they only support operators that mutate a single tensor and return it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping
     """Raise if a mutated tensor overlaps itself or (for in-place and out= forms) an input."""
     writes = written(definition, args, kwargs)
     check_memory(definition, writes)
-    # Only these two forms must compute the same values as the functional operator. The kernels of
-    # other operators may support overlapping buffers.
+    # In-place and out= forms must compute the same values as the functional operator, so reject
+    # overlapping inputs. The kernels of other operators may support overlapping buffers.
     if definition.schema.form is not Form.PLAIN:
         check_overlap(definition, writes, read(definition, args, kwargs))
 
@@ -82,7 +82,8 @@ class _MutationKernels:
     def count_versions(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         """Bump the versions of mutated tensors. This is the kernel at the ADInplaceOrView key.
 
-        It must bump the same tensors as `count_versions` in csrc/call.cpp and csrc/bypass.cpp.
+        This kernel must bump the same tensors as the C++ code in csrc/call.cpp (`count_versions`)
+        and csrc/bypass.cpp.
         """
         definition = self.definition
         writes = written(definition, args, kwargs)
@@ -94,7 +95,7 @@ class _MutationKernels:
 
     @compilers.never_traced
     def resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
-        """Resolve conjugate and negative views, run the kernel, and copy written values back."""
+        """Run the kernel on copies of conjugate and negative views, and copy new values back."""
         definition, schema = self.definition, self.definition.schema
         # Pairs of a mutated view and its resolved copy.
         copies: list[tuple[Tensor, Tensor]] = []
@@ -124,8 +125,8 @@ def _check_shared_memory(
 ) -> None:
     """Raise if a mutated conjugate or negative view shares memory with another mutated argument.
 
-    The kernel would write to a copy of the view, and copying that back would overwrite the values
-    that it wrote to the other argument.
+    The kernel would write to a copy of the view. Copying the new values back into the view would
+    overwrite the values that the kernel wrote to the other argument.
     """
     schema = definition.schema
     memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]

@@ -15,7 +15,7 @@ from torchop._compat import aliasing, dispatch
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
-# A description for messages, such as "argument 'x'" or "input 'xs[2]'", and the tensor.
+# A tensor, and its description for error messages, such as "argument 'x'" or "input 'xs[2]'".
 Placed = tuple[str, Tensor]
 
 
@@ -28,7 +28,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if one of the tensors requires grad, because autograd cannot record the operator."""
+    """Raise if one of the tensors requires grad, because autograd cannot record the mutation."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:
@@ -61,11 +61,10 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if one of the tensors has no version counter."""
+    """Raise if one of the tensors is an inference tensor, which has no version counter."""
     if torch.is_inference_mode_enabled():
         return
-    # Do not call subclasses and modes, because PyTorch's own check is in C++ and does not call
-    # them.
+    # Bypass Tensor subclasses and modes, because PyTorch's own check, in C++, bypasses them too.
     with dispatch.plain_tensors():
         unversioned = [where for where, tensor in written if tensor.is_inference()]
     for where in unversioned:
@@ -99,7 +98,7 @@ def check_overlap(
 ) -> None:
     """Raise if mutated tensors overlap each other or an input.
 
-    With `may_be_the_same`, an input may be identical to a mutated tensor, as in
+    If `may_be_the_same` is true, an input may be identical to a mutated tensor, as in
     `torch.sin(x, out=x)`.
     """
     for where, tensor in written:
@@ -145,7 +144,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors overlap, or False if one of them is not dense."""
+    """Return whether two dense tensors overlap. Return False if one of the tensors is not dense."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):

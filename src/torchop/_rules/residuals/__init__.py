@@ -20,8 +20,8 @@ def declare_residuals(
 
     Args:
         name: the name of the operator.
-        function: the kernel. The return annotation may declare residuals.
-        types: the argument `residuals` of `custom_op`, a mapping from names to types, or None.
+        function: the kernel. Its return annotation may declare residuals.
+        types: the argument `residuals` of `custom_op`: a mapping from names to types, or None.
     """
     types = declared_types(name, function, types)
     if types is None:
@@ -32,7 +32,7 @@ def declare_residuals(
 
 
 def residual_count(op: OpLike) -> int:
-    """Return an operator's number of residuals, in which each tensor of a structure counts."""
+    """Return the number of an operator's residuals, counting each tensor in a structure."""
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

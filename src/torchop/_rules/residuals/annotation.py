@@ -1,4 +1,7 @@
-"""Residuals (outputs that only the backward uses), declared in a kernel's return annotation."""
+"""Residuals that are declared in the return annotation of a kernel.
+
+Residuals are outputs of the kernel that only the backward uses.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ from torchop._schema.naming import OpName
 class Residuals:
     """Declare the residuals of an operator in the return annotation of the kernel.
 
-    Use this in `typing.Annotated`, as an alternative to the argument `residuals` of `custom_op`.
-    The schema and the signature of the operator only contain the type of the result.
+    Residuals are outputs of the kernel that only the backward uses. Use this class in
+    `typing.Annotated`, as an alternative to the argument `residuals` of `custom_op`. The residuals
+    do not appear in the schema and the signature of the operator.
 
     Args:
-        types: the type of each residual, by name.
+        types: the type of each residual, as keyword arguments.
 
     Example:
         >>> import torch, torchop
@@ -46,7 +50,10 @@ class Residuals:
 def declared_types(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
-    """Return the residual types from the annotation or from `types`; None if neither has any."""
+    """Return the types of an operator's residuals, or None if it declares none.
+
+    The residuals are declared either in the return annotation of `function` or by `types`.
+    """
     declared = [each for each in _annotated(function)[1:] if isinstance(each, Residuals)]
     if len(declared) + (types is not None) > 1:
         raise SchemaError(

@@ -1,8 +1,9 @@
 """The `backward_kernel` option of `register_autograd`.
 
-A function that computes gradients becomes the operator `name__backward_kernel`. The names of its
-parameters select the values to save, so no `setup_context` is needed. Users can register kernels
-and rules for the new operator. If it has a formula, a double backward works.
+The option takes a function that computes gradients, and turns it into the kernel of a new operator,
+`name__backward_kernel`. The names of the function's parameters select the values to save, so no
+`setup_context` is needed. Users can register more kernels and rules for the new operator, including
+a backward formula for double backward.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
-# The attribute of a `Library` that stores the backward kernels, by the name of the operator.
+# We add this attribute to a `torch.library.Library`. It is a dict from the names of the library's
+# operators to the definitions of their helper operators `name__backward_kernel`.
 _ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
-    """A validated backward kernel, from which an operator and a formula are made."""
+    """A function that was passed as `backward_kernel`, after validation.
+
+    `define` makes it an operator, and `formula` makes it a backward formula.
+    """
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
@@ -80,7 +85,10 @@ class BackwardKernel:
         self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
-        """Check the return annotation. For each gradient, return whether it may be None (zero)."""
+        """Check the return annotation. For each gradient, return whether it may be None.
+
+        None means a gradient of zero.
+        """
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
         if len(each) != len(self.differentiated) or not all(
@@ -124,10 +132,10 @@ class BackwardKernel:
                 )
 
     def define(self) -> Definition:
-        """Define the operator, or register the function as a kernel of an existing operator.
+        """Define the operator `name__backward_kernel`.
 
-        If an earlier backward kernel has the same signature, its operator is reused, because
-        compiled graphs may call it.
+        If the user has already registered a backward kernel with the same signature, reuse its
+        operator and replace only the kernel, because compiled graphs may call the operator.
         """
         definition = self.definition
         kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
@@ -137,7 +145,8 @@ class BackwardKernel:
             return typing.cast(Definition, before)
         if before is not None:
             before.deregister(f"{definition} has another backward kernel.")
-        # Sharding rules derive the placements of gradients from the forward operator, `origin`.
+        # `origin` is the operator that runs in the forward. Sharding rules use it to derive the
+        # placements of the gradients. If residuals are saved, `name__with_residuals` runs there.
         origin = definition
         if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).helper
@@ -151,7 +160,7 @@ class BackwardKernel:
             origin=origin,
             convention=typing.cast(Convention, _ZeroFillingConvention(self)),
         )
-        helper.rule(VmapRule).register(SEQUENTIAL)  # the author may register another rule
+        helper.rule(VmapRule).register(SEQUENTIAL)  # a default that the user can replace
         return helper
 
     def _can_replace(self, other: BackwardKernel) -> bool:
@@ -163,7 +172,7 @@ class BackwardKernel:
         return is_flat and one == two
 
     def fill_zeros(self, function: Callable[..., Any]) -> Any:
-        """Wrap an author's kernel to return zeros instead of None."""
+        """Wrap a user's kernel to return zeros instead of None."""
 
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -172,7 +181,7 @@ class BackwardKernel:
                 args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
             each = gradients if isinstance(gradients, tuple) else (gradients,)
             if len(each) != len(self.differentiated):
-                return gradients  # the check of the result will raise
+                return gradients  # the operator's check of the result will raise
             return self._with_zeros(each, args, kwargs)
 
         return kernel
@@ -191,7 +200,10 @@ class BackwardKernel:
         return self._with_zeros([None] * len(self.differentiated), args, kwargs)
 
     def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
-        """Replace each gradient that is None with zeros, if the kernel takes its argument."""
+        """Replace each gradient that is None with zeros in the shape of the argument.
+
+        A gradient stays None if the backward kernel does not take the argument.
+        """
         names = (argument.name for argument in self.schema.positional)
         values = {**dict(zip(names, args, strict=False)), **kwargs}
         likes = (values.get(argument.name) for argument in self.differentiated)
@@ -204,8 +216,8 @@ class BackwardKernel:
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
-        # For each argument with a gradient: the index of the argument, and for a list that may
-        # contain None, also the index of the saved value.
+        # For each argument with a gradient: the index of the argument, and the index of its saved
+        # value if the argument is a list that may contain None (otherwise None).
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -219,7 +231,8 @@ class BackwardKernel:
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            # `flat_arguments` checks types, so pass the results in place of the gradients.
+            # There are no gradients yet. Pass the results in their place, because they have the
+            # types that `flat_arguments` expects.
             grads = [results[place] for place in self.results]
             args: Any = (*grads, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
@@ -248,7 +261,7 @@ class BackwardKernel:
 
 
 class _ZeroFillingConvention(typing.NamedTuple):
-    """A backward kernel's calling convention: kernels may return None instead of zeros."""
+    """The calling convention of backward kernels: they may return None instead of zeros."""
 
     of: BackwardKernel
 
@@ -272,8 +285,8 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _is_gradient_of(kind: str, result: str) -> bool:
-    """Return whether a `kind` parameter accepts the gradient of a result of type `result`."""
-    # The gradient of a tuple with one tensor is a tensor.
+    """Return whether a `kind` parameter can receive the gradient of a result of type `result`."""
+    # The gradient of a result of type Tuple[Tensor] is a tensor, not a tuple.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
 
@@ -283,10 +296,10 @@ def _may_hold_none(argument: Argument) -> bool:
 
 
 def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
-    """Replace None in a gradient with zeros like the argument `like`, unless that is None.
+    """Replace None in the gradient of an argument with zeros. `like` is the argument's value.
 
-    A schema cannot return a list that contains None. So if the argument is a list that contains
-    None, the gradient has no entries for these items.
+    An operator cannot return a list that contains None. So if the argument is a list that contains
+    None, the returned list has no entries for these items. `_with_none` inserts the entries again.
     """
     if not argument.is_tensor_list:
         return torch.zeros_like(like) if gradient is None and like is not None else gradient
@@ -302,13 +315,13 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Insert None for each entry that `_filled` omitted."""
+    """Insert a gradient of None for each input that is None, because `_filled` omitted these."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 
 
 class _Saved(typing.NamedTuple):
-    """The placeholder for a saved tensor, or for a list of `length` saved tensors."""
+    """A placeholder for a saved tensor, or for a list of saved tensors if `length` is not None."""
 
     length: int | None
 

@@ -28,11 +28,14 @@ _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
 
 class Declared:
-    """The residuals (outputs that only the backward uses) that an operator declares.
+    """The residuals that an operator declares.
+
+    Residuals are outputs of the kernel that only the backward uses.
 
     Attributes:
-        named: a namedtuple class. `setup_context` receives the residuals as an instance.
-        schema: a schema without arguments, with the flattened residuals as results.
+        named: a namedtuple class. `setup_context` receives the residuals as an instance of it.
+        schema: a schema without arguments whose results are the residuals. Each tensor in a
+            structure is a separate result.
     """
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:
@@ -67,17 +70,18 @@ class Declared:
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel with `wrap_kernel`, so it returns only the result, without residuals."""
+        """Wrap a kernel to return only the result, without the residuals."""
         return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
         return author_of(kernel, self)
 
     def in_plan(self, native: Any, formula: Any) -> tuple[Any, ...]:
-        """Return the fields of the C++ struct `Residuals`, for native calls."""
+        """Return the fields of the C++ struct `Residuals`, for calls that C++ code runs."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # C++ code calls `setup_context` directly, which would skip the checks of a wrapped formula.
+        # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` makes the checks.
+        # C++ code would bypass the wrapper, because it calls the user's `setup_context` directly.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
@@ -90,11 +94,14 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """Return the expression that a kernel must return, for messages."""
+        """The expression that a kernel must return, as Python code for error messages."""
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
-        """Check the residuals that a kernel stored in a request, and return them flattened."""
+        """Check the residuals that a kernel stored in `request`, and return them as a flat tuple.
+
+        Each tensor in a structure becomes a separate item.
+        """
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):
             raise ResultError(
@@ -111,7 +118,7 @@ class Declared:
         return as_tuple(self.schema, values)
 
     def rebuilt(self, flat: Sequence[Any]) -> Any:
-        """Convert the flattened residuals to the object that `setup_context` receives."""
+        """Convert the result of `flat` to the object that `setup_context` receives."""
         values: Any = tuple(flat) if len(flat) > 1 else flat[0] if flat else None
         if self.structure is not None:
             values = self.structure.rebuilt_result(values)

@@ -1,8 +1,9 @@
 """Pass residuals from the kernel to the call that records a gradient.
 
-The kernel cannot return residuals to the call, because the dispatcher between the two returns only
-the results that the schema declares. So the call creates a `Request` for the current thread, and a
-wrapper of the kernel stores the residuals in this request.
+Residuals are outputs of the kernel that only the backward uses. The kernel cannot simply return
+them, because the dispatcher only passes on the results that the schema declares. So the call
+creates a `Request` for the current thread, and a wrapper of the kernel stores the residuals in this
+request.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ Output = TypeVar("Output")
 class Returned:
     """The return value of `torchop.residuals`: a result and the residuals."""
 
-    __slots__ = ("output", "saved")  # without __init__, because that takes twice as long
-    __module__ = "torchop"  # for messages
+    __slots__ = ("output", "saved")  # an __init__ would double the time to create an object
+    __module__ = "torchop"  # the module to show in error messages
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
     output: Any
@@ -42,8 +43,8 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     need not compute them: see `records_gradient`.
 
     A vmap rule returns `torchop.residuals((output, out_dims), ...)` with the batch dimension of
-    each residual, or None for a residual without one. To check a None, torchop calls the fake
-    kernel, so one must be registered.
+    each residual, or None for a residual that is not batched. If the rule returns None, torchop
+    calls the fake kernel to check this, so a fake kernel must be registered.
 
     Args:
         output: the result of the operator. In a vmap rule, the pair `(output, out_dims)`.
@@ -51,7 +52,8 @@ def residuals(output: Output, /, *saved: Any) -> Output:
             results or with each other.
 
     Returns:
-        An object for the kernel to return. For type checkers, it has the type of `output`.
+        An object that contains the result and the residuals, for the kernel to return. For type
+        checkers, it has the type of `output`.
 
     Raises:
         AliasError: raised by the call if a residual shares memory with another tensor.
@@ -88,8 +90,9 @@ def _returned(output: Any, saved: Any) -> Any:
     return returned
 
 
-# For each thread id: the request for the next kernel, and whether the running kernel must return
-# residuals. If no thread has a request, the dict is empty, which is fast to test.
+# For each thread id: the request for the next kernel that the thread runs, and whether the kernel
+# that it is running now must return residuals. The dict is empty while no thread has a request, so
+# other calls only need a fast check.
 _recording: dict[int, tuple[Request | None, bool]] = {}
 _NOTHING = (None, False)
 
@@ -97,9 +100,9 @@ _NOTHING = (None, False)
 def records_gradient() -> bool:
     """Return whether the running kernel must return residuals.
 
-    Kernels, fake kernels and vmap rules can skip computing residuals if this returns False: no
-    gradient is recorded, or the backward does not use them. It also returns False in operators
-    without residuals, and outside of kernels.
+    If this returns False, a kernel, fake kernel or vmap rule can skip computing residuals, because
+    no gradient is recorded, or because the backward does not use the residuals. This function also
+    returns False in operators without residuals, and outside of kernels.
 
     In kernels that take microseconds, import the function by name, because the attribute lookup
     `torchop.records_gradient` takes as long as the call.
@@ -109,7 +112,7 @@ def records_gradient() -> bool:
         >>> torchop.records_gradient()
         False
 
-    It corresponds to `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
+    Modelled on `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
     """
     return _records() if _recording else False
 
@@ -119,7 +122,11 @@ def _records() -> bool:
 
 
 class Request:
-    """A request for the residuals of a call. The kernel's wrapper stores them in `saved`."""
+    """A request for the residuals of a call.
+
+    Only a kernel that was wrapped with the same `key` fulfills the request. The wrapper stores the
+    residuals in `saved`.
+    """
 
     __slots__ = ("key", "saved")
 
@@ -129,21 +136,27 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """Replace functions of this module with C++ functions, and return the state that they share."""
+    """Replace `_records` and `_returned` with C++ functions.
+
+    Return the objects of this module that the C++ code uses.
+    """
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
 
 
 def request(key: object) -> Request:
-    """Create a request for the next kernel with this key that the current thread runs."""
+    """Request residuals from the next kernel with this key that the current thread runs."""
     thread, request = get_ident(), Request(key)
     _recording[thread] = request, _recording.get(thread, _NOTHING)[1]
     return request
 
 
 def requested(key: object, call: Callable[[], Output]) -> tuple[Output, Request]:
-    """Request the kernel's residuals during `call`. Return the result, and the filled request."""
+    """Run `call` with a request for the kernel's residuals.
+
+    Return the result of `call`, and the request, where the kernel has stored the residuals.
+    """
     thread = get_ident()
     outer = _recording.get(thread, _NOTHING)
     try:
@@ -161,10 +174,10 @@ def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
 
 
 def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
-    """Wrap a kernel or fake kernel to return only the result.
+    """Wrap a kernel or fake kernel to return only the result, without residuals.
 
     If the current thread has a `Request` with the same key, the wrapper stores the residuals in the
-    request.
+    request. Otherwise it drops them.
     """
     if author_of(function, key) is not None:
         return function
@@ -197,10 +210,10 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 
 
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the kernel of an operator without residuals: in it, `records_gradient` returns False.
+    """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    Without the wrapper, `records_gradient` would return True if another operator's kernel, which
-    must return residuals, calls this operator.
+    Otherwise it would return True if the operator is called by the kernel of another operator that
+    must return residuals.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function
@@ -218,7 +231,8 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """Return the author's function inside a wrapper from `wrap_kernel`, or None for others."""
+    """Return the user's function if `function` is a wrapper that `wrap_kernel` created, or None."""
     of_key, kernel, author = getattr(function, "_torchop_author", (None, None, None))
-    # Another wrapper may have copied the attribute with `functools.wraps`.
+    # Another wrapper may have copied the attribute with `functools.wraps`, so check that `function`
+    # is the object that `wrap_kernel` returned.
     return author if of_key is key and kernel is function else None

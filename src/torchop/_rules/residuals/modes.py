@@ -1,4 +1,7 @@
-"""Apply an operator's torch_dispatch rules to the training form `name__with_residuals`."""
+"""Apply an operator's torch_dispatch rules to the training form `name__with_residuals`.
+
+The training form is a helper operator that also returns the operator's residuals.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ from torchop._rules.residuals.vmap import Calls
 
 
 def follow(form: Any, cls: type) -> None:
-    """Register a torch_dispatch rule for the training form that calls the operator's rule.
+    """Make the operator's torch_dispatch rule for `cls` apply to `name__with_residuals` too.
 
-    A rule that the user registers for the training form takes precedence. The modes of compilers
-    need no rule, because they record a call to the training form.
+    If the user has registered a rule for `name__with_residuals` itself, that rule takes precedence.
+    The modes of compilers need no rule, because they only record the call in a graph.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -29,7 +32,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator's rule, and collect the residuals of the call to `func` in the rule."""
+    """Call the operator's rule, and collect the residuals from the rule's call to `func`."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -49,8 +52,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may unwrap arguments and wrap results, but only the rule's author knows how to wrap
-    # residuals.
+    # The rule may unwrap the arguments and wrap the results. The residuals would have to be wrapped
+    # too, but only the author of the rule knows how.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

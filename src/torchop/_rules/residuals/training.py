@@ -1,8 +1,9 @@
 """The training form: a helper operator that also returns the residuals of an operator.
 
-A call that records a gradient calls `name__with_residuals` instead of `name`, below autograd. So
-compiled graphs, modes and transforms see an ordinary operator. The kernel and the fake kernel call
-the original operator, and request the residuals.
+Residuals are outputs of the kernel that only the backward uses. A call to the operator `name` that
+records a gradient calls `name__with_residuals` below autograd. So compiled graphs, modes and
+transforms see an ordinary operator, whose results include the residuals. The kernel and the fake
+kernel of the training form call the original operator, and request the residuals.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results
 
-# The attribute of a `Library` that stores the training form.
+# We store the training form in this attribute of the operator's `torch.library.Library`.
 _ATTRIBUTE = "_torchop_with_residuals"
 
 
 class TrainingForm:
-    """The helper operator `name__with_residuals`, which also returns the residuals."""
+    """The helper operator `name__with_residuals`, which returns `name`'s results and residuals."""
 
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
@@ -52,10 +53,11 @@ class TrainingForm:
             "with_residuals",
             write(schema.written_arguments, write_results(results)),
             self._kernel,
-            self._kernel,  # the operator dispatches to its own fake kernel
+            self._kernel,  # also the fake kernel, because it only calls the operator
         )
         op = str(definition)
-        # Cached, so all calls that save the same residuals share one function.
+        # `guard(places)` returns a function that protects the residuals among the saved tensors.
+        # Calls that save residuals at the same places share a function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None  # the rule that `vmap.follow` registered
         vmap.follow(self)
@@ -73,7 +75,7 @@ class TrainingForm:
         return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Call the training form. Return the result of the operator and the flattened residuals."""
+        """Call `name__with_residuals`. Return the operator's result, and a tuple of residuals."""
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
@@ -82,7 +84,6 @@ class TrainingForm:
         return self.split(self.helper.overload(*args, **kwargs))
 
     def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split the results of the training form into the operator's result and the residuals."""
         everything = as_tuple(self.helper.schema, result)
         count = len(self.definition.schema.returns)
         return everything[:count] if count > 1 else everything[0], everything[count:]
@@ -91,11 +92,11 @@ class TrainingForm:
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return the formula's `save` function for a `setup_context` that takes residuals."""
+        """Return the function `Formula.save` for a `setup_context` with a parameter `residuals`."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
-            if isinstance(seen, Request):  # from a native call
+            if isinstance(seen, Request):  # this is a native call
                 flat = declared.flat(seen)
                 declared.check_fresh(schema, inputs, keywords, output, flat)
                 given = declared.named(*seen.saved or ())
@@ -125,7 +126,11 @@ class TrainingForm:
                 )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return a `save` function that runs the kernel again to compute the residuals."""
+        """Return a `save` function for a forward-mode formula, if `setup_context` takes residuals.
+
+        A call in forward mode does not request residuals, so the function runs the kernel again to
+        compute them.
+        """
         return lambda ctx, inputs, keywords, output: setup(
             ctx,
             inputs,
@@ -135,14 +140,18 @@ class TrainingForm:
         )
 
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
-        """Register the training form's formula, because outer transforms differentiate the form."""
+        """Register a backward formula for `name__with_residuals`.
+
+        If torch.func transforms are nested, the outer ones differentiate `name__with_residuals`.
+        """
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # `gradients` must see whether the gradient of a residual is None, so it materializes
-            # the gradients of the results itself. `ctx` has no getter for the flag, so intercept
-            # the setter.
+            # `gradients` must see whether the gradient of a residual is None, so autograd must not
+            # materialize gradients. Unless the user's `setup_context` turns materialization off
+            # too, `gradients` materializes the gradients of the results itself. `ctx` has no getter
+            # for this flag, so intercept the setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
@@ -167,7 +176,7 @@ class TrainingForm:
 def _metadata(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         return list(map(_metadata, output))
-    # Only tensors have gradients to materialize.
+    # Other values, such as None, have no gradient that could be materialized.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 
@@ -181,11 +190,13 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the saved tensors, in which the residuals raise if they are differentiated.
+    """Return the saved tensors, but replace residuals with tensors that raise if differentiated.
 
-    Otherwise a double backward would treat residuals as constants, so the second derivative would
-    silently be wrong. Autograd only runs nodes on a path to an input, so each residual gets a node
-    that is connected to `anchor`.
+    `places` contains the indices of the residuals in `tensors`. Without the replacement, a double
+    backward would treat residuals as constants, and the second derivative would silently be wrong.
+
+    Each replacement is the output of an autograd node that raises. Autograd only runs nodes on a
+    path to an input, so the node is connected to `anchor`, a tensor that requires grad.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:
@@ -224,7 +235,7 @@ def _through_residual(op: str) -> MissingFormulaError:
 
 
 def training_form(definition: Definition) -> TrainingForm:
-    """Return the training form of an operator, and define it on first use."""
+    """Return the helper operator `name__with_residuals` of an operator. Define it on first use."""
     attributes: dict[str, Any] = definition.library.__dict__
     if _ATTRIBUTE not in attributes:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
@@ -233,7 +244,10 @@ def training_form(definition: Definition) -> TrainingForm:
 
 
 def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Update the training form after the operator's vmap rule, or the rule for `cls`, changed."""
+    """Update `name__with_residuals` after the user registered a rule for the operator `name`.
+
+    If `cls` is None, this was a vmap rule, otherwise a torch_dispatch rule for `cls`.
+    """
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:
         if cls is None:

@@ -1,7 +1,8 @@
 """Apply an operator's vmap rule to its training form `name__with_residuals`.
 
-The rule calls the operator with the whole batch. If a gradient is recorded, this module collects
-the residuals of this call, and the rule must return their batch dimensions.
+The training form is a helper operator that also returns the operator's residuals. The vmap rule
+calls the operator with the whole batch. If a gradient is recorded, this module collects the
+residuals of that call, and the rule must return the batch dimensions of the residuals.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from torchop._rules.residuals.handover import requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# The default rule. It is a separate object, to tell it apart from a user's rule "sequential".
+# The default vmap rule of `name__with_residuals`. It equals "sequential", but is a separate object,
+# because it must be distinguished from a rule "sequential" that the user registered.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register the vmap rule of the training form, unless the user has registered one."""
+    """Register a vmap rule for `name__with_residuals`, unless the user has registered one."""
     rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:
         is_function = callable(form.definition.rule(VmapRule).function)
@@ -33,7 +35,8 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    checked: set[Any] = set()  # already checked, as a check runs the fake kernel
+    # Calls with checked dimensions. Do not check them again, because a check runs the fake kernel.
+    checked: set[Any] = set()
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         of_operator: Any = definition.plan[VmapRule]
@@ -62,7 +65,7 @@ def _rule(form: Any) -> Callable[..., Any]:
         key = _shapes((definition.plan, args, in_dims, (*kwargs.items(),), calls.saved[0], saved))
         try:
             hash(key)
-        except TypeError:  # symbolic sizes, for example
+        except TypeError:  # the key contains symbolic sizes, for example
             key = None
         if key is None or key not in checked:
             _check_dims(form, [*map(with_dims, args, in_dims)], kwargs, calls.saved[0], saved)
@@ -123,10 +126,10 @@ def _length(value: Any) -> int:
 
 
 class Calls(TorchFunctionMode):
-    """A mode that calls the training form instead of the operator, and collects the residuals.
+    """A mode that calls `name__with_residuals` instead of `name`, and collects the residuals.
 
-    A `TorchFunctionMode` handles calls before transforms, other modes and autograd do, so all of
-    these see the training form.
+    A `TorchFunctionMode` handles a call before transforms, other modes and autograd do. So all of
+    them see a call to `name__with_residuals`.
     """
 
     def __init__(self, form: Any) -> None:

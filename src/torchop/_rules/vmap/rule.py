@@ -21,7 +21,7 @@ _LEADING = ("info", "in_dims")
 
 
 SEQUENTIAL: Final = "sequential"
-# A registered function, or the name of the built-in rule.
+# A vmap rule: a function that the user registered, or the name of the built-in rule.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
@@ -92,7 +92,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         definition = self.definition
         rule = definition.plan[VmapRule]
-        if not callable(rule):  # "sequential"
+        if not callable(rule):  # the rule is "sequential"
             return map_call(definition, args, kwargs)
         try:
             return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
@@ -103,7 +103,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
     @compilers.never_traced
     def _run_random(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a random operator under vmap, with or without batched tensors."""
+        """Handle a call to a random operator under vmap, even if no tensor is batched."""
         definition = self.definition
         if definition.plan[VmapRule] == SEQUENTIAL:
             return map_call(definition, args, kwargs)
@@ -149,9 +149,9 @@ def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) ->
 
 
 def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
-    """Check `out_dims`, and return one dimension or None for each tensor of the output.
+    """Check the `out_dims` of a vmap rule. Return a dimension or None for each output tensor.
 
-    A single value of `out_dims` applies to all outputs.
+    If the rule returned a single value as `out_dims`, the value applies to all outputs.
     """
     if isinstance(output, (tuple, list)):
         if not isinstance(dims, (tuple, list)):
@@ -198,19 +198,20 @@ def register_vmap(
 ) -> Function | None:
     """Register how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once per element and warns. That fallback supports
+    Without a rule, PyTorch calls the operator once per element and warns. This fallback supports
     neither lists of tensors nor non-tensor results.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` contains the
-            mapped dimension of each positional argument, or None. `out_dims` contains the same for
-            each output. `info.batch_size` is the size of the mapped dimension, and
-            `info.randomness` is the `randomness` argument of `vmap`. Without `func`, a decorator is
-            returned. `"sequential"` calls the operator once per element and stacks the results. For
-            an operator with residuals, see `torchop.residuals`.
-        lib: the library that owns the registration. By default, it is permanent.
+        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+            `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
+        func: the rule, called as `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`.
+            `in_dims` contains the mapped dimension of each positional argument, or None if vmap
+            does not map over the argument. `out_dims` contains the mapped dimension of each output,
+            or None. `info.batch_size` is the size of the mapped dimension, and `info.randomness` is
+            the `randomness` argument of `vmap`. The rule `"sequential"` calls the operator once per
+            element and stacks the results. If `func` is omitted, a decorator is returned. For an
+            operator with residuals, see `torchop.residuals`.
+        lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `func`, or a decorator if `func` is omitted. None for `"sequential"`.

@@ -17,7 +17,7 @@ from torchop._schema.forms import Form
 
 
 class _Mapped:
-    """A batched tensor, with the dimension over which vmap maps."""
+    """A batched tensor, and the dimension over which vmap maps."""
 
     __slots__ = ("dim", "tensor")
 
@@ -27,7 +27,10 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """Wrap an argument's batched tensors in `_Mapped`. `dim` is its entry in `in_dims`."""
+    """Wrap the batched tensors of an argument in `_Mapped`, to store the batch dimensions.
+
+    `dim` is the argument's entry in `in_dims`.
+    """
     if isinstance(dim, (list, tuple)):
         return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
     return value if dim is None else _Mapped(value, dim)
@@ -73,8 +76,8 @@ def map_elements(
     """Call the operator once per element of a batch, and stack the results along dimension 0.
 
     The caller must have wrapped batched tensors with `with_dims`. For an empty batch, the fake
-    kernel determines the shapes. With `replay`, all elements draw the same random numbers. In-place
-    and out= forms write into the batch, so for these, return None.
+    kernel determines the shapes of the results. If `replay` is true, all elements draw the same
+    random numbers. For in-place and out= forms, return None, because they write into the batch.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -104,7 +107,7 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Call the operator once per element. With `replay`, all calls draw the same random numbers."""
+    """Call the operator once per element. If `replay`, all calls draw the same random numbers."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
     args, kwargs = elements[0]  # the devices and generators are the same for all elements
@@ -166,9 +169,9 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
     """Raise if Dynamo is tracing and an output has a data-dependent size.
 
-    Dynamo's graph contains one call for the whole batch. The result of this call would contain the
-    unbacked sizes of one element only, and Dynamo would report the other elements' sizes as an
-    error of the fake kernel.
+    Dynamo's graph contains one call for the whole batch. The result of this call would only contain
+    the unbacked sizes of one element. Dynamo would report the unbacked sizes of the other elements
+    as an error of the fake kernel.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):
@@ -183,13 +186,14 @@ def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], wh
 def _combined(
     definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
-    """Combine the values that all elements returned for one output."""
+    """Combine the values that one output has for the elements of the batch."""
     if not outputs:
-        return None  # the batch is empty and the operator returns nothing
+        return None  # the batch is empty, and the operator returns nothing
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
-        # Symbolic sizes are not hashable, so a set of shapes does not work.
+        # Compare each shape with the first one. Symbolic sizes are not hashable, so the shapes
+        # cannot be collected in a set.
         other = next((o for o in outputs if fake_tensors.shapes_differ(first, o)), None)
         if other is None:
             _check_sizes_are_known(definition, outputs, what)

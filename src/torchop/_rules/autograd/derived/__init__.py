@@ -1,1 +1,1 @@
-"""Derived formulas, which differentiate the operator's body: the code of its kernel."""
+"""Derived backward formulas: differentiate the operator's body, i.e. the code of its kernel."""

@@ -1,4 +1,4 @@
-"""The derived formula, whose backward runs the operator's body again and differentiates it."""
+"""The formula that `derive_autograd` registers. It differentiates the body of the operator."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ from torchop._rules.effect import EffectRule
 
 
 class DerivedFormula(Formula):
-    """A formula that saves the inputs. Its backward runs the body again and differentiates it."""
+    """A formula whose backward runs the operator's body again and differentiates it.
+
+    The body is the code of the operator's kernel. The forward only saves the inputs.
+    """
 
     def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
         super().__init__(definition)
-        # The two helper operators for compiled graphs: `name__training` and `name__backward`. The
-        # formulas of these two operators have None here, because AOTAutograd does not support
-        # double backward.
+        # The two helper operators for compiled graphs: `name__training` and `name__backward`. This
+        # is None in the formulas of the helper operators themselves, because AOTAutograd does not
+        # support double backward.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
@@ -42,7 +45,11 @@ class DerivedFormula(Formula):
         return "autograd derived"
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel. Return the result, and the ambient state (None if it is not needed)."""
+        """Call the kernel. Return the result and the packed ambient state.
+
+        The ambient state is the state that the backward must restore to run the body again, such as
+        the states of random number generators. None if the backward needs no state.
+        """
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
         tensors = list(tensors_in(values))
@@ -51,13 +58,15 @@ class DerivedFormula(Formula):
         if self.for_graphs is not None:
             training, _ = self.for_graphs
             if is_batched and tracing.is_tracing(tensors):
-                # The vmap rule calls other operators, so no single state could be saved.
+                # The user's vmap rule may call several operators, and each of them starts in its
+                # own generator state. So a single state would not be enough.
                 training.forbid_random_numbers()
                 return call(), None
             if not is_batched and (
                 tracing.is_tracing(tensors)
-                # Selective checkpointing may return the cached result of the first call. The result
-                # of `name__training` includes the generator state of that call.
+                # When selective checkpointing repeats the forward, it may return the cached result
+                # of the first call. The backward then needs the generator state of the first call.
+                # `name__training` returns this state, so it is cached together with the result.
                 or (training.draws_numbers and checkpointing.selective_checkpointing_is_active())
             ):
                 result, packed = training(args, kwargs)
@@ -65,8 +74,8 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So the
-        # state is saved only if it may affect the result.
+        # For DTensors, `_backward` can only call `name__backward` if no state was saved. So save
+        # the state only if it may affect the result.
         is_needed = (
             not state.is_plain
             or not dtensor.has_dtensors(values)
@@ -77,10 +86,10 @@ class DerivedFormula(Formula):
         return result, state.packed if is_needed else None
 
     def _before_kernel(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the ambient state for a native call, or NotImplemented to use the dispatcher.
+        """Return the packed ambient state for a native call (run by C++ without the dispatcher).
 
-        While a CUDA graph is captured, calls must use the dispatcher, so that `run` can check that
-        the body draws no random numbers.
+        While a CUDA graph is being captured, return NotImplemented to use the dispatcher instead,
+        because only `run` checks that the body draws no random numbers.
         """
         self._check_no_effect()
         state = replay.ambient_state((*args, *kwargs.values()))
@@ -94,13 +103,13 @@ class DerivedFormula(Formula):
         result: Any,
         packed: Tensor | None,
     ) -> None:
-        """Save the arguments and the ambient state, such as the state of random number generators.
+        """Save the arguments and the packed ambient state on `ctx`.
 
-        Native calls save the state even if it is unchanged after the body has run, because the body
-        may have read a generator's state, or have drawn numbers and then reset the generator.
+        Native calls save the state even if the call did not change it, because the body may have
+        drawn random numbers and then reset the generator, for example.
         """
         call, tensors = split_tensors(args, kwargs)
-        # The backward skips outputs whose gradient is None.
+        # Do not replace gradients of None with zeros, because the backward skips these outputs.
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
         ctx.save_for_backward(*tensors, packed)
@@ -116,11 +125,11 @@ class DerivedFormula(Formula):
         flat_grads = list(output_tensors(self.definition.schema.returns, grads))
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
-        # For DTensors, call `name__backward`, because it uses the operator's sharding rule. But a
-        # double backward must differentiate the operators in the body.
+        # For DTensors, call `name__backward`, because it uses the operator's sharding rule. But if
+        # grad mode is enabled, run the body, because a double backward may differentiate it.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
-            torch.compiler.is_dynamo_compiling()  # in compiled autograd
+            torch.compiler.is_dynamo_compiling()  # true in compiled autograd
             or tracing.is_tracing(tensors)
             or any(map(functorch.holds_batch, tensors))
             or (on_shards and dtensor.has_dtensors(tensors))
@@ -135,7 +144,7 @@ class DerivedFormula(Formula):
         return placed(gradients, ctx.needs_input_grad)
 
     def _check_no_effect(self) -> None:
-        # `derive_autograd` also checks this, but the effect may have been registered since.
+        # `derive_autograd` also checks this, but the effect may have been registered afterwards.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
                 f"{self.definition}: an effect was registered after the formula was derived. The "

@@ -35,33 +35,36 @@ class Rerun(NamedTuple):
     state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """Call `run` with inputs that require grad, in the ambient state of the first run."""
+        """Call `run` with inputs that require grad.
+
+        The random number generators and settings such as autocast are as in the first run.
+        """
         args, kwargs = self.call.with_tensors(self.tensors)
 
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
-        # If only the backward runs under vmap, all batch elements use the forward's random numbers.
+        # If only the backward runs under vmap, all elements of the batch must draw the same random
+        # numbers as the forward, whatever the argument `randomness` of vmap is.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
-        """Run the kernel, and return a tuple of the results."""
         args, kwargs = self.call.with_tensors(inputs)
-        # Call the kernel directly, because autograd would record a call to the operator as a single
-        # node.
+        # Call the kernel and not the operator. Autograd would record a call to the operator as a
+        # single node, and not the operators in its body.
         kernels = self.definition.dispatcher_kernels
         key = every = dispatch.kernel_key("default")
-        # `dispatch_key_name` returns the key for dense tensors, so other layouts use the default
-        # kernel.
+        # `dispatch_key_name` returns the key for dense tensors, so call the default kernel if there
+        # are tensors with other layouts.
         if all(tensor.layout is torch.strided for tensor in inputs):
             # If some tensors are on the CPU and some on another device, use the other device's
             # kernel.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:  # their kernels may not be differentiable
+        if rule.providers is not None:  # autograd may not be able to differentiate their kernels
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
@@ -82,9 +85,10 @@ class Rerun(NamedTuple):
         If no output depends on a tensor, the gradient is zero.
 
         Args:
-            grad_outputs: one gradient for each tensor output, flattened. None means zero.
-            create_graph: whether to record the computation of the gradients.
-            run: computes the outputs. By default, run the kernel.
+            grad_outputs: the gradients of the outputs. Each tensor in a list has its own gradient.
+                None means zero.
+            create_graph: whether to record the computation of the gradients for a double backward.
+            run: a function that computes the outputs. By default, it runs the kernel.
         """
         run = run or self.outputs
         inputs, outputs = differentiable(
@@ -96,8 +100,8 @@ class Rerun(NamedTuple):
         with autograd.above_autograd():
             if create_graph:
                 # `_body_input` creates leaves for tensors that have no autograd graph, as after
-                # `torch.func.vjp`. Do not record the gradients for these leaves alone: record them
-                # only if another tensor requires grad.
+                # `torch.func.vjp`. These leaves require grad, but nobody can differentiate with
+                # respect to them. So record the gradients only if another tensor requires grad.
                 constants = [tensor for tensor in sources if tensor.is_leaf]
                 create_graph = any(
                     _is_recorded(tensor)
@@ -118,7 +122,7 @@ class Rerun(NamedTuple):
 
         Args:
             unrecorded: the index and the gradient of each output without an autograd history.
-            run: computes the outputs.
+            run: a function that computes the outputs.
         """
         received = [index for index, grad in unrecorded if not _is_zero(grad)]
         if not received:
@@ -161,7 +165,7 @@ def by_history(
 def input_gradients(
     outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """Return the gradients of `inputs`, given pairs (output, gradient)."""
+    """Return the gradients of `inputs`, given pairs of an output and its gradient."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
         gradients = autograd.input_gradients(outputs, inputs, create_graph)
@@ -179,14 +183,14 @@ def _is_zero(gradient: Tensor) -> bool:
 
 
 def _body_input(tensor: Tensor) -> Tensor:
-    """Return an alias of an input, at which the autograd graph of the body starts.
+    """Return an alias of an input. The autograd graph of the body starts at this alias.
 
-    One input may have been computed from another. Without the alias, the gradient of the other
-    input would then include the gradient that flows back through the first.
+    The caller may have computed an input `b` from another input `a`. Without aliases, the gradient
+    of `a` would include the gradient that flows from `b` back to `a`, outside of the body.
     """
     if tensor.requires_grad:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
-        if alias.requires_grad:  # not if the tensor belongs to a transform that has ended
+        if alias.requires_grad:  # false if the tensor belongs to a transform that has ended
             return alias
     return functorch.make_leaf(tensor)
 
@@ -194,7 +198,8 @@ def _body_input(tensor: Tensor) -> Tensor:
 def _is_recorded(tensor: Tensor) -> bool:
     """Return whether autograd records operations on a tensor.
 
-    `requires_grad` is unreliable for tensors of transforms that have ended, so test an alias.
+    If a tensor belongs to a torch.func transform that has ended, its `requires_grad` is unreliable,
+    so check `requires_grad` of an alias.
     """
     if not functorch.is_wrapped(tensor):
         return tensor.requires_grad
@@ -203,14 +208,17 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
-    """Yield the tensors among the results of a call, or their gradients. Lists are flattened."""
+    """Yield each result of a call that is a tensor, and each tensor in a result that is a list.
+
+    `results` may also contain the gradients of the results.
+    """
     for kind, value in zip(returns, results, strict=True):
         if "Tensor" in kind:
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Run a part of the derived formula, and explain errors from code that has no gradient."""
+    """Run a part of the derived formula. Raise GradientError if the body is not differentiable."""
     try:
         return run()
     except RuntimeError as error:
@@ -238,26 +246,28 @@ _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storag
 
 
 class DependencyMode(TorchFunctionMode):
-    """A mode that finds tensors without an autograd history that depend on differentiable inputs.
+    """A mode that finds tensors that depend on the inputs, although autograd recorded no history.
 
     Python numbers such as `x.item()` are not tracked, because most programs use them to select a
-    computation, not as values. For tensors from other libraries, such as the results of
-    `torch.from_numpy`, the inputs are unknown. Therefore, once a tensor has passed its data to
-    another library, every later tensor of unknown origin is assumed to depend on it.
+    computation, not as values.
+
+    If another library such as NumPy creates a tensor, the origin of the data is unknown. So once
+    the body has passed a tensor's data to another library, the mode assumes that every tensor of
+    unknown origin depends on that tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # For each tensor: the function that computed its value without autograd, or None. The keys
-        # are ids, so the values also hold the tensors, to keep them alive.
+        # For the id of each tensor: the tensor, and the function that computed its value without
+        # autograd, or None. Storing the tensor keeps it alive, so that its id is not reused.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
         # For each storage: the function that wrote to the storage in place without autograd.
         self._written: dict[int, str] = {}
-        # The function that first passed a dependent tensor's data to another library.
+        # None until a tensor that depends on the inputs passes its data to another library. Then
+        # the function that computed the tensor's value without autograd.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
-        """Call `function` with inputs that require grad, and track dependencies."""
         self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
         with self:
             return function(inputs)
@@ -279,19 +289,20 @@ class DependencyMode(TorchFunctionMode):
         if name in _EXPORTS_DATA:
             self._exported = self._exported or origin
         for tensor in _tensors((result,)):
-            # These functions read only the shape and dtype of a tensor, not its values.
+            # Functions such as `zeros_like` and `new_zeros` do not read the values of a tensor.
             is_just_like = name.endswith("_like") or name.startswith("new_")
             is_tracked = is_differentiable(tensor) and not is_just_like
             self._seen.setdefault(id(tensor), (tensor, origin if is_tracked else None))
         for tensor, version in zip(inputs, versions, strict=True):
-            # Integer tensors, such as indices and masks, only select a computation.
+            # Integer tensors, such as indices and masks, only select a computation, so they are not
+            # tracked.
             is_tracked = is_differentiable(tensor) and not tensor.requires_grad
             if origin and is_tracked and version_of(tensor) != version:
                 self._written.setdefault(_memory_of(tensor), origin)
         return result
 
     def left_autograd_in(self, tensor: Any) -> str | None:
-        """Return the function that computed a value without autograd, or None if there is none."""
+        """Return the function that computed a tensor's value without autograd, or None."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
         _, origin = self._seen.get(id(tensor), (tensor, self._exported))
@@ -299,7 +310,7 @@ class DependencyMode(TorchFunctionMode):
 
 
 def _memory_of(tensor: Tensor) -> int:
-    # Subclasses and tensors of transforms may have no storage.
+    # Tensor subclasses and tensors in torch.func transforms may have no storage.
     is_plain = type(tensor) is Tensor and not functorch.is_wrapped(tensor)
     return storage_of(tensor) if is_plain else id(tensor)
 

@@ -1,7 +1,8 @@
 """The helper operators that compiled graphs call for an operator with a derived formula.
 
 `name__training` replaces the operator `name` in the forward. It returns the results of `name`, and
-a tensor with the packed ambient state (such as random number generators) in which the body ran.
+a tensor with the packed ambient state before the kernel ran, such as the states of random number
+generators.
 
 `name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state, a
 mask of the tensors that need a gradient, and the arguments of `name`. The kernel restores the
@@ -52,9 +53,9 @@ _IN_CUDA_GRAPH = (
 
 def derived_formula(definition: Definition) -> DerivedFormula:
     """Return the derived formula of an operator, and define its helper operators on first use."""
-    # The formula is stored on the operator's library, which has the same lifetime as the operator.
-    # If the formula is derived again, the helper operators are reused, because compiled graphs call
-    # them by name.
+    # Store the helper operators on the operator's library, because the library lives as long as the
+    # operator. If the formula is derived again, the helper operators are reused, because compiled
+    # graphs call them by name.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
 
@@ -70,7 +71,7 @@ def derived_formula(definition: Definition) -> DerivedFormula:
 
 
 class TrainingOperator:
-    """The helper operator `name__training`, which replaces `name` in compiled forwards."""
+    """The helper operator `name__training`, which replaces `name` in compiled graphs."""
 
     __slots__ = ("_calls", "_definition", "helper", "number")
 
@@ -106,8 +107,8 @@ class TrainingOperator:
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Call `name__training`. Return the result of the operator and the packed ambient state."""
         number = next(self._calls)
-        # The state is a CPU tensor, which would prevent Inductor from using CUDA graphs. Operators
-        # that do not declare random numbers work without it.
+        # The state is a CPU tensor, and would prevent Inductor from using CUDA graphs. So omit the
+        # state if the operator does not declare that it draws random numbers.
         if (
             not self.draws_numbers
             and compilers.makes_cuda_graphs()
@@ -152,7 +153,7 @@ class TrainingOperator:
         results = as_tuple(self._definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
-        # For meta tensors, all results must be on the meta device.
+        # If the arguments are meta tensors, all results must be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
@@ -185,7 +186,7 @@ def define_backward(definition: Definition) -> Definition:
         **kwargs: Any,
     ) -> list[Tensor]:
         call, tensors = split_tensors(args, kwargs)
-        # Unless this runs below autograd, the gradients may be differentiated again.
+        # If autograd is active, the gradients may be differentiated again (double backward).
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
@@ -207,7 +208,7 @@ def _vmap_rule(definition: Definition, helper: Definition) -> Any:
         mapped = any(dim is not None for dim in of_each_tensor(values[3:], in_dims[3:]))
         if mapped and callable(definition.plan[VmapRule]):
             return _through_rule(definition, info, in_dims, *values, **kwargs)
-        # `in_dims` has no entry for trailing arguments that equal their default.
+        # `in_dims` has no entry for trailing arguments that equal their default, so add None.
         dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
         with functorch.without_randomness_of_vmap():
             arguments = list(map(with_dims, values, dims))
@@ -227,13 +228,13 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Differentiate the vmap rule to compute the gradients of the whole batch at once."""
+    """Compute the gradients of the whole batch at once, by differentiating the user's vmap rule."""
     rule = definition.plan[VmapRule]
     assert callable(rule)  # as the caller has checked
     call, tensors = split_tensors(args, kwargs)
     dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size
-    # Expand unbatched inputs, because each of them has one gradient per batch element.
+    # Expand inputs that are not batched, because they get one gradient for each batch element.
     batched = [
         _batch_first(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)

@@ -1,8 +1,8 @@
 """Run an operator's body again in the ambient state of its first run.
 
 The ambient state consists of the states of the random number generators, the autocast settings, the
-default dtype and the default device. All of it is packed into a byte tensor, because formulas save
-tensors, and compiled graphs pass tensors from the forward to the backward.
+default dtype and the default device. The whole state is packed into one byte tensor, because both
+autograd and compiled graphs pass tensors from the forward to the backward.
 """
 
 from __future__ import annotations
@@ -33,21 +33,24 @@ Result = TypeVar("Result")
 # sorted.
 _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
-# The number of accelerators with a state, the default dtype and the default device. Two bytes per
-# device type follow: whether autocast is enabled, and the autocast dtype. `ambient_state.cpp`
-# writes the same layout for plain states.
+# The packed settings start with three fields: the number of accelerators whose generator states are
+# packed, the default dtype, and the default device. Two bytes for each device type follow: whether
+# autocast is enabled, and the autocast dtype. `ambient_state.cpp` writes the same format if all
+# settings are PyTorch's initial ones.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
-_UNREADABLE = b"\0"  # replaces the state of a generator that cannot be read; others start with 1
+# This byte replaces the state of a generator if the state cannot be read. Other packed generator
+# states start with a byte of 1.
+_UNREADABLE = b"\0"
 
 
 class AmbientState(NamedTuple):
-    """The current ambient state.
+    """The ambient state of a call: generator states, autocast settings, default dtype and device.
 
     Attributes:
         packed: the state as a byte tensor.
-        is_plain: whether autocast is disabled, and the default dtype and device are the initial
-            ones.
+        is_plain: whether autocast is disabled, and the default dtype and device are PyTorch's
+            initial ones.
         is_captured: whether the state of a generator cannot be read, because a CUDA graph is being
             captured.
     """
@@ -57,15 +60,17 @@ class AmbientState(NamedTuple):
     is_captured: bool = False
 
 
-# The state of the latest call, which is reused until random numbers are drawn or a setting changes.
+# The ambient state of the latest call. Later calls reuse it until random numbers are drawn or a
+# setting changes.
 _latest: AmbientState | None = None
 
 
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
     """Return the current ambient state for a call with arguments `values`.
 
-    The state includes the generators of all devices. With `in_graph`, it only includes the
-    generators of the arguments' devices, because tracing must know the size of the packed state.
+    The state includes the generators of all devices. If `in_graph` is true, it only includes the
+    generators of the devices of the arguments. The size of the packed state then only depends on
+    the arguments, and is known during tracing.
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
@@ -94,7 +99,7 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
 
 
 def _read(generator: Generator) -> bytes:
-    """Return a byte of 1 followed by a generator's state, or `_UNREADABLE`."""
+    """Return a byte of 1 followed by the generator's state. If that fails, return `_UNREADABLE`."""
     try:
         return b"\1" + _bytes(generator.get())
     except RuntimeError:  # a CUDA graph is being captured
@@ -102,16 +107,20 @@ def _read(generator: Generator) -> bytes:
 
 
 def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Return whether the current ambient state differs from `state`, e.g. after drawing numbers."""
+    """Return whether the current ambient state differs from `state`.
+
+    For example, it differs after random numbers were drawn.
+    """
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
 def _packed_if_plain(values: Sequence[Any], latest: Tensor | None, count: int) -> Tensor | None:
-    """Return the packed ambient state if C++ can read it, and None otherwise.
+    """Return the current ambient state, packed by fast C++ code, or None if C++ cannot read it.
 
-    Every call that records a gradient packs the state, so C++ code does it where it can. It
-    requires default settings, and that no argument is a generator or is on a device other than the
-    CPU and the `count` accelerators. If the state equals `latest`, return `latest` itself.
+    Speed matters, because every call that records a gradient packs the state. The C++ code requires
+    that all settings are PyTorch's initial ones, that no argument is a generator, and that all
+    arguments are on the CPU or on one of the first `count` accelerators. If the state equals
+    `latest`, return `latest` itself.
     """
     accelerator = devices.accelerator() if count else None
     if accelerator is not None and accelerator.get_rng_state is None:
@@ -125,13 +134,15 @@ def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
-    """Pack the generator states, followed by the settings, into a byte tensor."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """Return the size of the packed state of a call in a graph; the tensors may be fake."""
+    """Return the size in bytes of the packed ambient state of a traced call.
+
+    The tensors in `values` may be fake.
+    """
     sizes = [1 + generator.size() for generator in generators_of(values)]
     sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -150,8 +161,8 @@ def replayed(
         and _is_readable(packed)
         and _packed_if_plain(values, packed, count) is packed
     ):
-        # The current state equals the saved one, so the generators only need to be restored
-        # afterwards.
+        # The current state equals the saved state, so nothing needs to be set before `run`. Only
+        # the generators must be restored afterwards.
         try:
             return run()
         finally:
@@ -180,7 +191,7 @@ def replayed(
 
 def _restore(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
     for generator, state in zip(generators, states, strict=True):
-        # Do not set generators that already have this state, because other threads may use them.
+        # Do not set a generator that already has this state, because other threads may use it.
         if state[0] and state != (now := _read(generator)) and now[0]:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
@@ -191,7 +202,7 @@ def _set_autocast(
     def change(setter: Callable[[Any], object], value: object, before: object) -> None:
         blocks.enter_context(changed(setter, value, before))
 
-    # Otherwise autocast's cache would keep the casts of this call's tensors alive.
+    # Disable autocast's cache, which would keep the casts of this call's tensors alive.
     change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
     if enabled:
         of_device = functools.partial(torch.set_autocast_dtype, device_type)
@@ -221,7 +232,7 @@ def _is_readable(packed: Tensor) -> bool:
 def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
     if packed is None or not packed.numel():
         return (), _PLAIN
-    # Do not use PyTorch operators: in a transform, they may return tensors without data.
+    # Do not use PyTorch operators, because they may return tensors without data in a transform.
     data = _bytes(packed if _is_readable(packed) else packed.cpu().contiguous())
     parts, position = [], 0
     while position < len(data):
@@ -239,14 +250,15 @@ _WHILE_CAPTURED = (
     "A graph is being captured on the device, so the state of the generator can be neither read "
     "nor set. Pass the random numbers as an argument, or call the operator outside of the capture."
 )
-# All random operators in these namespaces have the tag nondeterministic_seeded.
+# All random operators in these namespaces have the tag nondeterministic_seeded, so operators
+# without the tag draw no random numbers.
 _PYTORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 
 
 def capture_guard(
     definition: Definition, state: AmbientState
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context that forbids random numbers if a CUDA graph is being captured."""
+    """Return a context manager that forbids random numbers if a CUDA graph is being captured."""
     if state.is_captured:
         return ForbidRandomNumbers(definition, _WHILE_CAPTURED)
     return contextlib.nullcontext()
@@ -269,7 +281,8 @@ class ForbidRandomNumbers(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if Tag.nondeterministic_seeded in func.tags:
-            # A composite operator may draw numbers only in some calls, as `dropout` does.
+            # A composite operator such as `dropout` may draw numbers only in some calls. So check
+            # the operators that it calls instead.
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
@@ -281,7 +294,7 @@ class ForbidRandomNumbers(TorchDispatchMode):
         tensors = list(tensors_in((*args, *kwargs.values())))
         if func.namespace in _PYTORCH_NAMESPACES or not tensors:
             return func(*args, **kwargs)
-        # Call the kernel in this mode, to check the operators that it calls.
+        # Enable this mode while the kernel runs, to check the operators that the kernel calls.
         keyset = dispatch.with_overlooked_keys(func.name(), tensors)
         with self:
             return dispatch.redispatch(func, keyset, args, kwargs)

@@ -30,7 +30,11 @@ class SavedCall(NamedTuple):
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """Return the arguments with placeholders, and the list of the replaced tensors."""
+    """Replace the tensors in the arguments of a call with placeholders.
+
+    Returns:
+        The arguments with placeholders, and the tensors that were replaced.
+    """
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> _Placeholder:
@@ -41,15 +45,16 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Flatten `entries`, such as `in_dims` of a vmap rule, to one entry for each tensor.
+    """Convert a list with an entry for each value to a list with an entry for each tensor.
 
     Args:
-        values: the arguments or results of a call.
-        entries: one entry for each value. The entry for a list of tensors may be a list of entries,
-            or a single entry that applies to all tensors in the list.
+        values: the arguments or results of a call. Some of them may be lists of tensors.
+        entries: one entry for each value, such as the `in_dims` of a vmap rule. The entry for a
+            list of tensors may be a list of entries, or one entry that applies to all tensors.
     """
     flat: list[Any] = []
-    # `in_dims` has no entries for trailing arguments that equal their default.
+    # `entries` may be shorter than `values`, because `in_dims` has no entries for trailing
+    # arguments that equal their default.
     for value, entry in zip(values, entries, strict=False):
         if isinstance(value, (list, tuple)):
             each = entry if isinstance(entry, (list, tuple)) else [entry] * len(value)
