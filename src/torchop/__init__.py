@@ -37,7 +37,7 @@ from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
 
-# Imported lazily by `__getattr__`, to keep `import torchop` fast.
+# `__getattr__` imports these names on first use, to keep `import torchop` fast.
 if typing.TYPE_CHECKING:
     from torchop import compat as compat
     from torchop import export as export
@@ -52,7 +52,7 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Private names of torch.library that other packages import.
+# Private names of torch.library that other packages import, so torchop provides them too.
 _scoped_library = Library
 _register_effectful_op = register_effect
 
@@ -97,7 +97,7 @@ __all__ = [
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
-    # the forms of one operator
+    # the functional, in-place and out= variants of one operator
     "out_op",
     "OperatorFamily",
     "maybe_out",
@@ -118,7 +118,7 @@ __all__ = [
     "get_ctx",
     "impl_abstract",
     "cache_key_tag",
-    # rules outside the dispatcher, yours included
+    # rules that are not part of the dispatcher, including your own
     "Rule",
     "get_rule",
     "inverse",
@@ -130,7 +130,7 @@ __all__ = [
     "set_priority",
     "providers",
     "Provided",
-    # testing and asking
+    # testing operators and explaining calls
     "opcheck",
     "explain",
     "Explanation",

@@ -32,7 +32,8 @@ def main() -> None:
     try:
         cli.main()
     except OSError as error:
-        # Otherwise Python would flush the buffer at exit, and fail again.
+        # Redirect the standard output. Otherwise Python would flush its buffer at exit, and fail
+        # again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"torchop: {error}", file=sys.stderr)
         sys.exit(1)

@@ -92,8 +92,8 @@ def nearest(name: object, names: Iterable[str]) -> str:
 class _ShortErrors:
     """Context manager that shortens PyTorch's errors about a string from the user.
 
-    PyTorch quotes the whole string. If the error position is inside a multi-byte character, the
-    message is invalid UTF-8.
+    PyTorch's message quotes the whole string. If the error is reported inside a multi-byte
+    character, the message is not valid UTF-8, and a UnicodeDecodeError is raised instead.
     """
 
     def __enter__(self) -> None:
@@ -153,7 +153,7 @@ class MissingFakeError(RuntimeError):
 
 
 class FakeKernelError(RuntimeError):
-    """A fake kernel read data, or returned a tensor that is not fake."""
+    """A fake kernel read data, or returned a tensor that is not fake or has wrong metadata."""
 
 
 class TracingError(RuntimeError):
@@ -165,7 +165,7 @@ class MissingFormulaError(RuntimeError):
 
 
 class GradientError(TypeError, RuntimeError):
-    """A backward formula returned wrong gradients, or cannot be derived from a body."""
+    """A backward formula returned wrong gradients, or cannot be derived from the kernel."""
 
 
 class MutationError(RuntimeError):
@@ -184,7 +184,10 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
 
 class ProviderError(ValueError, RuntimeError):
-    """A provider is unknown or not allowed, or no provider of a strict order can run a call."""
+    """A provider of kernels is unknown or not allowed.
+
+    Also raised if a strict priority order contains no provider that can run a call.
+    """
 
 
 class MissingRuleError(NotImplementedError):
@@ -204,7 +207,7 @@ class RedefinitionWarning(UserWarning):
 
 
 class ProviderWarning(UserWarning):
-    """A provider that a priority order names cannot be used."""
+    """A provider of kernels cannot be used, although a priority order names it."""
 
 
 class SchemaWarning(UserWarning):
@@ -227,7 +230,7 @@ class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
-# Returns whether Dynamo is tracing. `bool()` is False; `_compat.compilers` replaces this default.
+# Returns whether Dynamo is tracing. `_compat.compilers` replaces this default, which returns False.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
@@ -286,7 +289,7 @@ def add_note(error: Exception, note: str) -> None:
         (text,) = error.args or ("",)
         if isinstance(text, str):
             if note in text:
-                return  # the same exception was raised again
+                return  # the note was added when the same exception was raised before
             # Dynamo shows only the `repr`, which does not include notes.
             text = f"{text} ({note})".lstrip()
             error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
@@ -315,12 +318,12 @@ class Place(NamedTuple):
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop."""
     frame = sys._getframe()
-    # Skip importlib too: its frames are on the stack while torchop is being imported.
+    # Skip importlib too, because its frames are on the stack while torchop is being imported.
     while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning at `place`, for example from a thread without the user's frames."""
+    """Issue a warning at `place`, for example in a thread that runs no code of the user."""
     warnings.warn_explicit(message, category, *place)

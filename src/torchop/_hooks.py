@@ -1,7 +1,8 @@
-"""Variables that `_native` and `_define` set for the layers below them, which cannot import them.
+"""Hooks through which lower layers use `_native` and `_define`, which they must not import.
 
-The defaults are Python implementations for use without the C++ extension. Read the variables as
-attributes, such as `_hooks.extension`, because they are set after lower layers are imported.
+`_native` and `_define` replace the variables of this module later. So always read a variable as an
+attribute, such as `_hooks.extension`, because `from torchop._hooks import extension` would copy the
+default.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from typing import Any
 
 
 class NoExtension:
-    """Python versions of the functions in `_native/_call_path.pyi` that lower layers call."""
+    """Stands for the C++ extension while it is not loaded.
+
+    Defines those functions of `_native/_call_path.pyi` that lower layers call. Each returns the
+    value that makes the caller do the work in Python.
+    """
 
     Choice: Any = None
     Operator: Any = None
@@ -19,33 +24,32 @@ class NoExtension:
 
     @staticmethod
     def is_evidently_fresh(args: Any, kwargs: Any, result: Any, like: Any = None, /) -> bool:
-        """Return whether a result certainly shares no memory with the arguments.
+        """Return True if a result certainly shares no memory with the arguments, else False.
 
-        Returns False if this is not certain. With `like`, the result must also have the metadata of
-        that tensor.
+        With `like`, the result must also have the metadata of that tensor.
         """
         return False
 
     @staticmethod
     def are_plain(gradients: Any, count: int, ctx: Any, /) -> bool:
-        """Return whether the gradients certainly fit the inputs. If False, check each of them."""
+        """Return True if the gradients certainly fit the inputs, or False to have each checked."""
         return False
 
     @staticmethod
     def pack_plain(values: Any, latest: Any, count: int, /) -> Any:
-        """Return the packed generator states and settings, or None if they must be packed here."""
+        """Pack random generator states and settings into a tensor. Return None if Python must."""
         return None
 
     @staticmethod
     def running() -> Iterator[Any]:
-        """Yield the entries of the native calls that this thread is running."""
+        """Yield the C++ entry of the operator for each native call that this thread is running."""
         return iter(())
 
     @staticmethod
     def hold_calls(qualnames: Iterable[str], /) -> object:
-        """Block new calls to operators before they enter the dispatcher.
+        """Make new calls to operators wait before they enter the dispatcher.
 
-        Calls continue when the returned object is freed.
+        The calls continue when the returned object is freed.
         """
         return None
 
@@ -54,9 +58,10 @@ class NoExtension:
         """Wait until no other thread is inside a dispatcher call to these operators."""
 
 
-# The extension module after it was loaded, else the defaults.
+# The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# The class of operator handles. Set by `_define`.
+# The class of operator handles, i.e. of the objects that `custom_op` returns. Set by `_define`.
 handle_type: Any = None
-# Creates the `Follower` of a definition for another package's operator. Set by `_native`.
+# Creates a `Follower`, which observes a definition that adds rules to another package's operator.
+# Set by `_native`.
 new_follower: Callable[[Any], Any] = lambda definition: None  # noqa: E731 (replaced later)

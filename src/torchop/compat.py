@@ -1,11 +1,11 @@
-"""Drop-in replacements for the registration helpers of inference engines.
+"""Drop-in replacements for the functions with which inference engines register operators.
 
-Operators created by `torch.library.custom_op` are slow to call, so engines wrap `torch.library` in
-functions of their own: `direct_register_custom_op` in vLLM and SGLang, `register_custom_op` in
-SGLang, and `fast_custom_op` in TensorRT-LLM. The functions here have the same signatures, but
-define operators with `torchop.custom_op`, which are fast to call. As with the engines' helpers, a
-result that shares memory with an argument or another result only causes a warning, whereas it is an
-error with `torchop.custom_op`.
+Operators created by `torch.library.custom_op` are slow to call, so inference engines have functions
+of their own for this: `direct_register_custom_op` in vLLM and SGLang, `register_custom_op` in
+SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module have the same signatures,
+but define operators with `torchop.custom_op`, which are faster to call. As in the engines, a result
+that shares memory with an argument or another result only causes a warning, whereas it is an error
+for other operators of torchop.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """The arguments of a registration, stored to detect whether a later call repeats it."""
+    """The arguments of a registration, stored to recognize a later call that repeats it."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # The reference is weak, because it must not keep the caller's library alive.
+    # A weak reference, because a strong one would keep the caller's library alive.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
     out_dtype: torch.dtype | None = None
 
 
-# All registrations so far, because engines repeat them when a second engine starts in the same
-# process.
+# All registrations so far. If a second engine starts in the same process, it registers the same
+# operators again, and must get the existing operators.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -65,18 +65,19 @@ def direct_register_custom_op(
     """Register an operator, with the signature of vLLM's and SGLang's `direct_register_custom_op`.
 
     Args:
-        op_name: `"namespace::name"`, or `"name"`. The default namespace is the one of `target_lib`,
-            or else the name of the calling package, such as `vllm`.
-        op_func: the function, whose annotations give the schema.
+        op_name: `"namespace::name"`, or `"name"`. By default, the namespace is the namespace of
+            `target_lib`, or else the name of the calling package, such as `vllm`.
+        op_func: the function that implements the operator. The schema is inferred from its
+            annotations.
         mutates_args: the names of the tensor arguments that the function writes.
         fake_impl: the fake kernel.
-        target_lib: the library that owns the operator; by default the operator is permanent.
-        dispatch_key: the dispatch key of the function's device, such as `"CUDA"`; None for all
-            devices.
+        target_lib: the library that owns the operator. By default the operator is permanent.
+        dispatch_key: the dispatch key of the device for which the function is the kernel, such as
+            `"CUDA"`. None means all devices.
         tags: a tuple of `torch.Tag`.
 
     Returns:
-        The handle. The engines' helpers return None, and callers use `torch.ops`.
+        The operator. The engines' functions return None, so their callers use `torch.ops` instead.
 
     Raises:
         ValueError: a name, annotation, `mutates_args` or `dispatch_key` is invalid. Nothing is
@@ -84,7 +85,7 @@ def direct_register_custom_op(
         TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
     Warns:
-        UserWarning: in the first call whose result shares memory with an argument or another
+        UserWarning: issued in the first call whose result shares memory with an argument or another
             result.
 
     Example:
@@ -149,7 +150,7 @@ def register_custom_op(
     tags: Tags = None,
     eager: bool = True,
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
-    """Register an operator, as a decorator or a plain call, compatible with the engines' helpers.
+    """Register an operator, as a decorator or a plain call, compatible with inference engines.
 
     It accepts the arguments of SGLang's `register_custom_op` and `register_custom_op_from_extern`,
     except `computed_args`. If the first argument is a name, it accepts the arguments of
@@ -157,20 +158,21 @@ def register_custom_op(
 
     Args:
         fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.
-        op_name: the name, as in `direct_register_custom_op`; by default, the function's name.
+        op_name: the name, as in `direct_register_custom_op`. By default, the function's name.
         mutates_args: the names of the tensor arguments that the function writes, or `"unknown"`.
-        out_shape: the name or position of an argument that has the metadata of the result.
-        out_dtype: the dtype of the result, if it differs from the dtype of this argument.
-        fake_impl: the fake kernel, instead of `out_shape`.
-        device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`; None for
+        out_shape: the name or position of an argument that has the same shape and other metadata as
+            the result. Used instead of a fake kernel.
+        out_dtype: the dtype of the result, if it differs from the dtype of that argument.
+        fake_impl: the fake kernel, if `out_shape` is omitted.
+        device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`. None means
             all devices.
-        target_lib: the library that owns the operator; by default the operator is permanent.
+        target_lib: the library that owns the operator. By default the operator is permanent.
         tags: a `torch.Tag`, or several.
         eager: ignored; accepted for compatibility with SGLang. Operators are always registered
             immediately.
 
     Returns:
-        The handle, or a decorator that returns the handle.
+        The operator, or a decorator that returns the operator.
 
     Raises:
         ValueError: a name, annotation or option is invalid. Nothing is defined.
@@ -185,7 +187,7 @@ def register_custom_op(
         >>> relu_squared(torch.tensor([-1.0, 3.0]))
         tensor([0., 9.])
 
-    Based on the helpers of SGLang and TensorRT-LLM.
+    Based on the functions of SGLang and TensorRT-LLM.
     """
     if isinstance(fn, str):
         if op_name is not None:
@@ -217,7 +219,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # For other types, defining the operator will raise an error.
+            # If it is not a library, defining the operator will raise an error.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,
@@ -231,7 +233,7 @@ def register_custom_op(
 def _register(
     name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    """Define the operator, or return the existing one if this repeats an earlier registration."""
+    """Define the operator, or return the existing operator if the registration is a repetition."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing
@@ -261,7 +263,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module that called our caller, a public function of this module."""
+    """Return the name of the module that called a public function of this module."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -280,7 +282,7 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
-    """Convert device types or dispatch keys to device types, in which None means every device."""
+    """Convert device types and dispatch keys to device types. None means every device."""
     if keys is None:
         return (None,)
     return tuple(
@@ -293,7 +295,7 @@ def _device(name: OpName, key: str) -> str | None:
     if key == dispatch.kernel_key("default"):
         return None
     if dispatch.parse_dispatch_key(key) is None:
-        return key  # a device type, or an invalid name, for which custom_op raises
+        return key  # a device type; if it is invalid, defining the operator raises an error
     device = dispatch.device_of_key(key)
     if device is None:
         raise ValueError(

@@ -2,11 +2,11 @@
 
 Add `plugins = torchop.mypy_plugin` to mypy's configuration. A class that is decorated by
 `torchop.operator` then has the signature of `forward` and the attributes of `CustomOp`. Without the
-plugin, mypy ignores class decorators. Other type checkers need no plugin, and neither does
-`torchop.operator(name)(cls)`.
+plugin, mypy ignores class decorators. Other type checkers need no plugin, and neither do calls such
+as `torchop.operator(name)(cls)`.
 
-For families of `torchop.out_op`, the plugin makes the outputs optional in calls. A ParamSpec cannot
-express this, so without the plugin, calls that omit outputs are not checked.
+`torchop.out_op` returns an operator family, whose `out` arguments may be omitted. A ParamSpec
+cannot express this, so without the plugin, mypy does not check calls that omit these arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Infer the types of decorated classes and of calls to operator families."""
+    """Infer the types of classes decorated by `torchop.operator`, and of calls to families."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -65,12 +65,13 @@ def _mark(context: ClassDefContext) -> bool:
     any_type = AnyType(TypeOfAny.special_form)
     handle = context.api.named_type_or_none(_HANDLE, [any_type, any_type])
     if handle is None:
-        return False  # not analyzed yet: mypy calls this again
+        return False  # mypy has not analyzed CustomOp yet, and will call this hook again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Mypy looks up attributes that a class lacks on the metaclass.
+    # Make CustomOp the metaclass, because mypy looks up missing attributes of a class there.
     info.metaclass_type = handle
-    # Otherwise mypy would type-check the decorator call with the class as its argument.
+    # Remove the decorator. Otherwise mypy would check a call of the decorator with the class as its
+    # argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -84,7 +85,8 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # A class with a schema string and kernels per device has no `forward`.
+    # A class with a schema string and a kernel per device has neither `forward` nor `signature`. So
+    # accept any arguments.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],
@@ -99,7 +101,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """Return the kernel's signature with optional outputs, and the outputs as the result."""
+    """Return the signature of the kernel, but make outputs optional, and return the outputs."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

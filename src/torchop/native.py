@@ -1,4 +1,8 @@
-"""torchop.native: control and observe native calls."""
+"""torchop.native: control and observe native calls.
+
+A call is native if torchop's C++ extension runs the kernel, without going through PyTorch's
+dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +33,9 @@ __all__ = [
 def disabled() -> Iterator[None]:
     """Disable native calls in this thread for the duration of a `with` block.
 
-    All calls in the block go through PyTorch's dispatcher, with the same results. So do calls in
-    backward passes that the block starts. Use the block to compare results or times. Blocks can be
-    nested.
+    All calls in the block go through PyTorch's dispatcher, with the same results. This includes
+    calls in backward passes that the block starts. Use the block to compare results or times.
+    Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -42,7 +46,7 @@ def disabled() -> Iterator[None]:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
     """
-    switch.obtain()  # otherwise the first call in the block might load the extension
+    switch.obtain()  # otherwise the first call in the block could load the extension, and be native
     native = switch.native_module()
     if native is not None:
         native.switch_off(1)
@@ -54,15 +58,15 @@ def disabled() -> Iterator[None]:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until calls are native, for example before a benchmark or in the build of an image.
+    """Wait until calls are native, for example before a benchmark or while building an image.
 
-    The first call to an operator starts to compile the native call path in the background, once per
-    machine. Calls are slower until it is loaded. `wait` also starts the compilation, and returns
-    when it has finished.
+    Native calls need a C++ extension. The first call to an operator starts to compile it in the
+    background, once per machine, and calls are slower until it is loaded. `wait` also starts the
+    compilation, and returns when the extension is loaded.
 
     Args:
         timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` only
-            loads a call path that is already compiled.
+            loads an extension that is already compiled.
 
     Returns:
         Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or
@@ -90,15 +94,16 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """Return how many calls to an operator were native, and why the others were not.
+    """Return how many calls to an operator were native, and why other calls were not.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
 
     Returns:
-        The number of calls by reason, with the key `"native"` for native calls. Reasons without
-        calls are omitted. Calls before the extension was loaded are not counted.
+        A mapping from reasons to numbers of calls. The key `"native"` has the number of native
+        calls. Reasons without calls are omitted. Calls before the extension was loaded are not
+        counted.
 
     Raises:
         ValueError: `op` is not an operator.

@@ -4,9 +4,9 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
-Without it, `automodule` with `:members:` omits a module's handles, because they are not functions.
-With it, `automodule` and `autofunction` document each handle as a function, followed by the
-schema, kernels and rules.
+Without the extension, `automodule` with `:members:` omits operators, because the objects that
+`torchop.custom_op` returns are not functions. With the extension, `automodule` and `autofunction`
+document each operator as a function, followed by the schema, kernels and rules.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # Subclass the directive that is registered now, because autodoc has two implementations of
-    # automodule, and an option in `conf.py` selects one.
+    # Subclass the directive that is currently registered, because autodoc has two implementations
+    # of automodule, and an option in `conf.py` selects one of them.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
@@ -70,7 +70,7 @@ def _wrap_automodule(app: Sphinx) -> None:
 def _as_functions(name: str) -> Iterator[None]:
     """Replace a module's operators with functions, for the duration of a block.
 
-    Needed because autodoc only documents members that are functions, and has no hook for others.
+    autodoc only documents members that are functions, and has no hook for other members.
     """
     try:
         module = importlib.import_module(name)
@@ -91,8 +91,7 @@ def _function(operator: Any) -> Callable[..., Any]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return operator(*args, **kwargs)
 
-    # Do not copy the `__dict__` of the handle.
-    functools.update_wrapper(function, operator, updated=())
+    functools.update_wrapper(function, operator, updated=())  # without the operator's `__dict__`
     return function
 
 

@@ -1,4 +1,4 @@
-"""Advice in errors about unsupported annotations, such as the nearest supported annotation."""
+"""Suggest a supported annotation in the error for an unsupported one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the fix for an unsupported annotation, as part of an error message.
+    """Return the part of an error message that says how to fix an unsupported annotation.
 
-    Args:
-        annotation: the annotation.
-        structures: whether structures such as dataclasses are supported.
+    `structures` is true if the function may take structures, such as dataclasses.
     """
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
@@ -55,7 +53,7 @@ def _nearest_structure(annotation: Any) -> str | None:
 
 
 def nearest(annotation: Any) -> str:
-    """Return the text of the nearest annotation that a schema can express."""
+    """Return the supported annotation that is most similar to `annotation`, as text."""
     inner, optional = types.strip_optional(annotation)
     if types.has_fields(inner):
         return ONE_PER_FIELD
@@ -99,13 +97,13 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # A schema has no lists of strings and no nested lists, so suggest a single item.
+    # Schemas do not support lists of strings or of lists. Suggest the type of an item then.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# Maps base classes of annotations to the nearest supported type; the first match is used. It
-# includes Tensor and bytes, because they would otherwise count as iterables.
+# The supported type to suggest for a class and its subclasses; the first match is used. Tensor and
+# bytes are listed because they are iterable: otherwise a list would be suggested.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

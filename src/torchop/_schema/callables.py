@@ -49,7 +49,7 @@ def accepts(
     """Return whether a function accepts these arguments, or True if it has no signature."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin
+    except (TypeError, ValueError):  # some builtins have no signature
         return True
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
@@ -86,13 +86,15 @@ def check_setup_context(
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
-RESIDUALS = "residuals"  # a `setup_context` with this parameter receives the residuals
+# If a `setup_context` has this parameter, it receives the residuals: the values that the kernel
+# returned for the backward.
+RESIDUALS = "residuals"
 
 
 def takes_residuals(setup_context: Any) -> bool:
     try:
-        # Inspect the author's function, because the wrapper that converts structures always takes
-        # **residuals.
+        # Unwrap the author's function. If its operator takes structures, it is wrapped in a
+        # function that always takes **residuals.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # not a function, or a builtin
@@ -135,7 +137,7 @@ def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
 
 
 def keyword_only(function: Decorated) -> Decorated:
-    """Improve the error for a call that passes keyword-only arguments by position."""
+    """Decorator: raise a helpful TypeError if keyword-only arguments are passed by position."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)
@@ -143,7 +145,7 @@ def keyword_only(function: Decorated) -> Decorated:
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if len(args) > most:
-            op = getattr(args[0], "_qualname", args[0])  # a handle
+            op = getattr(args[0], "_qualname", args[0])  # a handle, i.e. the result of custom_op
             name = getattr(args[most], "__name__", "")
             raise TypeError(
                 f"{short_text(op)}: {function.__name__} takes {', '.join(keywords)} by keyword "
@@ -157,9 +159,9 @@ def keyword_only(function: Decorated) -> Decorated:
 class Lambda:
     """A type without instances that gives the parameters of lambdas the type `Any`.
 
-    For an argument of type `Function` alone, Pyright in strict mode would report the parameters of
-    a lambda as partially unknown. With `Function | Lambda`, it takes their types from `Lambda`, and
-    `Function` still determines the type of the result.
+    If an argument has the type `Function`, Pyright in strict mode reports the parameters of a
+    lambda as partially unknown. With `Function | Lambda`, Pyright takes the types of the parameters
+    from `Lambda`, and still the type of the result from `Function`.
     """
 
     def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
@@ -171,11 +173,11 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function. If it is omitted, as in `register_fake(op)`, type checkers use
-# the default of the type variable, a decorator. Without this default, each `register_...` function
-# would need two overloads.
+# The type of a registered function, which a `register_...` function returns. If a call passes no
+# function, as in `register_fake(op)`, it returns a decorator, which is therefore the default of the
+# type variable. Without this default, each `register_...` function would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# The type of a registered rule, for rules that also accept other values than functions.
+# Like `Function`, for rules that may also be values other than functions, such as a string.
 Registered = TypeVar("Registered", default=Decorator)
 
 

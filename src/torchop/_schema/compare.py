@@ -31,10 +31,11 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
     """Check a hand-written schema against the function's signature.
 
-    Missing parameters and types that the dispatcher would not convert are errors. So are additional
-    parameters without a default. All other differences in names, defaults, number types and
-    optional types only cause a warning, because then the schema applies. The annotation `int`
-    matches `int` and `SymInt`. Parameters without an annotation may have any type.
+    Raise SchemaError if the function lacks a parameter, has an additional parameter without a
+    default, or has a parameter type that the dispatcher would not convert. Differences in names,
+    defaults, number types and optional types only cause a warning, because calls then follow the
+    schema. The annotation `int` matches `int` and `SymInt`. Parameters without an annotation are
+    not compared.
     """
     try:
         signature = signatures.signature(function)
@@ -85,7 +86,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
         return
     schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
-        return  # the schema may be hand-written because this type cannot be inferred
+        return  # the type cannot be inferred, which may be why the author wrote a schema
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind == argument.kind:
         return
@@ -99,7 +100,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """Split a type into words to compare loosely: drop `Optional`, and unify number types."""
+    """Split a type into words, for a comparison that ignores `Optional` and number types."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 
@@ -111,7 +112,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, text
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
-    # `-> list[Tensor]` matches several results of type Tensor.
+    # The annotation `list[Tensor]` also matches a schema with several Tensor results.
     lists = [(f"List[{kind}]",) for kind in set(schema.returns)]
     if returns == schema.returns or [returns] == lists:
         return

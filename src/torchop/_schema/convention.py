@@ -1,4 +1,4 @@
-"""The calling convention: which values the functions registered for an operator take and return."""
+"""Calling conventions: the form in which kernels and rules take arguments and return results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Formula: TypeAlias = tuple[Function, Function | None]
 class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
-    Each method converts a registered function to a function that takes and returns the values of
-    the schema. In this class, no conversion is needed, so the methods return the same function.
+    Each method receives a function that a user registers, such as a kernel, and returns a function
+    that takes and returns the values of the schema. In this class, both are the same function.
     `StructuredConvention` overrides the methods for operators whose functions take or return
     structures, such as dataclasses.
 
@@ -50,15 +50,18 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert a call's arguments, including defaults, to arguments of registered functions."""
+        """Convert a call's arguments (including defaults) to arguments for registered functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Convert one value per result of the schema, such as shapes, to the author's structure."""
+        """Arrange one value per schema result, e.g. a shape, in the form of a kernel's result.
+
+        For example, if kernels return a NamedTuple of tensors, return the NamedTuple with shapes.
+        """
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Make generated functions raise `OperatorGoneError` after the operator is deregistered."""
+        """Make generated functions raise `OperatorGoneError`, as the operator was deregistered."""
 
 
 FLAT = Convention()

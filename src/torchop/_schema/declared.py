@@ -17,11 +17,12 @@ from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher stores arguments in a bit set of this size. It would also raise, but only after
-# torchop has deregistered an earlier operator of the same name.
+# The dispatcher has a bit set with this many bits, one for each argument, and rejects schemas with
+# more arguments. torchop checks the number earlier, before it deregisters an operator that already
+# has the same name.
 MAX_ARGUMENTS = 64
-# This tag promises torch.compile that the schema and the fake kernel are correct, which torchop
-# checks.
+# All operators have this tag. It promises torch.compile that the schema and the fake kernel are
+# correct, and torchop checks both.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -32,17 +33,11 @@ def declared_schema(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> tuple[Schema, Callable[..., Any], Convention]:
-    """Return the schema of an operator that is defined by a function.
+    """Return the schema, the kernel and the calling convention for an author's function.
 
-    Args:
-        name: the name of the operator.
-        function: the author's function.
-        schema: a hand-written schema without the name. If None, the schema is inferred.
-        mutates_args: the arguments that the function mutates, as in `custom_op`.
-        tags: the tags of the operator.
-
-    Returns:
-        The schema, a kernel that takes the arguments of the schema, and the calling convention.
+    `schema` is a hand-written schema without the name. If it is None, the schema is inferred. The
+    returned kernel takes the arguments of the schema, and the convention wraps other functions of
+    the author in the same way.
     """
     if schema is not None:
         return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
@@ -50,7 +45,7 @@ def declared_schema(
     parsed = parsed_schema(name, tree.schema_text, tags)
     if tree.is_plain:
         return parsed, function, FLAT
-    from torchop._schema.structure import convention  # few operators have a structure
+    from torchop._schema.structure import convention  # late, because few operators need this
 
     structured = convention.StructuredConvention(tree)
     return parsed, structured.structure.flat_function, structured
@@ -76,12 +71,11 @@ def _written_schema(
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema. Raise SchemaError for mistakes that PyTorch reports late or unclearly.
+    """Parse a schema without a name. Check for mistakes that PyTorch reports late or unclearly.
 
-    Args:
-        name: the name of the operator.
-        text: the schema without the name.
-        tags: the tags of the operator. They may require the in-place or out= form.
+    Raises:
+        SchemaError: the schema is invalid, or does not have the in-place or out= form that a tag
+            requires.
     """
     try:
         parsed = schemas.parse(f"{name}{text}")

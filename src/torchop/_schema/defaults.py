@@ -21,7 +21,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Write a default value in schema syntax, given the schema type, such as `float[]?`."""
+    """Return a default value in schema syntax. `schema_type` is a type such as `float[]?`."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -63,7 +63,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # For subnormal numbers, the parser raises an error with the message "stod".
+        # PyTorch's parser rejects subnormal numbers with an error whose whole message is "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 
@@ -88,8 +88,8 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# For each schema type: the accepted classes, their name in messages, and a function that writes the
-# default.
+# For each schema type: the classes that a default may have, the expected type for messages, and a
+# function that returns the default in schema syntax.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),
@@ -106,14 +106,11 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     """Wrap a Python kernel so that it always receives the schema's defaults.
 
     Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default.
-    The kernel would then use the default in its own signature, which may differ: a wrapper may show
-    the signature of another function, `__defaults__` may have been changed, and a list may have
-    been modified by an earlier call.
+    The kernel would then use the default in its own signature. That default may differ from the
+    schema's, for example because `__defaults__` was changed, or because an earlier call modified a
+    list.
 
-    Args:
-        function: the kernel.
-        schema: the schema of the operator.
-        leading: the number of parameters of `function` before the arguments of the operator.
+    `leading` is the number of parameters of `function` before the arguments of the operator.
     """
     if not schema.has_defaults:
         return function
@@ -132,14 +129,11 @@ def fitted(
     """Return `function`, wrapped if necessary so that it accepts all arguments of the operator.
 
     The author's function may omit trailing parameters that have a default in the schema, because
-    the dispatcher does not pass arguments that equal their default. The wrapper raises if a call
-    passes another value for such a parameter.
+    the dispatcher does not pass arguments that equal their default. If a call passes another value
+    for an omitted parameter, the wrapper raises an error.
 
-    Args:
-        what: a description of the function, for messages.
-        function: the author's function.
-        schema: the schema of the operator.
-        leading: the names of the parameters before the arguments of the operator.
+    `what` describes the function in messages, and `leading` has the names of the parameters before
+    the arguments of the operator.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
@@ -155,7 +149,7 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # The dispatcher does not compare symbolic values with the default.
+            # Treat every symbolic value as different from the default, as the dispatcher does.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "
@@ -171,7 +165,7 @@ def fitted(
 def _accepted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
 ) -> tuple[int, frozenset[str]]:
-    """Return the number of positional arguments that a function accepts, and its keyword names."""
+    """Return how many positional arguments a function accepts, and which keyword-only arguments."""
     positional, keywords = schema.parameters
     names = inspect.signature(function).parameters
     accepted = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
@@ -200,5 +194,5 @@ def same_default(default: Any, argument: Argument) -> bool:
         default = list(default)
     try:
         return bool(default == argument.default)
-    except (RuntimeError, ValueError):  # tensors and arrays are compared elementwise
+    except (RuntimeError, ValueError):  # comparing tensors or arrays does not give a single bool
         return False

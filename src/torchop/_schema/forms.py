@@ -1,8 +1,8 @@
-"""The forms of operators: in-place and out= are PyTorch's two conventions for mutation.
+"""In-place and out=, PyTorch's two forms of operators that mutate arguments.
 
 An in-place operator mutates and returns the first argument. An out= operator mutates and returns
 keyword-only tensors, and never reads their values. PyTorch 2.13 added the tags `torch.Tag.inplace`
-and `torch.Tag.out`. In older releases, the form can only be seen from the schema.
+and `torch.Tag.out` for these forms. In older releases, only the schema shows the form.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Form(enum.Enum):
 def form_of(tags: Iterable[Tag]) -> Form:
     """Return the form (in-place, out= or neither) that an operator's tags require."""
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
-    if len(set(forms)) > 1:  # the same exception type as in torch.library
+    if len(set(forms)) > 1:  # torch.library also raises an AssertionError
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
     return forms[0] if forms else Form.PLAIN
 
@@ -55,12 +55,12 @@ _FORMS: dict[Tag, Form] = {
 
 
 def form_tags(form: Form) -> tuple[Tag, ...]:
-    """Return the tag of a form, or an empty tuple before PyTorch 2.13."""
+    """Return a tuple with the tag of a form. It is empty before PyTorch 2.13."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:
-    """Return the form (in-place, out= or neither) that a schema has, regardless of its tags."""
+    """Return the form (in-place, out= or neither) that a schema has, without regard to tags."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
     forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
@@ -70,16 +70,13 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
 def returned_alias(
     form: Form, where: str, annotation: Any, arguments: Sequence[str], mutated: Sequence[str]
 ) -> str:
-    """Return the results of an in-place or out= operator, in the syntax of schemas.
+    """Return the results of an in-place or out= operator, in schema syntax.
 
-    The results alias the mutated arguments, which `check_form` checks later.
+    Each result aliases a mutated argument. `check_form` checks later whether the form allows these
+    arguments.
 
-    Args:
-        form: the form, in-place or out=.
-        where: the name of the function, for messages.
-        annotation: the return annotation.
-        arguments: the names of all arguments of the schema.
-        mutated: the names of the mutated arguments.
+    Raises:
+        SchemaError: `annotation`, the return annotation, has the wrong number of tensors.
     """
     written = [
         index
@@ -108,7 +105,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Raise SchemaError if a schema does not have the in-place or out= form that a tag requires."""
+    """Raise SchemaError if a schema does not have `form`, which a tag of the operator requires."""
     problem = _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")

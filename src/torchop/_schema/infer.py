@@ -27,7 +27,7 @@ def infer_schema(
             strings.
         mutates_args: the names of the tensor arguments that the function mutates. `"unknown"`
             means that it may mutate all of them.
-        op_name: a name to prepend to the schema.
+        op_name: the name of the operator, which is put in front of the schema.
         tags: the tags of the operator. With `torch.Tag.inplace` or `torch.Tag.out`, the results
             alias the mutated arguments.
 

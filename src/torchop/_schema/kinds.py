@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     Attributes:
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` returns a value of the schema type, or raises.
-        exact: a type whose direct instances (not those of subclasses) need no encoding.
+        exact: values whose `type()` is this class need no encoding. None if all values need it.
         decode: `decode(value, where)` returns the Python value for an encoded value, or raises if
             the encoded value is invalid. None if no conversion is needed.
         is_optional: whether None is a valid value.
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`, and would report this instead of our error.
+    # Dynamo cannot trace `types.spell`, and would report that failure instead of our error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -85,7 +85,7 @@ _REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, *_REAL_NUMBERS)):
-        # Dynamo cannot trace complex() for a symbolic number. `decode` does the conversion.
+        # Dynamo cannot trace complex() for a symbolic number, so leave the conversion to `decode`.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
@@ -107,8 +107,8 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # `infer_schema` rejects Parameters, because kernels do not receive them: autograd,
-    # functionalization and graphs pass plain Tensors.
+    # `infer_schema` rejects Parameters, because kernels never receive a Parameter: autograd,
+    # functionalization and graphs replace it by a plain Tensor.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -124,7 +124,7 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """Return the `Kind` of an annotation for a single value, or None for other annotations."""
+    """Return the `Kind` of a type such as `int`. Return None for lists, Literals and Enums."""
     kind = types.find(KINDS, annotation)
     if kind is not None:
         return kind
@@ -143,7 +143,7 @@ def single_kind(annotation: Any) -> Kind | None:
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    if name == "Generator":  # not a TorchScript class but a type of schemas
+    if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
     # Check the class here, because the dispatcher does not. Do not set `exact`, because Dynamo in
     # PyTorch 2.12 cannot compare the types of script objects.
@@ -152,7 +152,7 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Literal and Enum. The encoded values are readable in graphs.
+# Literal and Enum, whose encoded values are readable in graphs
 
 
 def choice_kind(annotation: Any) -> Kind | None:
@@ -162,7 +162,8 @@ def choice_kind(annotation: Any) -> Kind | None:
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # PyTorch also passes Enums as script objects, but exported files lose these.
+    # PyTorch passes an Enum as a script object, which does not survive torch.export.save and load.
+    # So encode it as a str.
     return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
 
 
@@ -185,17 +186,17 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
             raise wrong_type(where, expected, value)
         for choice in choices:
             if value == choice:
-                return choice  # which is a constant even if `value` is a SymInt
+                return choice  # a constant, even if `value` is a SymInt
         raise ArgumentError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """Return the `Kind` of an Enum, or of an Enum restricted to the members `choices`.
+    """Return the `Kind` of an Enum. If `choices` is given, other members are not accepted.
 
-    Members are encoded by name, because the values may be arbitrary objects, and because values
-    change more often than names.
+    A member is encoded as its name, not as its value, because a value may be any object, and
+    because authors change values more often than names.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
     expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
@@ -223,7 +224,8 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# Lists of these types are converted item by item, because torch.export can serialize the results.
+# torch.export can serialize lists of these schema types. So a list is converted item by item if its
+# encoded items have one of these types.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 # The list types that `infer_schema` supports.
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
@@ -232,13 +234,13 @@ _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# Optional lists of these types are not converted, because the dispatcher ignores tensors in
-# optional lists.
+# An optional list of one of these types is passed without a conversion, or is rejected if
+# `infer_schema` rejects it, because the dispatcher ignores tensors in optional lists.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
-    """A `list` or `tuple` annotation, with the fixed number of items in `length`, or None."""
+    """A parsed `list` or `tuple` annotation. `length` is the fixed number of items, or None."""
 
     item: Any
     is_tuple: bool = False
@@ -260,7 +262,7 @@ def read_container(annotation: Any) -> Container | None:
 def sequence_kind(annotation: Any) -> Kind | None:
     """Return the `Kind` of a list, a tuple or `torch.Size`, or None for other annotations."""
     if annotation is torch.Size:
-        sizes = list_of(KINDS[int])  # also accepts SymInts
+        sizes = list_of(KINDS[int])  # accepts SymInts too
         return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
     container = read_container(annotation)
     if container is None:
@@ -279,7 +281,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
-    """Return the `Kind` of a list of `item` values, of any length if `length` is None."""
+    """Return the `Kind` of a list of `item` values. If `length` is None, any length is allowed."""
     exact, encode_item = item.exact, item.encode
 
     def encode(values: Any, where: str) -> list[Any]:
@@ -311,7 +313,6 @@ def _decode(item: Kind, container: Container) -> Encode | None:
 
 
 def check_length(values: Any, length: int | None, where: str) -> None:
-    """Raise if the number of items is not `length`, unless `length` is None."""
     if length is not None and len(values) != length:
         raise ArgumentError(f"{where}: expected {length} items, got {len(values)}.")
 
@@ -337,7 +338,7 @@ _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
-    """Return an annotation's `Kind`, or None if its values do not fit into one schema argument."""
+    """Return an annotation's `Kind`, or None if its values need several schema arguments."""
     if (kind := types.find(KINDS, annotation)) is not None:
         return kind
     annotation = without_annotated(annotation)
@@ -357,7 +358,8 @@ def leaf_kind(annotation: Any) -> Kind | None:
 def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation, or None.
 
-    Older releases of PyTorch parse the same types, but infer fewer of them.
+    The result does not depend on the release of PyTorch. Older releases support the same types in
+    schemas, although their `infer_schema` infers fewer types.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred
@@ -367,7 +369,7 @@ def parameter_type(parameter: inspect.Parameter) -> str | None:
     """Return the schema type that `infer_schema` infers for a parameter, or None."""
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
-        # PEP 484 used to allow `x: Tensor = None` for Optional[Tensor].
+        # PEP 484 used to allow `x: Tensor = None` as a short form of `Optional[Tensor]`.
         schema_type += "?"
     return schema_type
 
@@ -385,7 +387,7 @@ def return_type(annotation: Any) -> str | None:
     results = [item for item in items if item is not None]
     if len(results) < len(items):
         return None
-    # A tuple with one item is a single result of type tuple, written `((Tensor))`.
+    # A tuple with one item is a single result of type tuple, which schemas write as `((Tensor))`.
     return write_results([f"({results[0]})"] if len(results) == 1 else results)
 
 

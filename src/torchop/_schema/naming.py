@@ -1,4 +1,4 @@
-"""Parse and validate the names of operators (`namespace::name[.overload]`) and of rules."""
+"""Parse and validate the names of operators (`namespace::name[.overload]`) and of user rules."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# PyTorch does not functionalize custom operators in `aten` and `prims`. `prim` belongs to
-# TorchScript, and `higher_order` and `_` contain no ordinary operators.
+# Namespaces in which no operator may be defined. PyTorch does not functionalize custom operators in
+# `aten` and `prims`, `prim` belongs to TorchScript, and `torch.ops.higher_order` and `torch.ops._`
+# do not contain ordinary operators.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
@@ -24,9 +25,9 @@ class OpName(NamedTuple):
     """The three parts of an operator's name.
 
     Attributes:
-        namespace: such as `"mylib"`.
-        name: such as `"crop"`.
-        overload: the empty string for the default overload.
+        namespace: the part before `::`, such as `"mylib"`.
+        name: the part between `::` and the dot, such as `"crop"`.
+        overload: the part after the dot. It is empty for the default overload.
 
     Example:
         >>> from torchop.extend import OpName
@@ -112,21 +113,21 @@ class OpName(NamedTuple):
 
 
 def is_name(name: OpName, text: str) -> bool:
-    """Return whether `text` is the name of an operator or of its packet."""
+    """Return whether `text` is the name of the operator, with or without the overload."""
     return text in (name.packet, f"{name.packet}.{name.overload or 'default'}")
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Return whether a name or glob pattern matches an operator.
+    """Return whether `pattern`, a name or a glob such as `mylib::*`, matches an operator.
 
-    `f.*` matches all overloads of `f`, except the default overload.
+    `mylib::f.*` matches all overloads of `f` except the default overload, whose name has no dot.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether `text` could match the name of an operator."""
+    """Return whether `text` is a plausible pattern, because it contains `::` or starts with `*`."""
     return "::" in text or text.startswith("*")
 
 
@@ -154,11 +155,12 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 
 
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
-    """Raise ValueError if a name is invalid for a `torchop.Rule`.
+    """Raise ValueError if a new `torchop.Rule` cannot have this name.
 
     Args:
         name: the name.
-        reserved: functions that return whether a name already has another meaning.
+        reserved: functions that return whether a name already has another meaning. If one of them
+            returns True, the name is rejected.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

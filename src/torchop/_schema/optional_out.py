@@ -1,7 +1,8 @@
-"""Maybe-out operators: they return the argument `out`, or allocate the result if it is None.
+"""Reject maybe-out operators, which return the argument `out`, or a new tensor if `out` is None.
 
-A schema cannot express this. So the check below raises if a schema declares that a result aliases a
-mutated `Tensor?`. If the schema declares no alias, the result of each call is checked instead.
+A schema cannot express that a result aliases an argument in some calls and not in others. So
+`check_maybe_out` rejects a schema in which a result aliases a mutated `Tensor?`. If a schema omits
+the alias, calls that return the argument raise an error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ WHY_AND_FIX = (
 
 
 def check_maybe_out(name: object, parsed: FunctionSchema) -> None:
-    """Raise SchemaError if a result aliases a mutated optional tensor."""
+    """Raise SchemaError if, according to the schema, a result aliases a mutated `Tensor?`."""
     returned = {
         alias
         for result in parsed.returns

@@ -16,7 +16,7 @@ class Argument(NamedTuple):
     """One argument of a schema.
 
     Attributes:
-        name: the name.
+        name: the name of the argument.
         kind: the type as PyTorch spells it, such as `Tensor`, `List[Optional[Tensor]]` or `int`.
         keyword_only: whether the argument cannot be passed by position.
         is_mutated: whether the operator mutates the argument.
@@ -48,7 +48,7 @@ class Argument(NamedTuple):
 
 # The dispatcher ignores tensors in these lists when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# The dispatcher does not check the types of these arguments.
+# Arguments of these types accept any object, because the dispatcher does not check it.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
@@ -57,8 +57,8 @@ class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
     `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
-    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. Schemas that are made in these two
-    ways have the form `PLAIN`.
+    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. The `form` of a schema made by one
+    of the last two is always `Form.PLAIN`.
 
     Args:
         parsed: a `torch.FunctionSchema`.
@@ -75,7 +75,7 @@ class Schema:
         written_types: the argument types by name, as the author wrote them, such as `int[2]?`.
         constants: the names of arguments of type `int` (not `SymInt`), including lists.
         written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
-        form: a `Form`.
+        form: the form of the operator: in-place, out=, or plain.
         is_mutable: whether the operator mutates arguments.
         is_view: whether a result aliases an argument.
         is_functional: whether the operator mutates nothing and only returns fresh results.
@@ -87,15 +87,16 @@ class Schema:
         (['x', 'by'], ('Tensor',))
     """
 
-    # Most attributes are computed on first use, because programs never call most operators of a
-    # package.
+    # Most attributes are computed on first use, because a program calls only a few of the operators
+    # that it imports.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # PyTorch cannot parse `str(parsed)`, because string defaults in the text are not escaped.
+        # `forget_parsed` requires text that PyTorch can parse again. Prefer the author's text to
+        # `str(parsed)`, in which string defaults are not escaped.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -118,7 +119,9 @@ class Schema:
         return self.text
 
     def is_backward_compatible(self, older: Schema) -> bool:
-        """Return whether all calls of an older schema remain valid, by PyTorch's rules for aten.
+        """Return whether all calls that were valid with an older schema remain valid.
+
+        Changes are judged by PyTorch's rules for ATen operators.
 
         Args:
             older: the previous `Schema` of the operator.
@@ -150,7 +153,7 @@ class Schema:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """Return the names of `int` arguments. Compilers specialize on their values."""
+        """Return the names of `int` arguments, on whose values compilers specialize."""
         return tuple(n for n, kind in self.written_types.items() if kind.startswith("int"))
 
     @property
@@ -236,7 +239,7 @@ class Schema:
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """Return the arguments with a default device that the dispatcher passes as a str."""
+        """Return the names of arguments whose default device the dispatcher passes as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments
@@ -253,7 +256,7 @@ class Schema:
         Args:
             args: the positional arguments.
             kwargs: the keyword arguments. The dispatcher passes only keyword-only arguments by
-                name, but users may also pass positional arguments of a rule's function by name.
+                name, but other callers may pass any argument by name.
 
         Returns:
             All positional and all keyword arguments of the call.
@@ -302,6 +305,6 @@ def _python_default(kind: str, value: Any) -> Any:
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return dispatch.device(value)  # the parser does not convert defaults of type `Device?`
+        return dispatch.device(value)  # PyTorch does not convert the default of a `Device?`
     enumeration = schemas.enumeration(kind)
     return enumeration.get(value, value) if enumeration and value is not None else value

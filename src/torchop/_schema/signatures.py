@@ -49,12 +49,12 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def spell_function(function: Callable[..., Any]) -> str:
     """Return the name of a function for messages, such as `module.qualname`."""
-    # Cut long names at the start, because the end is the most specific part.
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if qualname is None:
         return f"this {type(function).__name__}"
     text = f"{module}.{qualname}" if module else str(qualname)
+    # Shorten long names at the start, because the end is the most specific part.
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
 
 
@@ -78,7 +78,7 @@ def written_result(function: Callable[..., Any]) -> Any:
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """Return advice for messages if a function is a method, otherwise an empty string."""
+    """Return advice for error messages if a function is a method, otherwise an empty string."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
@@ -108,9 +108,10 @@ class _Namespace:
         self._function = function
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
-        """Evaluate strings and remove `Annotated`, also inside generic types.
+        """Evaluate an annotation that is a string, and remove `Annotated`.
 
-        `parameter` is the name to use in messages, or None for the return annotation.
+        Annotations inside generic types, such as `list["Tensor"]`, are resolved too. `parameter` is
+        the name for error messages, or None for the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
@@ -134,7 +135,8 @@ class _Namespace:
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
         try:
-            # As in typing.get_type_hints. Annotations are code of the author's module.
+            # typing.get_type_hints also calls `eval`. This is safe, because annotations are code in
+            # the author's own module.
             return eval(text, *self._names)
         except Exception as error:
             place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
@@ -147,7 +149,10 @@ class _Namespace:
 
     @functools.cached_property
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the globals and locals of the author's function, inside any wrappers."""
+        """The globals and locals in which to evaluate annotations.
+
+        They are the variables of the author's function, even if it is wrapped or a partial.
+        """
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
             written = inspect.unwrap(written.func)
@@ -156,7 +161,8 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # As in the body of the function, closure variables shadow globals.
+        # Globals take precedence over the implicit names, and closure variables over globals, as in
+        # the body of the function.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)
@@ -164,7 +170,7 @@ class _Namespace:
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the closure variables of a function that have a value."""
+    """Return the closure variables of a function, except unassigned ones."""
     variables = {}
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
@@ -181,5 +187,5 @@ def names_in(code: types.CodeType) -> set[str]:
 
 def package_of(function: types.FunctionType) -> str:
     """Return the top-level package of a function."""
-    # `functools.wraps` copies `__module__`, but not the globals.
+    # Use the globals, because `functools.wraps` overwrites `__module__`.
     return str(function.__globals__.get("__name__")).partition(".")[0]

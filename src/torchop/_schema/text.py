@@ -1,7 +1,8 @@
 """Split the text of a schema into parts, and write schemas from parts.
 
-The schemas of derived operators are made from the author's text, because PyTorch cannot always
-parse `str(schema)`: it does not escape defaults of type str correctly.
+torchop derives the schemas of helper operators from the text that the author wrote. It does not use
+`str(schema)`, because PyTorch does not escape string defaults in that text correctly, and could not
+parse it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ _WRITE = re.compile(r"(?<=Tensor)\(\w+!\)")
 
 
 def arguments_of(schema: str) -> list[str]:
-    """Return the arguments of a schema, such as `Tensor x`, `int n=1` and `*`."""
+    """Return the text of each argument, such as `Tensor x` or `int n=1`, and the separator `*`."""
     return _pieces(schema[schema.index("(") + 1 : _end_of_arguments(schema)])
 
 
 def arguments_alone(schema: str) -> list[str]:
-    """Return the arguments of a schema without `*`."""
+    """Return the text of each argument, without the separator `*`."""
     return [argument for argument in arguments_of(schema) if argument != "*"]
 
 
 def results_of(schema: str) -> list[str]:
-    """Return the results of a schema, such as `Tensor` and `Tensor[]`."""
+    """Return the text of each result of a schema, such as `Tensor` or `Tensor[]`."""
     results = schema[_end_of_arguments(schema) + 1 :].partition("->")[2].strip()
     return _pieces(results[1:-1]) if results.startswith("(") else [results]
 
@@ -43,7 +44,10 @@ def _pieces(text: str) -> list[str]:
 
 
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the characters outside of brackets and strings, and the outermost closing brackets."""
+    """Yield the position of each character outside of brackets and strings, and the character.
+
+    The closing bracket of an outermost pair is included, but not the opening bracket.
+    """
     depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
         if quote:
@@ -59,42 +63,42 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """Write a schema without a name, given a string from `write_results`."""
+    """Return a schema without a name. `results` is a string from `write_results`."""
     return f"({', '.join(arguments)}) -> {results}"
 
 
 def write_results(results: Sequence[str]) -> str:
     if len(results) == 1 and not results[0].startswith("("):
         return results[0]
-    # `(Tensor)` would mean `Tensor`. A tuple with one item is `((Tensor))`.
+    # The parser reads `(Tensor)` as `Tensor`, so a tuple with one item must be `((Tensor))`.
     return f"({', '.join(results)})"
 
 
 def numbered_alias(index: int) -> str:
-    """Return the name that `infer_schema` gives to the alias set of an argument."""
+    """Return the name, such as `a0`, that `infer_schema` gives to an argument's alias set."""
     return f"a{index}"
 
 
 def lettered_alias(index: int) -> str:
-    """Return a name for an alias set as in native_functions.yaml.
+    """Return a name for an alias set, such as `a`, in the style of native_functions.yaml.
 
-    ExecuTorch finds out= variants with torchgen, and torchgen only supports single letters.
+    ExecuTorch uses torchgen to find out= variants, and torchgen only supports single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 
 
 def written_tensor(alias: str) -> str:
-    """Return the type of a mutated tensor, or of a result that aliases it."""
+    """Return the schema type of a mutated tensor or a result that aliases it: `Tensor(a!)`."""
     return f"Tensor({alias}!)"
 
 
 def with_write(argument: str, alias: str) -> str:
-    """Mark the tensors of an argument or type as mutated."""
+    """Mark the tensors in an argument or type as mutated, by adding `(alias!)`."""
     return argument.replace("Tensor", written_tensor(alias), 1)
 
 
 def without_writes(argument: str) -> str:
-    """Remove the mutation marks from an argument or type."""
+    """Remove the marks of mutation, such as `(a!)`, from an argument or type."""
     return _WRITE.sub("", argument)
 
 

@@ -1,8 +1,8 @@
 """Parse a function's annotations into trees whose leaves are arguments of the schema.
 
-If every annotation is a single leaf of a type that `infer_schema` supports, the schema has the same
-arguments as the function. Otherwise a `Structure` converts between the author's objects and the
-values of the leaves.
+The annotation of a structure, such as a dataclass, becomes a tree with several leaves. A
+`Structure` then converts between the author's objects and the values of the leaves. Most operators
+need no conversion, because each annotation is a single leaf of a type that `infer_schema` supports.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from torchop._schema.structure.nodes import (
     Node,
     Pair,
     Parameter,
-    Several,
+    ResultFields,
     result_leaf,
 )
 from torchop._schema.structure.shapes import MISSING, argument_shape, result_shape
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
 
-_RESULT = "the result"  # the path of the result in messages
+_RESULT = "the result"  # stands for a path in error messages about the result
 
 
 class FunctionTree:
@@ -55,20 +55,16 @@ class FunctionTree:
 
     Args:
         op: the name of the operator, for messages.
-        function: the author's function.
-        mutates_args: the arguments that the function mutates, as in `custom_op`.
-        tags: the tags of the operator.
         structures: whether the function may take and return structures. If not, only annotations
             that `torch.library.infer_schema` supports are allowed.
 
     Attributes:
-        parameters: the parameters of the function.
         result: the tree of the result. None if the result needs no conversion.
         positional: the leaves that are positional arguments of the schema.
         keyword_only: the leaves that are keyword-only arguments of the schema.
         mutated: the names of the mutated leaves.
-        returns: the results in the syntax of schemas.
-        is_plain: whether neither arguments nor results need a conversion.
+        returns: the results in schema syntax.
+        is_plain: whether no argument and no result needs a conversion.
     """
 
     def __init__(
@@ -202,7 +198,7 @@ class FunctionTree:
         if not self.is_plain:
             try:
                 node.set_default(default)
-            except TypeError as error:  # an ArgumentError
+            except TypeError as error:  # includes ArgumentError
                 raise SchemaError(
                     f"{self._where}: parameter {_spell(parameter.name)} has an unsupported "
                     f"default: {error}"
@@ -262,9 +258,10 @@ def _check_names(op: str, parameters: Iterable[Parameter]) -> None:
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
-    Tensors must be positional to have gradients. Other values inside structures are keyword-only.
-    So a new field with a default can be added anywhere without changing the meaning of existing
-    calls. For the same reason, tensors with a default come last.
+    Tensors are positional, because PyTorch only computes gradients for positional arguments. Other
+    values inside structures are keyword-only. So authors can add a field with a default anywhere in
+    a structure, and existing calls (for example in exported programs) keep their meaning. For the
+    same reason, tensors with a default come last.
     """
     ranked: list[tuple[int, Leaf]] = []
     keyword_only = []
@@ -295,7 +292,10 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds annotation trees. Its error messages name the operator `op` or function `where`."""
+    """Builds the annotation trees of arguments.
+
+    Error messages start with `op`, the name of the operator, or with `where`, the function's name.
+    """
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op
@@ -305,14 +305,16 @@ class _Builder:
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
         """Build the tree of the annotation at a path such as `cfg.scale`.
 
-        `inside` contains the enclosing structures, to detect a structure that contains itself.
+        `inside` contains the types of the enclosing structures, to detect a structure that contains
+        itself.
         """
         annotation = without_annotated(annotation)
         kind = leaf_kind(annotation)
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # `infer_schema` infers a script object for an Enum, not a str.
+            # Use the type that `infer_schema` infers. For an Enum, this is a script object, whereas
+            # `kind` encodes the Enum as a str.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:
@@ -378,8 +380,8 @@ def build_result(
 ) -> Node:
     """Build the tree of a result, or of a field of a result.
 
-    Leaves are tensors, optional tensors, and lists and tuples of tensors. `inside` contains the
-    enclosing structures.
+    A leaf is a tensor, an optional tensor, or a list or tuple of tensors. `inside` contains the
+    types of the enclosing structures.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -395,10 +397,10 @@ def build_result(
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # An f-string would call `__format__` of a subclass of str.
+        # Do not use an f-string, because it would call `__format__` of a user's subclass of str.
         place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
-    return Several(op, path, nodes, shape)
+    return ResultFields(op, path, nodes, shape)
 
 
 def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:

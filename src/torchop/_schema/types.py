@@ -17,7 +17,7 @@ SEQUENCES = (list, collections.abc.Sequence)
 
 
 def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
-    """Look up an annotation in a table. Unhashable annotations are never found."""
+    """Return the entry for an annotation, or None if it is missing or unhashable."""
     try:
         return table.get(annotation)
     except TypeError:
@@ -50,7 +50,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Format an annotation for a message: drop `typing.`, and shorten the text."""
+    """Format an annotation for a message, without `typing.`, and shortened if it is long."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__

@@ -1,4 +1,4 @@
-"""`python -m torchop accelerate`: measure operators with and without native calls."""
+"""`python -m torchop accelerate`: show how much time native calls save for each operator."""
 
 from __future__ import annotations
 
@@ -51,16 +51,18 @@ def accelerate(
     PATTERNS select operators, such as 'mylib::*'. By default, these are all operators that the
     imported modules register, and the operators in the recordings.
 
-    An operator is timed if importing the modules called it. With --run-recorded, it is also timed
-    if it is in a recording. The table shows the microseconds of a call before and after. The timed
-    calls have the recorded kinds of arguments, with tensors of ones. Each operator runs in a
-    separate process.
+    An operator is timed if the modules call it while they are imported. With --run-recorded, an
+    operator is also timed if it is in a recording. The table shows how many microseconds a call
+    takes before and after. The timed calls have the recorded kinds of arguments, with tensors of
+    ones. Each operator runs in a separate process.
 
-    Without --run-recorded, recorded calls are only listed. A file may be from an untrusted source,
-    and an operator may do harm with its arguments, such as write to a path in a string.
+    Without --run-recorded, recorded calls are only listed. A file may come from an untrusted
+    source, and a call can do harm with recorded arguments, for example write to the path in a
+    string.
     """
     wanted = patterns or ("*",)
-    # Import Dynamo now, because the first call would import it, and it registers operators.
+    # Import Dynamo now, because it registers operators, and would otherwise be imported by the
+    # first call, after `registered_before` was computed.
     on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
@@ -86,7 +88,7 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
-    """Import the modules, and record the calls made meanwhile. An exception ends the command."""
+    """Import the modules, and return a recording of the calls that they make while importing."""
     try:
         recorded = torchop.record(*wanted)
     except ValueError as error:
@@ -97,7 +99,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 
 
 def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
-    """List the recorded calls that the command makes (or would make) with `--run-recorded`."""
+    """List the recorded calls. The command makes them only with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:
@@ -113,7 +115,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record calls in the block, without a warning if there are none: commands print a message."""
+    """Record the calls in the block. Ignore the warning if there are none: commands report this."""
     recorded.__enter__()
     try:
         yield
@@ -124,7 +126,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Accelerate the operators that match the patterns, undo this, and return the rows."""
+    """Accelerate the matching operators temporarily, and return a table row for each."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 
@@ -142,9 +144,10 @@ def rows_of_recorded(
 
 
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
-    """Format a table of the microseconds per call before and after, and the total savings.
+    """Format a table with the time of a call before and after acceleration, and the time saved.
 
-    `recorded` has the number of calls. Only the calls in `called` are repeated for measurements.
+    The numbers of calls are from `recorded`. Only the calls in `called` are made again to time
+    them.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
@@ -154,7 +157,8 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # Assume that calls over the recording limit are native as often as the recorded ones.
+        # `calls` includes calls whose arguments were not recorded. Assume that the same share of
+        # them is native.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

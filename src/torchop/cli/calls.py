@@ -1,6 +1,6 @@
 """`python -m torchop explain` and `bench`: explain and time calls to operators.
 
-The arguments are from registered examples or from the command line.
+The arguments of the calls are registered examples, or are given on the command line.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from torchop.testing._tune import measure_kernels, why_not
 from torchop.testing.probes import mapped, requiring_grad, tensors_of
 from torchop.testing.process_state import quiet
 
-_SECONDS = 0.3  # measured per way of calling, unless one call takes longer
-_LIMIT = 120.0  # seconds per operator
+_SECONDS = 0.3  # how long each way of calling is measured, unless a single call takes longer
+_LIMIT = 120.0  # the time limit for an operator, in seconds
 _FUNCTION = "its function alone"
 _CALL = "torch.ops, no_grad"
 
 
-_OPERATOR = "the operator"  # cannot be a provider's name, because of the space
+_OPERATOR = "the operator"  # contains a space, so no provider can have this name
 
 
 class Comparison(NamedTuple):
-    """The times of one call: of the operator itself, and of all its kernels, fastest first.
+    """The times that each of an operator's kernels, and the operator itself, take for one call.
 
-    `chosen` is the provider that the operator selected.
+    Each kernel belongs to a provider, and `chosen` is the provider whose kernel the operator runs.
+    `kernels` is sorted by time.
     """
 
     op: str
@@ -61,7 +62,7 @@ class Comparison(NamedTuple):
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Return a dictionary for JSON output, with stable names."""
+        """Return a dictionary for JSON output. Scripts rely on its keys, so do not rename them."""
         kernels = [
             {name: getattr(kernel, name) for name in ("provider", "config", *_TIMES)}
             for kernel in self.kernels
@@ -74,7 +75,11 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """The microseconds that a call takes in each way of calling, and `explain` of the call."""
+    """The microseconds that each way of calling an operator takes, and an explanation of the call.
+
+    A way of calling is, for example, a call of torch.ops under no_grad. `explanation` is the text
+    of `torchop.explain`.
+    """
 
     op: str
     call: str
@@ -98,7 +103,6 @@ class Costs(NamedTuple):
         return [*lines, *self.explanation.splitlines(), ""]
 
     def as_json(self) -> dict[str, Any]:
-        """Return a dictionary for JSON output, with stable names."""
         return self._asdict()
 
 
@@ -129,10 +133,10 @@ _CALL_OPTION = click.option(
 @click.option("--grad", is_flag=True, help="Make floating-point tensors require grad.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
-    """Show which kernels a call runs, and whether the call is native.
+    """Show which kernels a call would run, and whether the call would be native.
 
-    Explains calls with the registered examples, or with the arguments of --call. The operators do
-    not run.
+    Explains calls with the registered examples, or with the arguments of --call, without running
+    the operators.
     """
     explained = []
     for op in selection.operators:
@@ -169,11 +173,12 @@ def bench(
 ) -> None:
     """Time calls to operators, made in several ways.
 
-    Each operator runs in a separate process, with the first registered example or the arguments of
-    --call. The ways of calling alternate, and the table shows the fastest round of each.
+    The ways are, for example, with no_grad, in inference mode, or with a backward pass. Each
+    operator runs in a separate process, with the first registered example or the arguments of
+    --call. The ways are timed in turn, and the table shows the fastest round of each.
 
-    With --providers, all kernels that agree with the reference are timed for all examples, in turn
-    with the operator itself. The table shows the median and a 95 % confidence interval.
+    With --providers, all kernels whose results agree with the reference are timed for all examples,
+    in turn with the operator itself. The table shows the median and a 95 % confidence interval.
     """
     if sizes and not providers:
         raise click.UsageError("--over is an option of --providers")
@@ -181,7 +186,7 @@ def bench(
         raise click.UsageError("--over requires --call with arguments that contain the name")
     preload([__name__, *selection.modules])
     try:
-        torchop.native.wait()  # here, because the time of the child process is limited
+        torchop.native.wait()  # compile here, because the time of the child process is limited
     except NativeUnavailableError as error:
         click.echo(error, err=True)
     results: list[Any] = []
@@ -221,7 +226,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
 
 
 def _evaluated(text: str, **sizes: int) -> Call:
-    # This evaluates code from the command line, as `python -c` does.
+    # Evaluating this text is safe, because it is from the user's command line, as with `python -c`.
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs), **sizes}
     with report_errors(f"--call {text!r}"):
         call: Call = eval(f"capture({text})", names)
@@ -229,7 +234,7 @@ def _evaluated(text: str, **sizes: int) -> Call:
 
 
 def described(call: Call) -> str:
-    """Format a call's arguments in one line, with tensors as dtypes and shapes."""
+    """Format a call's arguments in one line. A tensor is shown as its dtype and shape."""
     return call_record.described(call_record.record_of(*call))
 
 
@@ -238,15 +243,15 @@ def described(call: Call) -> str:
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """Yield the arguments as text (for error messages), followed by the costs."""
+    """Yield a description of the call (for error messages), and then the costs."""
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
         yield f"a call with {described(call)}"
-        with quiet():  # hides warnings about operators without a formula
+        with quiet():  # hide warnings about operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
-        with torch.no_grad():  # after the calls, because the first call selects the kernel
+        with torch.no_grad():  # explain after the calls, because the first call selects the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
         yield Costs(op, described(call), microseconds, str(explanation))
 
@@ -254,7 +259,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """For each call, yield the arguments as text (for error messages), then the comparison."""
+    """For each call, yield a description (for error messages), and then the comparison."""
     operator = Operator(op, "bench")
     with report_errors(op):
         if text is not None and sizes is not None:
@@ -268,7 +273,7 @@ def _comparisons(
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
             assert kernels is not None  # checked by `why_not`
-            with quiet():  # hides warnings about skipped providers
+            with quiet():  # hide warnings about skipped providers
                 others = {_OPERATOR: operator.overload}
                 measured, problems = measure_kernels(kernels, full, others=others)
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
@@ -309,7 +314,7 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Return the microseconds that a call takes in each way of calling that does not raise.
+    """Return the microseconds that each way of calling takes. Omit ways that raise an error.
 
     Raises:
         click.ClickException: calling the operator raises.
@@ -318,5 +323,5 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # Omit ways that raise: for example, the backward raises if no result requires grad.
+    # For example, the way with a backward pass raises an error if no result requires grad.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

@@ -1,4 +1,4 @@
-"""`python -m torchop list`: operators with their schemas, rules, locations and tests."""
+"""`python -m torchop list`: list operators with their schemas, kernels, rules and tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     rules: list[str]
     where: str  # the file and line of the function, or of the defining library
     examples: bool  # whether examples are registered, which `check` needs
-    checked: str = ""  # the outcomes of the checks in a report
+    checked: str = ""  # how many checks passed or failed, according to the report of --checked
 
 
 @click.command("list")
@@ -59,7 +59,7 @@ def _cells(entry: Entry, with_checked: bool) -> tuple[str, ...]:
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:
-    """Read a report, and return a summary of the outcomes for each operator, by name."""
+    """Read a report of checks, and return a summary such as "3 passed" for each operator."""
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}
@@ -76,7 +76,6 @@ def _outcome(results: list[Mapping[str, Any]]) -> str:
 
 
 def entry_of(op: str) -> Entry:
-    """Return the row of an operator."""
     operator = Operator(op, "list")
     kernels, rules = operator.kernels, operator.rules
     if operator.handle is None:

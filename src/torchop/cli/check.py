@@ -1,7 +1,7 @@
 """`python -m torchop check`: run each check of `torchop.testing.check` as a pytest test.
 
-The tests run in workers of pytest-xdist. If a kernel crashes, it ends one worker, and the crash is
-reported as a failure.
+The tests run in worker processes of pytest-xdist. If a kernel crashes, only its worker ends, and
+the report shows the crash as a failed check.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchop.testing.process_state import set_environment
 
 _MAPPINGS = ("examples", "reference", "expected")
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "pytest_torchop")
-# The number of crashed workers after which pytest-xdist stops.
+# pytest-xdist stops when this number of workers have crashed.
 _MOST_CRASHES = 100
 _TESTS = """\
 import sys
@@ -49,7 +49,7 @@ def test_operators(torchop_check):
 
 
 def _seconds(ctx: Any, param: Any, value: float) -> float:
-    # Do not use click.FloatRange, because it accepts nan and inf.
+    # click.FloatRange would accept nan and inf.
     if not 0 < value < math.inf:
         raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
     return value
@@ -102,8 +102,8 @@ def check(
     registered examples, or from --examples. A check that crashes or hangs fails, and the others
     continue in another process.
 
-    --expected lists known failures with reasons: by check, or by operator and check. They do not
-    count as failures, but a listed check that passes does.
+    --expected lists known failures with their reasons, by check, or by operator and check. A check
+    in this list may fail, and is reported as a failure if it passes.
 
     The exit code is 0 if no check failed, and 1 if a check failed or no operator has examples.
     """
@@ -130,10 +130,10 @@ def check(
 def _with_examples(
     operators: tuple[str, ...], options: Mapping[str, Any]
 ) -> tuple[list[str], list[str]]:
-    """Return the operators that can be checked, and messages about operators that cannot.
+    """Return the operators that have examples, and messages about operators that have none.
 
     Raises:
-        click.ClickException: an option is invalid for the first operator.
+        click.ClickException: an option is invalid. Only the first operator is used to find out.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():
@@ -159,7 +159,7 @@ def _with_examples(
 
 
 def mapping(place: str) -> Mapping[str, Any]:
-    """Return the mapping at "module:name", or the mapping that the function there returns."""
+    """Import the mapping at "module:name". If it is a function, call it and return its result."""
     module, separator, attribute = place.partition(":")
     if not separator:
         raise ValueError("write module:name, such as tests.examples:EXAMPLES")
@@ -178,10 +178,11 @@ def _run(
     jobs: int,
 ) -> list[CheckReport]:
     """Run the checks as pytest tests, and return a report for each operator."""
-    import pytest  # torchop does not depend on it
+    import pytest  # late, because torchop does not depend on pytest
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}
-    # A name without an overload matches all overloads. Exclude overloads that were not selected.
+    # In the marker, a name without an overload matches all overloads. Exclude the overloads that
+    # the user did not select.
     others = [name for name in patterns.all_names() if str(name) not in operators]
     texts["exclude"] = repr(
         [str(each) for each in others if any(patterns.is_match(each, op) for op in operators)]
@@ -204,7 +205,7 @@ def _run(
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
         os.environ.pop("PYTEST_ADDOPTS", None)
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is for the reports
+            with contextlib.redirect_stdout(sys.stderr):  # keep standard output for our reports
                 pytest.main(arguments, plugins=[problems])
         finally:
             set_environment(environment)

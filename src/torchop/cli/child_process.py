@@ -1,12 +1,14 @@
 """Run a generator function in a child process, because kernels may crash or hang.
 
-Usually the child is forked from multiprocessing's forkserver, which only imports the modules that
-register operators. Unlike a fork of the program, such a child can use threads and accelerators, and
-inherits no locks. If importing a module initializes CUDA, forks of the forkserver cannot use CUDA.
-Then the child is a new process that imports the modules itself.
+There are three ways to start the child:
 
-If the child needs operators that the program itself defines, it is a fork of the program. It uses
-one thread, because OpenMP deadlocks in forks with more threads.
+- Usually, it is forked from multiprocessing's forkserver, which only imports the modules that
+  register operators. Unlike a fork of the program, such a child can use threads and accelerators,
+  and inherits no locks.
+- If importing a module initializes CUDA, forks of the forkserver cannot use CUDA. Then the child is
+  a new process that imports the modules itself.
+- If the child needs operators that the program itself defines, the child is a fork of the program.
+  It uses one thread, because OpenMP deadlocks in a fork that uses more threads.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ from torchop._compat import devices
 from torchop.extend import short_repr, short_text
 from torchop.testing.process_state import set_environment
 
-START_LIMIT = 600.0  # seconds for all imports
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+START_LIMIT = 600.0  # the time limit for all imports, in seconds
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class ChildError(RuntimeError):
@@ -44,7 +46,7 @@ class ChildError(RuntimeError):
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Make the forkserver import modules when it starts. No effect if it is already running."""
+    """Make the forkserver import modules when it starts, unless it is already running."""
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
@@ -57,16 +59,16 @@ def answers_of(
 ) -> contextlib.AbstractContextManager[Iterator[Any]]:
     """Run a generator function in a child process, and yield its values in a `with` block.
 
-    Strings that the function yields are not passed on. A string describes the next step, for the
-    message if this step crashes or hangs.
+    A string that the function yields is not passed on to the caller. The string describes the next
+    step, such as "a call with x=...", for the error message if that step crashes or hangs.
 
     Args:
         function: a picklable generator function.
         args: the arguments of the function.
         limit: the time limit in seconds for each value after the first.
-        modules: modules to import in the child process first.
-        method: "fork" copies this process, so the child cannot use accelerators. With "forkserver",
-            it can.
+        modules: modules that the child process imports first.
+        method: "fork" copies this process, with the operators that it defines, but the child cannot
+            use accelerators. A child of the "forkserver" can.
 
     Raises:
         ChildError: the process could not be started, exited, or exceeded the limit.
@@ -86,10 +88,7 @@ def _after_imports(
 
 @functools.cache
 def _method_for_modules() -> Literal["forkserver", "spawn"]:
-    """Return how to start a process that imports modules.
-
-    Return "spawn" if forks of the forkserver cannot use the accelerator.
-    """
+    """Return "spawn" if forks of the forkserver cannot use the accelerator, else "forkserver"."""
     if devices.accelerator() is None:
         return "forkserver"
     try:
@@ -122,7 +121,7 @@ def _answers(
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             process.start()
-        except (OSError, EOFError) as error:  # EOFError: the server exited
+        except (OSError, EOFError) as error:  # EOFError means that the forkserver exited
             raise ChildError(
                 f"no process could be started: {type(error).__name__}: {error}"
             ) from None
@@ -130,7 +129,7 @@ def _answers(
     try:
         yield _received(process, receiver, limit)
     finally:
-        # Kill the process group of the child: the child and all processes that it started.
+        # Kill the child's process group, which includes all processes that the child started.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
@@ -157,18 +156,14 @@ def _received(process: Any, receiver: Connection, limit: float) -> Iterator[Any]
 
 
 def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> None:
-    """Wait for the next message of the child.
-
-    Raises:
-        ChildError: the child exited, or sent no message in time.
-    """
+    """Wait until the child sends a message. Raise ChildError if it exits, or is too slow."""
     end = time.monotonic() + seconds
     while not receiver.poll():
         left = end - time.monotonic()
         if left <= 0:
             raise ChildError(f"{doing} took over {seconds:.0f} seconds")
-        # Also wait for the exit of the child: its own children may hold the pipe open, and then the
-        # pipe does not report that the child has exited.
+        # Also wait for the child's exit. The pipe does not report the exit if processes that the
+        # child started keep the pipe open.
         ready = wait([receiver, process.sentinel], left)
         if process.sentinel in ready and not receiver.poll():
             raise ChildError(f"{doing} {_exit_of(process)}")
@@ -186,9 +181,9 @@ def _exit_of(process: Any) -> str:
 def _environment_of_server() -> Iterator[None]:
     """Set environment variables for the forkserver, in case it starts in this block.
 
-    The server needs `sys.path` to find the modules. It must use one thread: if a module calls
-    kernels when it is imported, OpenMP would start threads, and forks of the server, which do not
-    inherit these threads, would wait for them forever.
+    The forkserver needs `sys.path` to find the modules. It must use one thread, because a module
+    may call kernels when it is imported. With more threads, OpenMP would start a thread pool, and
+    forks of the forkserver would wait forever for threads that they did not inherit.
     """
     before = dict(os.environ)
     os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
@@ -207,9 +202,9 @@ def _run(
 ) -> None:
     """Run the function in the child, and send its values to the parent."""
     torch.set_num_threads(threads)
-    set_environment(environment)  # replaces the environment of the forkserver
-    os.setpgid(0, 0)  # start a new process group, which the parent kills
-    if sys.platform == "linux":  # a child that hangs must be killed when the parent exits
+    set_environment(environment)  # instead of the environment of the forkserver
+    os.setpgid(0, 0)  # start a new process group, which the parent will kill
+    if sys.platform == "linux":  # kill the child when the parent exits, even if the child hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         for message in function(*args):
@@ -225,11 +220,7 @@ def _run(
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Import modules.
-
-    Raises:
-        click.ClickException: a module cannot be imported.
-    """
+    """Import modules. Raise click.ClickException if a module cannot be imported."""
     for module in modules:
         path = Path(module.removesuffix(".py"))
         if not module.strip(".") or module != path.name:
@@ -244,7 +235,7 @@ def import_all(modules: Iterable[str]) -> None:
                 importlib.import_module(module)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # including SystemExit and the exception of pytest.skip
+        except BaseException as error:  # includes SystemExit, and the exception of pytest.skip
             problem = f"{short_text(module)} cannot be imported: {first_line(error)}"
             raise click.ClickException(problem + _raised_at(error)) from None
 
@@ -255,12 +246,12 @@ def _report_exit(module: str) -> Iterator[None]:
     leave, process = os._exit, os.getpid()
 
     def report(status: int = 0) -> NoReturn:
-        if os.getpid() != process:  # in a process that the module forked
+        if os.getpid() != process:  # in a process that the module forked, os._exit is harmless
             leave(status)
         place = sys._getframe(1)
         problem = f"it calls os._exit({status}) ({place.f_code.co_filename}:{place.f_lineno})"
         click.echo(f"Error: {short_text(module)} cannot be imported: {problem}", err=True)
-        leave(1)  # never 0, because the command did not finish
+        leave(1)  # even if `status` is 0, because the command did not finish
 
     os._exit = report
     try:
@@ -270,7 +261,7 @@ def _report_exit(module: str) -> Iterator[None]:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return " (file:line)" of the code that raised; "" if no code of the imported module ran."""
+    """Return " (file:line)" of the code that raised, or "" if it is not in an imported module."""
     lines = [
         f" ({frame.f_code.co_filename}:{line})"
         for frame, line in traceback.walk_tb(error.__traceback__)

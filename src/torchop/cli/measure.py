@@ -1,4 +1,4 @@
-"""Measure how much time calls to operators save if they are native.
+"""Measure how much time a call to an operator takes through the dispatcher, and natively.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
 that does not check an index may write out of bounds for tensors of ones.
@@ -25,22 +25,23 @@ from torchop.testing import CallRecord, TensorRecord, TypeRecord
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, timed, way
 
-_SECONDS = 0.5  # per way of calling an operator, unless a call takes longer
-_LIMIT = 60.0  # seconds for all calls to an operator
-_LARGEST = 2**30  # bytes of the tensors of a call
+_SECONDS = 0.5  # how long each way of calling is measured, unless a single call takes longer
+_LIMIT = 60.0  # the time limit for all calls to an operator, in seconds
+_LARGEST = 2**30  # the maximum size of a call's tensors, in bytes
 _NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The distinct calls to an operator and how often each was made, the most frequent first.
+# The recorded calls to an operator. Each item is a kind of call, e.g. with arguments of certain
+# dtypes and shapes, and the number of calls of this kind. The most frequent kind comes first.
 Kinds = list[tuple[CallRecord, int]]
 
 
 class Cost(NamedTuple):
     """The time of a call in microseconds."""
 
-    before: float  # through the dispatcher
-    after: float  # natively
-    noise: float  # for the faster way: the median minus the fastest round
+    before: float  # for a call through the dispatcher
+    after: float  # for a native call
+    noise: float  # the median minus the fastest round, for the faster of the two
 
     @property
     def is_noise(self) -> bool:
@@ -49,15 +50,14 @@ class Cost(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The measurement of an operator."""
+    """The result of measuring an operator."""
 
     native: float | None = None  # the share of recorded calls that would be native, if known
-    cost: Cost | None = None  # the time of a call
-    problem: str = ""  # why the time is missing
+    cost: Cost | None = None  # the time of a call, if known
+    problem: str = ""  # the reason if the time is unknown
 
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
-    """Measure operators, each in a separate process."""
     modules = {op: modules_of(OpName.parse(op)) for op in recorded}
     preload([__name__, *(name for names in modules.values() for name in names)])
     return {op: _measure(op, kinds, modules[op]) for op, kinds in recorded.items()}
@@ -83,7 +83,7 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield a result before the operator is called, and a more complete one after the last call.
+    """Yield a first result without the time of a call, and then the complete result.
 
     The first result is used if a call crashes or hangs.
     """
@@ -104,16 +104,16 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)
     with acceleration:
-        with contextlib.suppress(NativeUnavailableError):  # the acceleration's rows report this
+        with contextlib.suppress(NativeUnavailableError):  # the table will show the reason
             torchop.native.wait()
         yield acceleration
 
 
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
-    """Return the share of calls that would be native, or None if no example can be created.
+    """Return the share of recorded calls that would be native, or None if this is unknown.
 
-    The operator must be accelerated. Instead of the operator, this calls `explain`, with tensors of
-    one element.
+    The operator must be accelerated. It does not run: this function passes tensors of one element
+    to `torchop.explain`.
     """
     native = total = 0
     for call, count in kinds:
@@ -157,8 +157,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
         "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
-    # Other processes can only make rounds longer, so compare the difference with the noise of the
-    # faster way.
+    # Other processes can only slow rounds down. So the faster of the two ways was disturbed less,
+    # and its noise is the better estimate.
     return Cost(before.best, after.best, min(before, after).noise)
 
 
@@ -170,7 +170,7 @@ def _working(timing: Timing | Exception) -> Timing:
 
 
 def _check(call: CallRecord) -> None:
-    """Raise a ClickException if no example can be created, or if it needs too much memory."""
+    """Raise a ClickException if a call's arguments cannot be created, or need too much memory."""
     tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):

@@ -83,14 +83,12 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
 
 
 def _write_wheel(extension: Path, folder: Path) -> Path:
-    """Write a wheel that contains a compiled extension, atomically, and return the path.
+    """Write a wheel that contains the compiled file `extension`, and return the wheel's path.
 
-    Args:
-        extension: the compiled file.
-        folder: the folder for the wheel; created if needed.
+    The wheel is written to a temporary folder first, so an incomplete wheel is never visible.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # An optional dependency.
+    # Import wheel here, because it is an optional dependency.
     wheel_file = importlib.import_module("wheel.wheelfile").WheelFile
     version = f"{torchop.__version__}+torch{re.sub(r'[^A-Za-z0-9]+', '.', torch.__version__)}"
     values = {
@@ -116,7 +114,8 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
 def _tag() -> str:
     """Return the wheel's tag, such as `cp311-cp311-linux_x86_64`.
 
-    The platform is not `manylinux`, because the file may need libraries of this distribution.
+    The wheel is not tagged `manylinux`, because the compiled file may need libraries of the Linux
+    distribution on which it was compiled.
     """
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     threading = "t" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
@@ -128,7 +127,7 @@ def _tag() -> str:
 # doctor
 
 
-# The text that `doctor` reports, for each state in which a program would find the extension.
+# The last line of the report of `doctor`, for each state of the native call path.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
@@ -205,9 +204,10 @@ def doctor(as_json: bool) -> None:
 
 
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
-    """Return descriptions of the places where the extension may be, and the resulting state.
+    """Return a description of each place where the extension may be, and the resulting state.
 
-    The state is "idle" if all locations are empty, and none of them was configured.
+    The state is "idle" (the first call will compile the extension) if all places are empty and the
+    user did not configure one with TORCHOP_NATIVE_DIR.
     """
     rows: dict[str, str] = {}
     used = False
@@ -222,7 +222,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
         elif used:
             found = f"{place.folder}: found, but not needed"
         else:
-            # Load only the first extension, because a process must not load two copies.
+            # Stop at the first extension that can be loaded, because a process must not load two.
             problem = _problem_of(place)
             used = problem is None
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"
@@ -235,7 +235,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
 
 def _problem_of(place: files.Place) -> str | None:
     if (problem := _lock_problem()) is not None:
-        return problem  # do not load the extension, because this would enable the GIL
+        return problem  # without loading the extension, because this would enable the GIL
     try:
         assert place.file is not None
         files.load(place.file)
@@ -245,5 +245,5 @@ def _problem_of(place: files.Place) -> str | None:
 
 
 def _lock_problem() -> str | None:
-    """Return why a program would not use the extension even if it is available, or None."""
+    """Return why programs would not use an available extension, or None if they would."""
     return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None

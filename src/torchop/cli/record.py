@@ -72,8 +72,8 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Report the exception here as Python would, but without our frames, because click would
-        # report it in another way.
+        # Print the traceback without our frames, as Python would if it ran the program itself. If
+        # the exception was raised here, click would report it differently.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
@@ -87,8 +87,8 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     is_safe = getattr(sys.flags, "safe_path", False)
     if os.path.isfile(program) and not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    # runpy would set `sys.argv[0]`, `__file__` and `sys.path[0]` to the same relative path, which
-    # is invalid after the program changes its working directory.
+    # Do not use runpy.run_path. It would set `sys.argv[0]`, `__file__` and `sys.path[0]` to the
+    # relative path, which is wrong after the program changes its working directory.
     path = os.path.join(os.getcwd(), program)
     importer: Any = pkgutil.get_importer(path)
     spec = importer and importer.find_spec("__main__")
@@ -120,9 +120,9 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _save_temporary(recorded: Recorded) -> str:
-    """Save a recording in a temporary folder, in case the report fails; return the folder."""
+    """Save a recording in a temporary folder, in case the report fails. Return the folder."""
     folder = ""
-    with contextlib.suppress(OSError):  # the report does not need the file
+    with contextlib.suppress(OSError):  # the report works without the file
         folder = tempfile.mkdtemp(prefix="torchop-")
         path = Path(folder, "calls.json")
         recorded.save(path)
@@ -131,7 +131,7 @@ def _save_temporary(recorded: Recorded) -> str:
 
 
 def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
-    """Write the recording or the report; return whether that succeeded."""
+    """Write the recording to `out`, or print a report. Return False if writing failed."""
     if out is not None:
         calls = sum(map(recorded.calls, recorded))
         try:

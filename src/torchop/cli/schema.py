@@ -53,9 +53,9 @@ def dump(selection: Selection, out: Path | None) -> None:
 def compare(old: Path, new: Path, as_json: bool) -> None:
     """Compare two files of `schema dump`, and report breaking changes.
 
-    A change is breaking if the new schema is not backward compatible by PyTorch's rule for ATen
-    operators: it breaks exported programs and callers. The exit code is 1 if a change is breaking,
-    and 0 otherwise.
+    A change is breaking if, by PyTorch's rule for ATen operators, the new schema is not backward
+    compatible, so that exported programs and callers fail. The exit code is 1 if a change is
+    breaking, and 0 otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))
     if as_json:
@@ -66,7 +66,7 @@ def compare(old: Path, new: Path, as_json: bool) -> None:
 
 
 class Change(NamedTuple):
-    """A change of an operator's schema."""
+    """A difference between two versions of an operator's schema."""
 
     op: str
     kind: str  # "added", "removed" or "changed"
@@ -95,7 +95,6 @@ _KINDS = ("removed", "changed", "added")
 
 
 def _read(path: Path) -> dict[str, Schema]:
-    """Return the schemas in a file, by operator name."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         texts: Mapping[str, Any] = values["schemas"]
@@ -133,7 +132,6 @@ def _change(op: str, old: Schema, new: Schema) -> Change:
 
 
 def _differences(old: Schema, new: Schema) -> Iterator[str]:
-    """Yield a line for each argument or result that differs."""
     before, after = _arguments(old), _arguments(new)
     for name in (*before, *(name for name in after if name not in before)):
         if name not in after:
@@ -150,7 +148,7 @@ def _differences(old: Schema, new: Schema) -> Iterator[str]:
 
 
 def _arguments(schema: Schema) -> dict[str, str]:
-    """Return the text of each argument in the schema, by name."""
+    """Return the text of each argument, such as `int n=1, keyword-only`, by name."""
     texts = [text for text in schema.written_arguments if text != "*"]
     return {
         argument.name: f"{text}, keyword-only" if argument.keyword_only else text

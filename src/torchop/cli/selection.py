@@ -24,14 +24,14 @@ from torchop.testing._extras import installing
 
 
 class Selection(NamedTuple):
-    """Selected operators, and the modules that a child process must import to register them."""
+    """The selected operators, and the modules that a child process imports to register them."""
 
     modules: tuple[str, ...]
     operators: tuple[str, ...]
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add arguments that select operators to a command. The command receives a `Selection`."""
+    """Decorate a command: add arguments that select operators, and pass it a `Selection`."""
 
     @functools.wraps(command)
     def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:
@@ -62,7 +62,7 @@ def console() -> Console:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table. Long cells, such as paths, wrap within their column."""
+    """Print a table in which long cells, such as paths, wrap within their column."""
     folded = [Column(name, overflow="fold") for name in columns]
     table = Table(*folded, box=None, pad_edge=False)
     for row in rows:
@@ -71,12 +71,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make an option for an output file that is checked before the command runs."""
+    """Return a click option for an output file. A file that is not writable is an error."""
 
     def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
         if path is None:
             return None
-        path = path.absolute()  # the command may run a program that changes the directory
+        path = path.absolute()  # because the command may run a program that changes directory
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise click.BadParameter(f"{path} cannot be written to")
         return path
@@ -86,7 +86,7 @@ def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Call
 
 
 def short_place(place: str) -> str:
-    """Return `"file:line"` with the file relative to the working directory, if it lies inside."""
+    """Shorten `"file:line"` to a relative path if the file is inside the working directory."""
     file, separator, line = place.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return f"{file if relative.startswith('..') else relative}{separator}{line}"
@@ -96,15 +96,15 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Import packages and find their operators.
 
     Args:
-        names: packages, and patterns of operators such as `"mylib::*"`. For a pattern, the package
-            with the name of the namespace is imported, if it exists.
+        names: packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
+            package `mylib` is imported if it exists.
         imports: other modules to import.
 
     Raises:
         click.ClickException: a module cannot be imported, or no operator matches.
     """
-    # Import Dynamo first. Otherwise a package that imports Dynamo would appear to register the
-    # operators that Dynamo registers.
+    # Importing Dynamo registers operators. Import it first, because they would otherwise be
+    # attributed to a package that imports Dynamo.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
@@ -124,8 +124,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
     )
-    # If the user named modules to import, these register the operators. Do not import the whole
-    # package then.
+    # If the user passed modules with --import, these modules register the operators, so do not
+    # import the whole package.
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
         modules.append(namespace)
@@ -141,8 +141,8 @@ def _registered(package: str, before: set[OpName]) -> set[OpName]:
     """Import a package, and return the registered operators that can be attributed to it."""
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
-    # The module of an operator defined in C++ is unknown. Attribute the operator to the package if
-    # importing the package registered it.
+    # For operators defined in C++, the registering module is unknown. Attribute them to the package
+    # if they were not registered before it was imported.
     registered = {
         name
         for name in operators

@@ -1,4 +1,4 @@
-"""AOTInductor packages that name the modules of their operators, or contain C++ kernels."""
+"""AOTInductor packages that contain the names of their operators' modules, or the C++ kernels."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-# The C++ source of a loader. Before it defines the operators, it loads the kernel libraries, which
-# are in the same folder. If all operators are defined already, it assumes that their kernels are
-# registered too.
+# The C++ source of the loader, a library inside a package. It loads the kernel libraries, which are
+# in the same folder, and then defines the operators. If the process has already defined all
+# operators, the loader assumes that their kernels are registered too, and loads no library.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -58,7 +58,7 @@ static const bool has_loaded = [] {{
   return true;
 }}();
 """
-_CARRIER = "torchop_operators_"  # the library with this code has a file name with this prefix
+_LOADER_PREFIX = "torchop_operators_"  # the start of the loader's file name in a package
 
 
 def aoti_package(
@@ -68,22 +68,24 @@ def aoti_package(
     inductor_configs: dict[str, Any] | None = None,
     libraries: Sequence[str | os.PathLike[str]] = (),
 ) -> str:
-    """Compile a program with AOTInductor, and store the names of the operators' modules.
+    """Compile a program with AOTInductor, and store which modules define the operators.
 
-    They are stored as the entry `torchop_operators` of the package's metadata, so a C++ server can
-    read them before it loads the package.
+    The names of the modules are in the package's metadata, under the key `torchop_operators`, so a
+    C++ server can read them before it loads the package.
 
-    Compiled code relies on fake kernels. So this first runs the program on the example inputs, and
-    compares the results of each custom operator with the fake kernel.
+    Compiled code relies on the metadata that fake kernels return. So `aoti_package` first runs the
+    program on the example inputs, and compares the result of each custom operator with the result
+    of the fake kernel.
 
     Args:
         ep: the program.
         package_path: the path of the package, which must end with `.pt2`; by default, a temporary
             file.
-        inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
-        libraries: paths of shared libraries with C++ kernels (Linux only). The package contains
-            them and the operators' definitions, so processes without Python can run it. The
-            libraries are also loaded into this process, with `torch.ops.load_library`.
+        inductor_configs: options of Inductor, as in `torch._inductor.aoti_compile_and_package`.
+        libraries: paths of shared libraries with C++ kernels (Linux only). The package then
+            contains the libraries and the definitions of the operators, and runs in processes
+            without Python. The libraries are also loaded into this process, with
+            `torch.ops.load_library`.
 
     Returns:
         The path of the package.
@@ -92,12 +94,12 @@ def aoti_package(
         RuntimeError: Inductor cannot compile the program. The message names operators with results
             that packages do not support.
         FakeKernelError: on the example inputs, a kernel and the fake kernel of the same operator
-            returned tensors with different metadata.
+            returned tensors with different metadata, such as strides.
         ArgumentError: a `TypeError`: `libraries` is a single path instead of a list.
         OSError: a library cannot be loaded; see the cause.
         MissingKernelError: with `libraries`, an operator of the package has no C++ kernel for the
             package's device. No package is written.
-        NotImplementedError: `libraries` on another system than Linux.
+        NotImplementedError: `libraries` is given on a system other than Linux.
 
     Warns:
         UserWarning: the package calls operators with Python kernels, or the program does not run on
@@ -166,7 +168,8 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
             message names the module to import if `torchop.export.aoti_package` wrote the package.
 
     Warns:
-        ProviderWarning: when compiled, an operator used a provider that is not registered here.
+        ProviderWarning: when the program was compiled, an operator used the kernel of a provider
+            that is not registered in this process.
         UserWarning: the list of modules in the package is damaged, so it is ignored.
 
     Example: see `torchop.export.aoti_package`.
@@ -174,7 +177,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
     Based on `torch._inductor.aoti_load_package`.
     """
     path = os.fspath(path)
-    if not _carries_operators(path):
+    if not _has_loader(path):
         check_operators(path, in_package, "the package", "torchop.export.load_package", METADATA)
     return on_demand.load_aoti_package(path, **options)
 
@@ -191,19 +194,20 @@ def _source(path: str, operators: list[Operator], loader: str) -> str:
 def _with_libraries(
     libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any
 ) -> str:
-    """Compile a package, and add the libraries and a loader, which also defines the operators."""
+    """Compile a package, and add the kernel libraries and a loader that defines the operators."""
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
-        # The name of the loader must be unique, because a process loads only one library per name,
-        # and may load several packages.
-        carrier = os.path.join(folder, f"{_CARRIER}{uuid.uuid4().hex}")
-        on_demand.build_library("", carrier)
-        path = _compiled(ep, path, configs, linked=carrier)
+        # The name of the loader must be unique, because a process that loads several packages loads
+        # only one library of each name. First link the package with an empty library of this name.
+        # The compiled package then shows which operators the real loader must define.
+        loader = os.path.join(folder, f"{_LOADER_PREFIX}{uuid.uuid4().hex}")
+        on_demand.build_library("", loader)
+        path = _compiled(ep, path, configs, linked=loader)
         try:
-            _add_libraries(libraries, carrier, path)
+            _add_libraries(libraries, loader, path)
         except BaseException:
-            os.remove(path)  # without the loader, the package is unusable
+            os.remove(path)  # because the package is unusable without the loader
             raise
     return path
 
@@ -222,38 +226,34 @@ def _compiled(ep: ExportedProgram, path: str | None, configs: Any, **options: st
         ) from error
 
 
-def _add_libraries(libraries: list[str], carrier: str, path: str) -> None:
-    """Add `libraries` to a package, and a loader that is compiled for its operators."""
+def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
+    """Add kernel libraries to a package, and a loader compiled for the operators that it calls."""
     names, device = contents_of_package(path)
     operators = _with_kernels(names, device)
-    loader = _LOADER.format(
+    text = _LOADER.format(
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # PyTorch reports this line as the place where the operators were registered.
+    # In PyTorch's messages, the operators are then registered at line 1 of the package.
     place = f'#line 1 "{os.path.basename(path)}"\n'
-    on_demand.build_library(place + _source(path, operators, loader), carrier)
+    on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:
         (wrapper,) = (name for name in archive.namelist() if name.endswith(".wrapper.so"))
-        inside = f"{posixpath.dirname(wrapper)}/{os.path.basename(carrier)}"
-        archive.write(carrier, inside)
+        inside = f"{posixpath.dirname(wrapper)}/{os.path.basename(loader)}"
+        archive.write(loader, inside)
         for number, library in enumerate(libraries):
             archive.write(library, f"{inside}.{number}")
 
 
-def _carries_operators(path: str) -> bool:
+def _has_loader(path: str) -> bool:
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
-        return any(f"/{_CARRIER}" in name for name in archive.namelist())
+        return any(f"/{_LOADER_PREFIX}" in name for name in archive.namelist())
 
 
 def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
-    """Return the operators with these names, after checking that all have a C++ kernel.
-
-    Raises:
-        MissingKernelError: an operator has no C++ kernel for the device.
-    """
+    """Return the operators. Raise MissingKernelError if one has no C++ kernel for the device."""
     for op, site in _without_kernels(names, device).items():
         raise torchop.MissingKernelError(
             f"{op}: the package calls it on {device}, but it has no C++ kernel there (see "

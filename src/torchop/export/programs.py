@@ -1,7 +1,7 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. In both kinds of files, one entry contains
-the names of the modules, and other entries contain the names of the operators.
+Exported programs and AOTInductor packages are zip files. PyTorch writes entries from which we read
+the names of the operators that a program calls. We add the names of the modules to both.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
-# The zip entry in which an exported program stores the modules of its operators.
+# The zip entry of an exported program that stores the modules of its operators.
 _MANIFEST = "torchop_operators.json"
-METADATA = "torchop_operators"  # where a package stores the same, as a metadata key
-_DEVICE = "AOTI_DEVICE_KEY"  # the metadata key for a package's device type
+# The metadata key under which a package stores the modules of its operators.
+METADATA = "torchop_operators"
+_DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its device type
 # The names of the folder for extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
-# Matches the operator that a node calls, or that it passes to a higher-order operator, as
-# decomposed programs with mutation or effects do.
+# Matches an operator in the JSON of a program. A node either calls the operator, or passes it to a
+# higher-order operator. The latter happens in decomposed programs, for mutation and effects.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
-# Exceptions from reading a damaged file.
+# The exceptions that reading a damaged file may raise.
 _UNREADABLE = (
     OSError,
     EOFError,
@@ -56,7 +57,7 @@ def save(
     Args:
         ep: the program.
         f: a path, or a binary file to write to.
-        extra_files: additional contents by name, as in `torch.export.save`.
+        extra_files: additional contents to store, by name, as in `torch.export.save`.
         options: other options of `torch.export.save`.
 
     Example:
@@ -86,7 +87,8 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
     Args:
         f: a path, or a binary file to read from.
-        extra_files: a dictionary with the names of contents to read, as in `torch.export.load`.
+        extra_files: a dictionary whose keys are the names of additional contents to read, as in
+            `torch.export.load`.
         options: other options of `torch.export.load`.
 
     Raises:
@@ -96,13 +98,14 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         zipfile.BadZipFile: the file is not an archive.
 
     Warns:
-        ProviderWarning: when saved, an operator used a provider that is not registered here.
+        ProviderWarning: when the program was saved, an operator used the kernel of a provider that
+            is not registered in this process.
         UserWarning: the list of modules in the file is damaged, so it is ignored.
 
     Based on `torch.export.load`.
     """
     if not isinstance(f, (str, os.PathLike)):
-        f = io.BytesIO(f.read())  # because it is read twice
+        f = io.BytesIO(f.read())  # because the contents are read twice
     _check_archive(f)
     check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
     if not isinstance(f, (str, os.PathLike)):
@@ -115,9 +118,10 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 
 def modules_of(ep: ExportedProgram) -> str:
-    """Return JSON with the name of the module that defines each operator of a program.
+    """Return JSON that maps each operator of a program to the name of the defining module.
 
-    Includes the modules of active providers, with keys such as `ns::f[triton]`.
+    If a provider, such as "triton", supplies the operator's kernel, an additional key
+    `ns::f[triton]` has the name of the module that registered the provider.
     """
     # Look the operators up by name, because they may have been redefined after the export.
     names = [op.name() for op in operators.in_graph(ep.graph_module)]
@@ -130,8 +134,9 @@ def modules_of(ep: ExportedProgram) -> str:
     return json.dumps(modules, sort_keys=True)
 
 
-# A function that takes the name of a zip file's entry, and a function that reads the entry. It
-# returns the JSON with the modules (or None), and the operators that the program calls.
+# Reads one entry of a zip file, given the name of the entry, and a function that returns the
+# contents. Returns the JSON with the modules, if the entry contains it, and the operators that the
+# program calls according to this entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 
@@ -173,11 +178,11 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
         try:
             yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:
-            continue  # a higher-order operator, or another target written by Inductor
+            continue  # not the name of an operator: a higher-order operator, for example
 
 
 def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
-    """Raise BadZipFile if a file is not an archive, because PyTorch only logs an internal error."""
+    """Raise BadZipFile if a file is not an archive. PyTorch would only log an internal error."""
     if zipfile.is_zipfile(file):
         return
     if isinstance(file, io.BytesIO):
@@ -193,11 +198,7 @@ def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
 
 
 def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
-    """Check that this process defines all operators that the program in a file calls.
-
-    Raises:
-        OperatorNotFoundError: an operator is not defined.
-    """
+    """Raise OperatorNotFoundError if this process lacks an operator that a saved program calls."""
     modules: dict[str, str] = {}
     used: set[OpName] = set()
     try:
@@ -215,7 +216,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"
         advice = f"Import {where} defines it, before loading the program."
-        if module == "__main__":  # the main module of the saving program, not of this one
+        if module == "__main__":  # of the program that saved the file, so it cannot be imported
             advice = (
                 "The script that saved the program defines it: move it into a module, and import "
                 "the module in both programs, before loading the program."

@@ -1,4 +1,7 @@
-"""Compare kernels' results with fake kernels, because AOTInductor packages rely on these."""
+"""Compare the results of kernels and fake kernels, before AOTInductor compiles a program.
+
+Compiled code relies on the dtypes, shapes and strides that the fake kernels return.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,12 @@ from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
 # The result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py).
-# These are checked here because AOTInductor's error for other types does not name the operator.
+# For other types, AOTInductor's error does not name the operator, so we find the operator here.
 _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
-    """Run a program on its example inputs, and compare operators' results with their fake kernels.
-
-    Compiled code assumes that results have the metadata that the fake kernel returns.
+    """Run a program on the example inputs, and compare the results of kernels and fake kernels.
 
     Raises:
         FakeKernelError: the results of a kernel and a fake kernel differ.
@@ -31,7 +32,7 @@ def check_results(ep: ExportedProgram) -> None:
         return
     module = ep.module()
     try:
-        # Copy buffers and inputs, because the program may write to them.
+        # Pass copies of the buffers and inputs, because the program may write to them.
         buffers, (args, kwargs) = copied((dict(module.named_buffers()), ep.example_inputs))
         with torch.no_grad(), torch.random.fork_rng(devices=[]), _Comparing():
             torch.func.functional_call(module, buffers, args, kwargs)
@@ -47,7 +48,7 @@ def check_results(ep: ExportedProgram) -> None:
 
 
 def unsupported_results(ep: ExportedProgram) -> Iterator[str]:
-    """Yield a message for each custom operator in a program that has an unsupported result type."""
+    """Yield a message for each custom operator whose result types AOTInductor does not support."""
     for op in filter(_is_custom, operators.in_graph(ep.graph_module)):
         kinds = [str(result.real_type) for result in op._schema.returns]
         if any(kind not in _SUPPORTED for kind in kinds):
@@ -68,7 +69,7 @@ class _Comparing(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or not _is_custom(func):
             return func(*args, **kwargs)
-        # Run the fake kernel before the call, which may write to the arguments.
+        # Run the fake kernel first, because the call may write to the arguments.
         expected = [*named_outputs(fake_results(func, args, kwargs))]
         result = func(*args, **kwargs)
         actual = [*named_outputs(result)]
@@ -85,14 +86,14 @@ class _Comparing(TorchDispatchMode):
 def _metadata(
     expected_result: torch.Tensor, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, value, value) for each kind of metadata, without data-dependent sizes."""
+    """Yield the name and both values of each kind of metadata, except data-dependent sizes."""
     yield "dtype", expected_result.dtype, tensor.dtype
     yield "device", expected_result.device, tensor.device
     yield "layout", expected_result.layout, tensor.layout
     yield "number of dimensions", expected_result.ndim, tensor.ndim
     yield "shape", *_known(expected_result.shape, tensor.shape)
     if tensor.layout is torch.strided and tensor.numel():
-        # Ignore the strides of dimensions of size 1, which are arbitrary.
+        # Ignore dimensions of size 1, because their strides are arbitrary.
         long = [index for index, size in enumerate(tensor.shape) if size > 1]
         strides = ([each.stride(index) for index in long] for each in (expected_result, tensor))
         yield "strides", *_known(*strides)

@@ -1,1 +1,1 @@
-"""Structured arguments and results, such as dataclasses, which are flattened in the schema."""
+"""Arguments and results with fields, such as dataclasses. The schema has one argument per field."""

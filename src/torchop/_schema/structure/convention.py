@@ -1,4 +1,8 @@
-"""The calling convention for operators with structured arguments or results."""
+"""The calling convention for operators with structured arguments or results.
+
+Authors write kernels and rules that take and return objects, such as dataclasses. This module wraps
+them as functions that take and return the values of the flat schema.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """Converts functions of structured objects to functions of the flat schema's values."""
+    """Wraps functions of structured objects as functions of the flat schema's values."""
 
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
@@ -32,13 +36,13 @@ class StructuredConvention(Convention):
         return structure.kernel(function)
 
     def fake(self, function: Function, /) -> Function:
-        if getattr(function, "is_declared", False):  # declarations refer to the flat schema
+        if getattr(function, "is_declared", False):  # from register_fake(like=...): already flat
             return function
         self._check(f"{self.structure.op}: a fake kernel", function)
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule, whose `in_dims` and `out_dims` have a mapping for each structure."""
+        """Convert a vmap rule. `in_dims` and `out_dims` contain a mapping for each structure."""
         structure = self.structure
         if not callable(function):
             return function
@@ -48,14 +52,14 @@ class StructuredConvention(Convention):
             objects, keyword_objects = structure.objects(*args, **kwargs)
             returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                return returned  # the caller raises
+                return returned  # the caller checks this, and raises
             output, out_dims = returned
             return structure.flat_result(output), structure.spread_result(out_dims)
 
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a torch_dispatch rule, whose argument `func` then also takes structures."""
+        """Convert a torch_dispatch rule. It receives a `func` that can be called with objects."""
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -67,7 +71,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula, which returns a mapping as the gradient of a structure."""
+        """Convert a backward formula. It may return a mapping as the gradient of a structure."""
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -75,8 +79,8 @@ class StructuredConvention(Convention):
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
-            # A NamedTuple is the gradient of a single structured argument, not a tuple of
-            # gradients.
+            # A subclass of tuple is a NamedTuple: the gradient of one structured argument, not a
+            # tuple of gradients.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
@@ -97,7 +101,7 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula, which gets a mapping as the tangent of a structure."""
+        """Convert a forward-mode formula. It receives a mapping as the tangent of a structure."""
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
         check_signature(f"{structure.op}: jvp", jvp, names)
@@ -134,11 +138,11 @@ class StructuredConvention(Convention):
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert flat arguments to objects, even if e.g. shapes replace the tensors."""
+        """Convert flat arguments to objects. Arguments may be e.g. shapes instead of tensors."""
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """Convert one value per flat result to the author's structure; other fields are None."""
+        """Arrange one value per flat result, e.g. a shape, in the form of the author's result."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:
@@ -153,7 +157,7 @@ class StructuredConvention(Convention):
 
 
 class StructuredCall:
-    """A proxy of an `OpOverload` that takes structures instead of flat arguments."""
+    """A proxy for an `OpOverload` that takes objects instead of flat arguments."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
         self._structure = structure
@@ -177,7 +181,7 @@ class StructuredCall:
 
 
 class Context:
-    """A proxy of a formula's `ctx` in which `needs_input_grad` has a mapping for each structure."""
+    """A proxy for a formula's `ctx`. Its `needs_input_grad` has a mapping for each structure."""
 
     __slots__ = ("_context", "_structure")
     _structure: Structure
@@ -201,7 +205,7 @@ class Context:
 
 
 def _wrapping(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
-    """Set `__wrapped__` of `flat` to the author's function, without changing the signature."""
+    """Set `flat.__wrapped__` to the author's function, but keep the signature of `flat`."""
     signature = inspect.signature(flat)
     flat.__wrapped__ = function  # type: ignore[attr-defined]
     flat.__signature__ = signature  # type: ignore[attr-defined]

@@ -1,4 +1,10 @@
-"""Flatten the structured arguments of a call in Dynamo without tracing generated code."""
+"""Flatten the structured arguments of a call that Dynamo traces.
+
+In eager mode, code that `Structure` generated turns structures, such as dataclasses, into the
+arguments of the operator's schema. The code checks the type of every field. Dynamo could trace it,
+but tracing these checks takes longer than tracing the rest of the call. So the same arguments are
+computed here, without tracing.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The types of the descriptors for slots and NamedTuple fields. Reading these attributes runs no
-# Python code.
+# The types of the class attributes that implement slots and the fields of a NamedTuple. Reading
+# such a field of an instance runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -22,13 +28,13 @@ _PLAIN_DESCRIPTORS = (
 
 
 class Compiler(Protocol):
-    """Gives access to the values that a compiler is tracing."""
+    """The interface to a compiler, such as Dynamo, and to the values that it is tracing."""
 
     def type_of(self, value: Any) -> type | None:
-        """Return the exact type of a value, or None if it is unknown."""
+        """Return the exact type of a traced value, or None if it is unknown."""
 
     def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
-        """Return attributes of an object as traced values.
+        """Return attributes of a traced object, as traced values.
 
         Return None if the type of the object is not `cls`. The caller must ensure that reading the
         attributes runs no Python code.
@@ -50,20 +56,15 @@ class Compiler(Protocol):
 
 
 class UnclearError(Exception):
-    """The flat arguments cannot be computed without tracing the generated code."""
+    """Raised if the flat arguments cannot be computed without tracing the generated code."""
 
 
 def flat_call(
     structure: Structure, args: Sequence[Any], kwargs: Mapping[str, Any], compiler: Compiler
 ) -> tuple[list[Any], dict[str, Any]] | None:
-    """Return the arguments that the generated code would pass to the flat operator.
+    """Return the positional and keyword arguments that the generated code would pass.
 
-    The generated code checks the type of every field. Tracing these checks takes longer than
-    tracing the rest of the call, and is unnecessary if all types are correct.
-
-    Returns:
-        The positional and the keyword arguments. None if the generated code must be traced, for
-        example because it may raise.
+    Return None if Dynamo must trace the generated code, for example because the code may raise.
     """
     if structure.returns_objects:
         return None
@@ -109,9 +110,10 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 
 
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Return whether reading the attributes runs no Python code.
+    """Return whether reading these attributes of an instance runs no Python code.
 
-    Such code would run a second time if Dynamo must trace the generated code after all.
+    Otherwise the code, such as a property, would run twice if Dynamo must trace the generated code
+    after all.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
@@ -121,7 +123,7 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Return whether reading a member of an instance runs Python code, as a property does."""
+    """Return whether a class member, such as a property, runs Python code when it is read."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
@@ -136,6 +138,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except ArgumentError as error:  # tracing will raise it again, where the program can catch it
+    except ArgumentError as error:  # traced code will raise it again, where programs can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -1,6 +1,8 @@
-"""The nodes of annotation trees, which describe the parts of structured values.
+"""Annotation trees, which describe how a structured value is split into flat values.
 
-A node generates the code that flattens a value into leaves, and the code that rebuilds the value.
+For example, the annotation of a dataclass becomes a node with a child for each field. Each leaf is
+one argument of the operator's schema, or one result. Nodes generate the code that splits (flattens)
+a value into the values of its leaves, and the code that rebuilds the value from them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torchop._schema.kinds import Encode, Kind, unchanged
 from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
-# For each flat argument, the variable that holds it in the generated code.
+# Maps the name of each leaf to the variable that holds its value in the generated code.
 Variables = Mapping[str, str]
 
 
@@ -31,7 +33,7 @@ class Node:
 
     @property
     def where(self) -> str:
-        """Return the operator and the path for messages, such as `lib::crop: cfg.box`."""
+        """The start of error messages: the operator and the path, as in `lib::crop: cfg.box`."""
         return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
@@ -40,24 +42,24 @@ class Node:
             yield from part.leaves()
 
     def set_default(self, value: Any) -> None:
-        """Set the leaves' defaults, given the default of the whole value (or `MISSING`)."""
+        """Set the defaults of all leaves, given the default of the whole value (or `MISSING`)."""
         raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        """Write statements that assign the parts of the expression `value` to the leaves."""
+        """Write statements that split the value of an expression into the leaves' variables."""
         raise NotImplementedError
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Write statements that rebuild the value from the leaves, and return an expression."""
+        """Write statements that rebuild the value, and return an expression for the value."""
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """Collect values for the leaves, such as gradients, into a mapping by field name."""
-        return None  # nodes without tensors
+        """Group values for the leaves, such as gradients, in a mapping by field name."""
+        return None  # for nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
-        """Split a value into one value per leaf. It is an object, a dict by field name, or None."""
-        return {}  # nodes without tensors
+        """Return the value for each leaf, given an object, a mapping by field name, or None."""
+        return {}  # for nodes without tensors
 
     @property
     def holds_tensors(self) -> bool:
@@ -65,15 +67,15 @@ class Node:
 
 
 class Leaf(Node):
-    """One argument of the flat operator.
+    """One argument or result in the schema.
 
     Attributes:
-        checked: whether generated code checks and encodes the value. If not, the dispatcher does.
+        checked: whether generated code checks and encodes the value. If not, the dispatcher checks
+            it.
         default: the default in the schema, or `MISSING`.
         unwritable_default: the default, if a schema cannot express it. The default in the schema is
             then None.
-        is_required_if_given: whether the argument may be None only if the enclosing structure is
-            None.
+        is_required_if_given: whether None is only valid if the enclosing structure is None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -87,7 +89,7 @@ class Leaf(Node):
         self.is_required_if_given = False
 
     def set_plain_default(self, value: Any) -> None:
-        """Set the default of a plain parameter.
+        """Set the default of a parameter whose value needs no conversion.
 
         Raises:
             SchemaError: a schema cannot express the default.
@@ -105,14 +107,14 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a valid value, so it cannot stand for the default in the schema
+                return  # None is a valid value, so it cannot mean "use the default" in the schema
             self.unwritable_default = default
             default = None
         self.default = default
 
     @property
     def flat_where(self) -> str:
-        """Return the operator and the argument, for messages about calls to the flat operator."""
+        """The start of error messages about calls that pass flat arguments."""
         return f"{self.op}: argument {self.name!r}" + f" ({self.path})" * (self.path != self.name)
 
     @property
@@ -120,7 +122,7 @@ class Leaf(Node):
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
-        """Give the argument a default, which is passed if the enclosing structure is None."""
+        """Give the argument a default to pass if the enclosing optional structure is None."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
             return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
@@ -132,7 +134,7 @@ class Leaf(Node):
         return self.kind.schema + "?" * (self.is_optional or has_none)
 
     def placeholder(self, source: Source) -> str:
-        """Return the expression to pass if the enclosing structure is None."""
+        """Return the expression for the value to pass if the enclosing structure is None."""
         if self.default is not MISSING and self.default is not None:
             return source.object(self.default, f"default_{self.name}")
         return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
@@ -160,7 +162,7 @@ class Leaf(Node):
             value = self.default if self.unwritable_default is MISSING else self.unwritable_default
             default = source.object(value, f"default_{self.name}")
             absent = "None" if self.unwritable_default is not MISSING else default
-            if isinstance(value, list):  # the kernel may modify the list
+            if isinstance(value, list):  # pass a copy, because the kernel may modify the list
                 default = f"{source.object(list)}({default})"
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {default}")
@@ -191,7 +193,7 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    """A structure with fields."""
+    """A structure with fields, such as a dataclass. Each field is a child node."""
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
@@ -241,7 +243,7 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """Return the gradients as a mapping by field name, in which fields may be missing."""
+        """Return the gradients of the fields, by field name. Some fields may be missing."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -253,8 +255,8 @@ class Fields(Node):
         return parts
 
 
-class Several(Fields):
-    """A structured result, whose gradients a backward formula receives as an object of its type."""
+class ResultFields(Fields):
+    """A structured result. Backward formulas receive its gradients as an object of its type."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -263,7 +265,7 @@ class Several(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Do not call __init__, because it may check the values, and gradients are no valid results.
+        # Do not call __init__, because it may check the values, and the check may reject gradients.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -276,7 +278,7 @@ class Several(Fields):
             return {name: getattr(value, name) for name in self.fields}
         if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
             return dict(zip(self.fields, value, strict=True))
-        return dict.fromkeys(self.fields, value)  # one value for all fields
+        return dict.fromkeys(self.fields, value)  # a single value, used for all fields
 
 
 def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
@@ -284,7 +286,7 @@ def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -
 
 
 class Pair(Node):
-    """A value that is flattened into two arguments, such as the keys and the values of a dict."""
+    """A value that becomes two arguments: for a dict, a list of keys and a list of values."""
 
     def __init__(
         self,
@@ -321,7 +323,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. The schema has an additional bool, which is False for None."""
+    """An optional structure. An additional bool in the schema is False if the structure is None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
@@ -378,6 +380,6 @@ class Parameter(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the parameter needs no conversion."""
+        """Whether the parameter can be passed to the schema's argument without a conversion."""
         by_position = self.declared.kind is inspect.Parameter.POSITIONAL_ONLY
         return not by_position and isinstance(self.node, Leaf) and self.node.kind.is_plain

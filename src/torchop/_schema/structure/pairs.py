@@ -37,7 +37,10 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that splits nested lists into items and lengths, and the inverse."""
+    """Return a function that flattens a list of lists, and the inverse function.
+
+    The function returns a list of all items, and a list of the lengths of the inner lists.
+    """
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list
     result_type: type = tuple if outer.is_tuple else list

@@ -1,4 +1,8 @@
-"""Structures with fields: dataclasses, NamedTuples, and results that are tuples."""
+"""The types of structures that operators support: dataclasses, NamedTuples, and tuples as results.
+
+A `Shape` represents such a type. It lists the fields, and generates code that reads the fields of
+an object, and code that creates an object.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,11 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """A type of structure, which generates the code that reads its fields and creates objects.
+    """A type with fields. Generates code that reads the fields, and code that creates objects.
 
     Attributes:
         spelled: the name of the type.
-        qualified: the name with the module.
+        qualified: the name of the type with its module.
         fields: the declared fields, by name.
     """
 
@@ -43,22 +47,28 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Write code that checks the type. Return a function: field name to expression."""
+        """Write code that checks the type of the expression `value`.
+
+        Return a function that maps the name of a field to an expression for the field.
+        """
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write code that creates an object from an expression per field. Return its expression."""
+        """Write code that creates an object, and return an expression for the object.
+
+        `fields` contains the expression for each field, by name.
+        """
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the fields of an object, or of a mapping with some fields, otherwise None."""
+        """Return the fields of an object or a mapping. Return None for other values."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
 
 
 class TupleShape(Shape):
-    """A result that is a tuple of fixed length. The field names are the indices."""
+    """A result that is a tuple of fixed length. The fields are named `"0"`, `"1"`, and so on."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         super().__init__("tuple", {str(index): Field(item) for index, item in enumerate(items)})
@@ -85,7 +95,7 @@ def wrong_result(where: str, expected: str, value: Any) -> ResultError:
 
 
 class ClassShape(Shape):
-    """An argument or result of exactly one class."""
+    """An argument or result that must be an instance of exactly this class, not of a subclass."""
 
     def __init__(
         self, cls: type, fields: Mapping[str, Field], *, is_of_result: bool = False
@@ -95,7 +105,8 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        # For a subclass, the operator would rebuild the base class and lose additional fields.
+        # Reject subclasses, because the operator would rebuild an object of the base class, without
+        # the additional fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
@@ -109,15 +120,15 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass. If possible, objects are created without `__init__`, as `copy` does."""
+    """A dataclass. If possible, objects are created without `__init__`, as by `copy.copy`."""
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Dynamo traces this code for results, and only supports calling the class.
+        # Dynamo traces the code that creates results, and only supports calling the class.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # For a frozen dataclass, __init__ takes longer than the rest of the call.
+        # Skip __init__, because for a frozen dataclass it takes longer than the rest of the call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -142,8 +153,8 @@ def has_custom_construction(cls: Any) -> bool:
         hasattr(cls, "__post_init__")
         or "__dataclass_fields__" not in vars(cls)  # a subclass that is not a dataclass itself
         or code is None
-        # The file name of generated code is "<string>". So is the file name of `python -c`, so also
-        # compare the qualified name, which exists since Python 3.11.
+        # A generated __init__ has the file name "<string>". Code from `python -c` has the same file
+        # name, so compare the qualified name too, which code has since Python 3.11.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
@@ -200,7 +211,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """Return a dataclass's fields. Raise SchemaError if they do not determine an object's state."""
+    """Return the fields of a dataclass, or raise SchemaError if they cannot rebuild an object."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:

@@ -1,7 +1,7 @@
 """Generate the source of a function line by line, and compile it.
 
-Text from users, such as names of classes and keys, becomes part of the source only if `is_plain`
-accepts it. All other objects are bound to generated names.
+Names that users chose, such as the names of fields, become part of the source only if `is_plain`
+accepts them. All other objects are global variables of the generated code, with generated names.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _TYPES = {id(value): name for name, value in vars(builtins).items() if isinstanc
 
 
 def is_plain(name: Any) -> bool:
-    """Return whether a name can safely become part of the source."""
+    """Return whether a name can be inserted into source code, and keeps its meaning there."""
     return (
         type(name) is str  # a subclass may override __format__
-        and name.isascii()  # Python normalizes some other letters
+        and name.isascii()  # Python replaces some other letters by equivalent ones
         and name.isidentifier()
         and not keyword.iskeyword(name)
         and name != "__debug__"
@@ -31,13 +31,13 @@ def is_plain(name: Any) -> bool:
 
 
 class Source:
-    """The source of one generated function, and the objects to which it refers.
+    """The source code of one generated function, and the objects that it uses.
 
     Generated code is as fast as handwritten code, and appears in tracebacks. A loop over the
     arguments would be slower, and Dynamo would have to unroll it.
 
     Args:
-        title: the name of the code in tracebacks.
+        title: the text that tracebacks show in place of a file name.
         parameters: the names of the parameters of the function.
     """
 
@@ -48,8 +48,8 @@ class Source:
         self._parameters = frozenset(parameters)
         assert all(map(is_plain, self._parameters))
         self._names = {*self._parameters, *_RESERVED}
-        # Do not define `__name__`, because Dynamo would look up the objects in the module of that
-        # name.
+        # The global variables of the generated code. Do not define `__name__`, because Dynamo would
+        # look up the variables in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -76,9 +76,9 @@ class Source:
         return name
 
     def object(self, value: Any, hint: str | None = None) -> str:
-        """Return an expression for an object: a literal, or a name that is bound to the object."""
+        """Return an expression for an object: a literal, or the name of a global variable."""
         builtin = _TYPES.get(id(value))
-        if builtin is not None and builtin not in self._parameters:  # not shadowed
+        if builtin is not None and builtin not in self._parameters:
             return builtin
         if value is None or value is True or value is False or type(value) is str:
             return repr(value)
@@ -109,8 +109,8 @@ class Source:
     def function(self, name: str) -> Callable[..., Any]:
         """Compile the source, and return the function `name` that it defines."""
         text = self.text
-        # Tracebacks and debuggers read the source from here. With mtime None, linecache never drops
-        # the entry.
+        # Tracebacks and debuggers read source lines from linecache. It never drops an entry whose
+        # mtime is None.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

@@ -1,4 +1,10 @@
-"""`Structure`: converts between the author's objects and the flat schema's arguments."""
+"""Convert between structured values, such as dataclasses, and the arguments of a flat schema.
+
+A schema cannot express an argument with fields, so it has one argument for each field instead. The
+operator with this schema is called the *flat* operator, and its arguments the *flat* arguments.
+`Structure` generates functions that call the flat operator with objects, and functions that call
+the author's functions with flat arguments.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +21,18 @@ from torchop._schema.tree import FunctionTree
 
 
 class Structure:
-    """Generates, for one operator, functions that convert between objects and flat values.
+    """Generates the functions that convert between objects and flat values for one operator.
 
     Attributes:
-        function: the author's function.
-        parameters: the parameters of the function.
-        returns_objects: whether the result needs a conversion.
-        result: the annotation tree of the result. A single leaf if the result needs no conversion.
+        returns_objects: whether the result must be converted.
+        result: the annotation tree of the result. It is a single leaf if the result needs no
+            conversion.
         result_count: the number of gradients that a backward formula receives.
-        positional: the leaves that are positional arguments of the flat operator.
-        keyword_only: the leaves that are keyword-only arguments of the flat operator.
-        flat_signature: the signature of flat kernels.
+        positional: the positional arguments of the flat operator, as leaves of annotation trees.
+        keyword_only: the keyword-only arguments of the flat operator, also as leaves.
+        flat_signature: the signature of kernels that take flat arguments.
         overload: the flat operator, once it is defined.
-        on_deregister: called when the operator is deregistered.
+        on_deregister: a function to call when the operator is deregistered.
     """
 
     def __init__(self, tree: FunctionTree) -> None:
@@ -47,9 +52,10 @@ class Structure:
         self._tensors = [leaf.name for leaf in self.result.leaves()]
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
-        # The generated function that converts kernels. None until it is needed.
+        # The generated function that wraps kernels. None until the first kernel is wrapped.
         self._bind: Callable[..., Any] | None = None
-        # The generated functions that call the flat operator, and the name of the operator in them.
+        # The generated functions that call the flat operator. Each comes with the name of the
+        # global variable in which it finds the operator.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -61,27 +67,28 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Convert one value per positional flat argument, such as tangents, to one per parameter.
+        """Group values for the positional flat arguments, such as tangents, by parameter.
 
-        The value for a structure is a mapping by field name.
+        Return one item for each positional parameter. For a structure, the item is a mapping from
+        field names to values.
         """
         flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Convert one gradient per flat result to the arguments of a backward formula."""
+        """Convert the gradients of the flat results to the arguments of a backward formula."""
         if not self.returns_objects:
             return flat
         gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Convert one value per flat result to the structure of the author's result."""
+        """Arrange one value per flat result, e.g. a shape, in the form of the author's result."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Convert values in the structure of the author's result to one value per flat result."""
+        """Split a value that has the form of the author's result into one value per flat result."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -96,7 +103,7 @@ class Structure:
         return inspect.Signature(parameters)
 
     # ----------------------------------------------------------------------------------------------
-    # Objects -> flat operator
+    # Functions that take objects and call the flat operator
 
     def caller(
         self,
@@ -111,9 +118,10 @@ class Structure:
         Args:
             overload: the flat operator.
             name: the name of the generated function.
-            is_method: whether the first parameter is the handle.
-            is_flat: whether the function returns the flat result, and does not change when the
-                operator is deregistered.
+            is_method: whether the function has an additional first parameter, for the handle (the
+                object that `custom_op` returns).
+            is_flat: whether the function returns the flat result without a conversion. `invalidate`
+                does not change such a function.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"
@@ -137,14 +145,15 @@ class Structure:
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., Any]:
-        """Convert the arguments of a call to flat `(args, kwargs)`."""
+        """The function that converts a call's arguments to flat `(args, kwargs)`."""
         return self.caller(_collect, "arguments", is_flat=True)
 
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        In eager mode, calling the overload would also raise. But a compiled graph would call a new
-        operator of the same name, so Dynamo's guards on the function must fail.
+        In eager mode, calling the deregistered overload would raise anyway. But a compiled graph
+        would call a new operator of the same name instead. Changing a global variable of the
+        generated function makes Dynamo's guards fail, so the call is traced again.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -153,7 +162,7 @@ class Structure:
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
-        """Call the flat operator with objects."""
+        """The function that takes objects and calls the flat operator."""
         assert self.overload is not None  # set when the operator was defined
         return self.caller(self.overload, "call")
 
@@ -164,7 +173,7 @@ class Structure:
         return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
     def _write_return(self, source: Source, result: str) -> None:
-        """Write statements that convert the flat result `result` to objects and return them."""
+        """Write statements that convert the variable `result`, a flat result, and return it."""
         variables = self._variables_of_result(source, result)
         tensors = ", ".join(variables[name] for name in self._tensors)
         if tensors and tensors != result:
@@ -172,14 +181,14 @@ class Structure:
         source.line(f"return {self.result.rebuild(source, variables)}")
 
     # ----------------------------------------------------------------------------------------------
-    # Flat operator -> author's functions
+    # Functions that take flat values and call the author's functions
 
     @functools.cached_property
     def flat_function(self) -> Callable[..., Any]:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Convert a kernel that takes and returns objects to a kernel of flat values."""
+        """Wrap a kernel of objects as a kernel that takes and returns flat values."""
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -189,11 +198,14 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Convert flat arguments to `(args, kwargs)` for the author's functions."""
+        """The function that converts flat arguments to `(args, kwargs)` for author's functions."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate the function `bind`, which converts a function of objects to a flat function."""
+        """Generate a function `bind`, which wraps a function of objects to take flat arguments.
+
+        If `what` is "kernel", the result of the function is flattened too.
+        """
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
@@ -208,7 +220,7 @@ class Structure:
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str) -> None:
-        """Write statements that flatten the result of the expression `call` and return it."""
+        """Write statements that evaluate the expression `call`, and return the flattened result."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
@@ -218,7 +230,7 @@ class Structure:
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:
-        """Convert the result of the flat operator to the author's result."""
+        """The function that converts the flat operator's result to the author's result."""
         source = Source(f"result of {self.op}", ("result",))
         with source.block("def rebuilt(result):"):
             self._write_return(source, "result")
@@ -226,20 +238,20 @@ class Structure:
 
     @functools.cached_property
     def flat_result(self) -> Callable[[Any], Any]:
-        """Convert the author's result to the result of the flat operator."""
+        """The function that converts the author's result to the flat operator's result."""
         source = Source(f"flat result of {self.op}", ("returned",))
         with source.block("def flat(returned):"):
             self._write_flat_return(source, "returned")
         return source.function("flat")
 
     # ----------------------------------------------------------------------------------------------
-    # Source snippets
+    # Parts of the generated source
 
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """Return a new source, and the variable of each flat argument.
+        """Return an empty source, and the name of the variable for each flat argument.
 
-        With `flat`, the generated function has flat parameters. Otherwise, it has the parameters of
-        the author's function.
+        With `flat`, the parameters of the generated function are the flat arguments. Otherwise,
+        they are the parameters of the author's function.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(title, names)
@@ -273,7 +285,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A default whose repr is an expression, as `str(inspect.Signature)` must show it."""
+    """A default value that `str(inspect.Signature)` shows as the given expression."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -283,7 +295,7 @@ class _Expression:
 
 
 def _written(signature: inspect.Signature, source: Source) -> str:
-    """Write a signature as source, without annotations."""
+    """Return a signature as source code, without annotations."""
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default
