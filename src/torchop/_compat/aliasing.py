@@ -1,4 +1,4 @@
-"""Memory overlap, and views that must not be modified in place."""
+"""Detect overlapping memory, and views that PyTorch does not allow to be modified in place."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_outpu
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether elements of `tensor` are known to share memory, e.g. after `expand`."""
-    # Check the layout, because `_debug_has_internal_overlap` returns 1 for layouts without strides.
+    """Return whether several elements of `tensor` share memory, as after `expand`."""
+    # Check the layout first, because `_debug_has_internal_overlap` returns 1 ("yes") for every
+    # layout without strides.
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
@@ -20,8 +21,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-# The messages below are copied from `handle_view_on_rebase` (torch/csrc/autograd/variable.cpp),
-# because there is no way to call it from Python.
+# These messages are copied from `handle_view_on_rebase` (torch/csrc/autograd/variable.cpp), because
+# Python code cannot call this function.
 _CREATION_META = torch._C._autograd.CreationMeta
 _MODE_PROBLEM = (
     "A view was created in {} mode and is being modified inplace {}. Given that this use case is "
@@ -52,7 +53,7 @@ _VIEW_PROBLEMS = {
 
 
 def view_problem(view: torch.Tensor) -> str | None:
-    """Return the error message if modifying `view` in place would raise in PyTorch, or None."""
+    """Return PyTorch's error message for modifying `view` in place, or None if that is allowed."""
     problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
     if problem is None:
         return None

@@ -19,7 +19,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_excluded() -> bool:
-    """Return whether this thread excludes autograd, as in a kernel that the dispatcher calls."""
+    """Return whether this thread excludes the autograd dispatch keys, as in a backend kernel."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
@@ -30,16 +30,17 @@ def is_in_backward() -> bool:
 def context_of_backward() -> Context:
     """Return the context variables of the code that called the backward that this thread runs.
 
-    `_engine_run_backward` (torch/autograd/graph.py) passes them to the engine's threads since 2.12.
-    The result is empty in 2.11, outside of a backward, and after a nested backward, because that
-    removes the variables. pytorch/pytorch#186583 replaces this mechanism.
+    Since 2.12, `_engine_run_backward` (torch/autograd/graph.py) passes these variables to the
+    autograd engine's threads. The result is empty in 2.11 and outside of a backward. It is also
+    empty after a nested backward, because PyTorch removes the variables when the nested backward
+    ends. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
 
 
 def above_autograd() -> contextlib.AbstractContextManager[object]:
-    """Enable autograd in a block, even inside a kernel that runs below autograd.
+    """Return a context manager that enables autograd, even in a kernel that runs below autograd.
 
     Leaving inference mode enables both gradient modes and the autograd dispatch keys.
     """
@@ -47,7 +48,7 @@ def above_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that restores the current dispatch keys of this thread."""
+    """Return a context manager in which this thread has the dispatch keys that it has now."""
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
@@ -58,15 +59,16 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run` with autograd functions applied at the current functorch level only."""
+    """Call `run`, and apply autograd functions inside it only at the current functorch level."""
     with enable_single_level_autograd_function():
         return run()
 
 
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
-    """Call `run` with both gradient modes enabled, inside the forward of an autograd function.
+    """Call `run` inside the forward of an autograd function, with both gradient modes enabled.
 
-    `apply` disables gradient modes, but enclosing transforms still differentiate the forward.
+    `autograd.Function.apply` disables the gradient modes while the forward runs. But a transform
+    around the call, such as `torch.func.grad`, must still differentiate the code in the forward.
     """
     keys = same_keys()
     with above_autograd(), keys:
@@ -80,9 +82,9 @@ def input_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of `inputs`, as `torch.autograd.grad` does.
 
-    `pairs` contains outputs with their gradients. If these are plain tensors of equal shape and
-    dtype, the engine is called directly, because the checks of `torch.autograd.grad` take as long
-    as the engine.
+    `pairs` contains each output with its gradient. If all of them are plain tensors, and each
+    gradient has the shape and dtype of its output, this function calls the autograd engine
+    directly, because the checks in `torch.autograd.grad` take as long as the engine itself.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -98,16 +100,16 @@ def input_gradients(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-# The `apply` of this base class is C++ code. `autograd.Function.apply` would enter functorch's
-# `custom_function_call`, which requires a `setup_context` staticmethod and creates a function per
-# level.
+# The `apply` of this base class is C++ code. Inside a transform, `autograd.Function.apply` would
+# instead call functorch's `custom_function_call`, which requires a `setup_context` staticmethod,
+# and creates a function for each level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
 def make_autograd_function(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> Any:
-    """Create an autograd function that applies at the caller's functorch level."""
+    """Create an `autograd.Function` class that applies only at the caller's functorch level."""
     return type(
         name,
         (_FunctionBase,),
@@ -121,9 +123,9 @@ def make_autograd_function(
 
 
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the position and metadata of each input of a node that needs a gradient.
+    """Yield the position and metadata of each input for which an autograd node needs a gradient.
 
-    Each item of a list counts as one input. The metadata has the attributes `shape` (a list),
+    Each tensor in a list has its own position. The metadata has the attributes `shape` (a list),
     `device` and `dtype`. Nested tensors are skipped.
     """
     flags = [
@@ -148,19 +150,22 @@ def context_type(function: Any) -> Any:
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """Return a callable that creates an autograd function's node, without inputs or outputs.
 
-    Since 2.13, the callable is the class of `ctx`. Before 2.13, only `apply` creates nodes
-    (`THPFunction_apply` in torch/csrc/autograd/python_function.cpp). On these releases, the
-    callable runs `take_node(ctx)` as the forward of an autograd function, and returns its result.
+    Since 2.13, instantiating the class of `ctx` creates a node, so this returns that class. Before
+    2.13, only `apply` creates nodes (see `THPFunction_apply` in
+    torch/csrc/autograd/python_function.cpp). So on these releases, this returns the `apply` of an
+    autograd function whose forward is `take_node`. The forward receives `ctx`, and `apply` returns
+    the forward's result.
     """
     if take_node is None:
         return context_type(function)
-    # Create the class once per function, because Python 3.13t never frees classes.
+    # Create one class for each function and reuse it, because Python 3.13t never frees classes.
     if "_torchop_blank" not in vars(function):
-        # Call `type` directly, because PyTorch's metaclass would create another node class.
+        # Call `type` directly, because PyTorch's metaclass would also create a class for the nodes.
         attributes = {
             "_backward_cls": context_type(function),
             "forward": take_node,
-            # PyTorch compares this attribute with the default by identity.
+            # PyTorch checks by identity whether a class overrides `setup_context`, so use the
+            # default one.
             "setup_context": _FunctionBase.setup_context,
             "clear_saved_tensors_on_access": False,
         }
@@ -168,28 +173,31 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return function._torchop_blank.apply
 
 
-# The descriptor of `ctx.saved_tensors`, for subclasses that override it with a property.
+# The descriptor that implements `ctx.saved_tensors`. A subclass that overrides `saved_tensors` with
+# a property uses it to read the original value.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
 
 def is_dual_level() -> bool:
-    """Return whether tensors of this thread may carry tangents."""
+    """Return whether forward-mode differentiation is active, so tensors may carry tangents."""
     if not torch._C._is_fwd_grad_enabled():
         return False
     if _forward_ad._current_level >= 0:
         return True
-    # Check first, because `peek_interpreter_stack` creates a missing stack, and then every node of
-    # every later backward in this thread would copy the stack.
+    # Return early if no transform is active, because `peek_interpreter_stack` would create the
+    # thread's missing stack. Every autograd node of every later backward in this thread would then
+    # copy that stack.
     if not functorch.is_active():
         return False
-    # A compiled graph calls `_enter_dual_level` (torch/_functorch/predispatch.py), which does not
-    # update `_current_level`.
+    # Inside `torch.func.jvp`, `_current_level` may be wrong, because a compiled graph calls
+    # `_enter_dual_level` (torch/_functorch/predispatch.py), which does not update it.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-_DUAL_LEVEL = 0  # PyTorch supports only one level, because nested transforms wrap tensors
+# PyTorch's forward mode has only this level. Nested `jvp` transforms wrap their tensors instead.
+_DUAL_LEVEL = 0
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
@@ -201,7 +209,9 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     except RuntimeError:
         if value.layout is torch.strided:
             raise
-        return value, None  # `_unpack_dual` creates a view; these layouts do not support tangents
+        # `_unpack_dual` creates a view, which fails for layouts such as sparse. Tensors with these
+        # layouts cannot have a tangent.
+        return value, None
     return value if tangent is None else primal, tangent
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing: detect the dispatch modes, and mark traced nodes as saved."""
+"""Activation checkpointing: detect the dispatch modes, and save the results of traced nodes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# The dispatch modes in which PyTorch runs a checkpointed region's forward and its recomputation.
+# For selective checkpointing, PyTorch runs the forward of a region in the first of these dispatch
+# modes, and the recomputation in the second.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# The modes that call the region's policy function. In 2.11, the recomputation's mode also calls the
-# policy function, which must make the same decisions as in the forward. Since 2.12, that mode uses
-# the recorded decisions.
+# The modes that call the user's policy function, which decides whether to save a result. In 2.11,
+# the recomputation's mode also calls it, and the function must decide as it did in the forward.
+# Since 2.12, that mode reuses the decisions of the forward.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -29,13 +30,13 @@ POLICY_MODES: tuple[type, ...] = tuple(
 
 
 def selective_checkpointing_is_active() -> bool:
-    """Return whether a mode that selectively saves or replays results is active."""
+    """Return whether a forward or a recomputation runs with selective checkpointing."""
     return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Mark the nodes traced in this block as saved, if they are in a checkpointed region."""
+    """Make a checkpointed region save the results of the nodes that are traced in this block."""
     with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
         yield
     for node in nodes:
@@ -45,10 +46,13 @@ def saving_in_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Mark the nodes traced in this block as saved, whatever `activation_memory_budget` says.
+    """Make the partitioner save the results of the nodes that are traced in this block.
+
+    The setting `activation_memory_budget` does not change this. In a checkpointed region, the
+    region's policy decides instead.
 
     Args:
-        proxy_mode: the tracing mode; by default, the active one.
+        proxy_mode: the tracing mode, by default the active one.
     """
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -59,10 +63,11 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
         if node.meta.get("recompute") is not None:
             continue  # the policy of the checkpointed region takes precedence
         node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
-        # Workaround for pytorch/pytorch#190758: `choose_saved_values_set`
-        # (torch/_functorch/partitioners.py) saves nothing if the budget is 0, and fails on a saved
-        # tuple. Override the budget: the partitioner uses the first `memory_budget` that it finds
-        # on a node, for the whole graph.
+        # Workaround for pytorch/pytorch#190758: with a budget of 0, `choose_saved_values_set`
+        # (torch/_functorch/partitioners.py) saves nothing, even if a node is marked MUST_SAVE. With
+        # a budget below 1, it fails if the value of the marked node is a tuple. Until this is
+        # fixed, override the budget of the whole graph: the partitioner uses the first
+        # `memory_budget` that it finds on a node.
         if isinstance(node.meta.get("val"), (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:
@@ -76,7 +81,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list; at the end of the block, add the nodes that were traced in the block to it."""
+    """Yield a list, which receives the nodes traced in the block when the block ends."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes
@@ -88,5 +93,5 @@ def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
 
 
 def new_context() -> Any:
-    """Return the context that policy functions receive outside of a checkpointed region."""
+    """Return the context object to pass to a policy function outside of a checkpointed region."""
     return checkpoint.SelectiveCheckpointContext(is_recompute=False)

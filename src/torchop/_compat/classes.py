@@ -1,4 +1,4 @@
-"""PyTorch classes without a public name."""
+"""Classes and pytree functions of PyTorch that have no public name."""
 
 from torch._C import DispatchKey as DispatchKey
 from torch._C import DispatchKeySet as DispatchKeySet

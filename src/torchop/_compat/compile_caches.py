@@ -13,22 +13,25 @@ from torch.fx import GraphModule
 
 from torchop._compat import import_hooks, operators
 
-# Maps the names of operators (None means all) to a cache key and the code objects it covers.
+# Receives operator names (or None for all operators), and returns a key and the code objects that
+# the key depends on.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# The device type for which our custom pass is registered. Inductor includes the `uuid` of every
-# registered pass in the cache key. But no tensor has this device type, so the pass never runs, and
-# does not replace a user's pass.
+# Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
+# whose `uuid` covers the rules. The pass is registered for this made-up device type, which no
+# tensor has. So it never runs, and it does not replace a pass that the user has registered.
 _DEVICE = "torchop"
 
 
 def identify_operators(identify: Identify) -> None:
-    """Include `identify(operator_names)` in each graph's cache key, for the operators in the graph.
+    """Make the cache key of each compiled graph depend on the rules of the operators in the graph.
 
-    Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's keys ignore formulas
-    and fake kernels. The caches of AOTAutograd and Inductor share this part of the key. On releases
-    without `custom_backend_passes`, this function does nothing, and `uncovered_caches` reports the
-    caches.
+    Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's keys ignore backward
+    formulas and fake kernels, so after an edit of such a function, the cache returns the old graph.
+    Until this is fixed, add `identify(names)` to the key, where `names` are the operators in the
+    graph. The caches of AOTAutograd and of Inductor both use this key. On releases without
+    `custom_backend_passes`, this function does nothing, and `uncovered_caches` lists the caches
+    that may return old graphs.
     """
 
     def connect() -> None:
@@ -43,8 +46,8 @@ def identify_operators(identify: Identify) -> None:
                 """Leave the graph unchanged."""
 
             def uuid(self) -> Any:
-                # `uuid` has no argument for the graph, so read it from the caller's frame: a method
-                # of `FxGraphHashDetails` (torch/_inductor/codecache.py).
+                # `uuid` receives no graph, so read the graph from the calling frame, a method of
+                # `FxGraphHashDetails` (torch/_inductor/codecache.py).
                 maker = sys._getframe(1).f_locals.get("self")
                 graph = getattr(maker, "gm", None)
                 names: list[str] | None = None
@@ -60,7 +63,7 @@ def identify_operators(identify: Identify) -> None:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return the caches whose keys ignore rules on this PyTorch release, with a remedy for each."""
+    """Return the caches whose keys ignore rules on this PyTorch release, each with a remedy."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
@@ -71,9 +74,9 @@ def uncovered_caches() -> dict[str, str]:
 
 
 def _note_sources(sources: list[CodeType]) -> None:
-    """Add `sources` to the code on which Dynamo's current trace depends.
+    """Tell Dynamo that the program it is tracing depends on these code objects.
 
-    PyTorch loads a precompiled program only if this code is unchanged.
+    PyTorch loads a precompiled program only if the code that it depends on is unchanged.
     """
     context = TracingContext.try_get()
     traced: list[CodeType] | None = getattr(context, "traced_code", None)

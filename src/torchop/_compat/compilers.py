@@ -1,4 +1,4 @@
-"""Query the state of Dynamo, backends and TorchScript, and exclude code from tracing."""
+"""Query the state of Dynamo, compiler backends and TorchScript, and exclude code from tracing."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def never_traced(function: _Function) -> _Function:
-    """Prevent Dynamo from compiling `function`, and the functions that it calls, in eager calls.
+    """Prevent Dynamo from compiling `function`, and the functions it calls, when it runs eagerly.
 
-    Otherwise, if a compiled frame calls a kernel, Dynamo would also compile the kernel. Unlike
-    `torch.compiler.disable`, this does not import Dynamo, and adds no overhead to calls, because
-    the mark is stored in the code object.
+    Otherwise Dynamo would also compile a kernel that a compiled function calls. Unlike
+    `torch.compiler.disable`, this does not import Dynamo. It also adds no overhead to calls,
+    because Dynamo stores the mark in the code object.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
@@ -37,7 +37,7 @@ DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_tracing() -> bool:
-    """Return whether Dynamo is tracing in this thread. If it is, all calls have fake tensors."""
+    """Return whether Dynamo is compiling in this thread, so calls receive fake tensors."""
     return TracingContext.try_get() is not None
 
 
@@ -45,13 +45,13 @@ torchop._errors.dynamo_is_tracing = dynamo_is_tracing
 
 
 def break_graph(reason: str) -> None:
-    """Make Dynamo break the graph; with `fullgraph=True`, the error shows `reason`."""
+    """If Dynamo is tracing, make it break the graph, with `reason` as the explanation."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=reason)
 
 
 def compiling_backend() -> str | None:
-    """Return the name of the backend that this thread compiles for, or None.
+    """Return the name of the backend for which this thread is compiling, or None.
 
     AOTAutograd does not record which backend called it, so this searches the call stack for
     `compile_fx` and for `OutputGraph.call_user_compiler`.
@@ -73,10 +73,10 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the call to `op` that Dynamo is tracing, or None if there is none.
+    """Return the arguments of the call to `op` that Dynamo is tracing, or None without such a call.
 
-    The arguments are read from the frame of `run_node` (torch/_dynamo/utils.py), because the
-    dispatcher converts symbolic values to numbers before it calls a kernel.
+    The arguments come from the frame of `run_node` (torch/_dynamo/utils.py). The arguments that the
+    kernel receives cannot be used, because the dispatcher has converted symbolic values to numbers.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
@@ -90,7 +90,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether TorchScript has called our caller, through `inspect.signature`."""
+    """Return whether TorchScript called the calling function, through `inspect.signature`."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -103,8 +103,9 @@ _TORCHSCRIPT_MODULE = "torch.jit.annotations"
 def torchscript_is_tracing() -> bool:
     """Return whether this thread is in `torch.jit.trace`, even inside a kernel.
 
-    This searches the call stack, because `general_trace_function` (torch/csrc/autograd/
-    TraceTypeManual.cpp) clears the tracing state while a kernel runs.
+    PyTorch's own check returns False inside a kernel, because `general_trace_function`
+    (torch/csrc/autograd/TraceTypeManual.cpp) clears the tracing state while a kernel runs. So this
+    function searches the call stack instead.
     """
     return any(
         frame.f_globals.get("__name__") == _TRACING_MODULE
@@ -116,20 +117,23 @@ _TRACING_MODULE = "torch.jit._trace"
 
 
 def decomposes_for_backends() -> bool:
-    """Return whether the current trace is for a backend, and not for `torch.export`."""
+    """Return whether the current trace is for a compiler backend, not for `torch.export`."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()
 
 
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
-    """In a block outside of a trace, make `wrap_triton` return the bare Triton kernel."""
+    """Return a context manager in which `wrap_triton` returns the Triton kernel itself.
+
+    The block must not run in a trace, because a trace could then not capture the kernel.
+    """
     return triton.set_wrap_triton_enabled(False)
 
 
 def triton_kernels(function: Callable[..., Any]) -> list[Any]:
     """Return the Triton kernels that the source of `function` launches."""
-    if find_spec("triton") is None:  # otherwise PyTorch would warn
+    if find_spec("triton") is None:  # without Triton, PyTorch's function would warn
         return []
     try:
         return list(triton.get_inner_triton_kernels(function))
@@ -138,11 +142,11 @@ def triton_kernels(function: Callable[..., Any]) -> list[Any]:
 
 
 def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
-    """Register the Triton kernels of an operator, which PyTorch includes in cache keys."""
+    """Make PyTorch include an operator's Triton kernels in the cache keys of compiled graphs."""
     triton.triton_ops_to_kernels[qualname] = kernels
 
 
 def makes_cuda_graphs() -> bool:
-    """Return whether Inductor creates CUDA graphs, e.g. with mode="reduce-overhead"."""
+    """Return whether Inductor will create CUDA graphs, for example with mode="reduce-overhead"."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)

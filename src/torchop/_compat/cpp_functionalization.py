@@ -1,8 +1,9 @@
 """C++ functionalization, which PyTorch uses if a subgraph of `invoke_subgraph` mutates inputs.
 
-All other traces use `FunctionalTensorMode`. `FunctionalCallableWithEpilogue`
-(torch/_higher_order_ops/auto_functionalize.py) passes the subgraph to `torch.func.functionalize`,
-whose fallback rejects custom operators that mutate.
+All other traces use the Python implementation, `FunctionalTensorMode`. For such a subgraph,
+`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) calls
+`torch.func.functionalize`. The fallback kernel there rejects custom operators that mutate
+arguments, so torchop registers a kernel of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 
 
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Register a kernel for C++ functionalization with the Python dispatcher, which traces use.
+    """Register an operator's kernel for C++ functionalization, but only in the Python dispatcher.
 
-    A kernel in the C++ dispatcher would turn off auto-functionalization of the operator (see
-    `FunctionalTensorMode.__torch_dispatch__`). If a user has registered such a kernel, it is called
-    instead.
+    Traces use the Python dispatcher. A kernel in the C++ dispatcher would also disable
+    auto-functionalization of the operator in all other traces (see
+    `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a kernel there, it is
+    called instead of `kernel`.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -41,7 +43,7 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a wrapper of C++ functionalization."""
+    """Return whether `tensor` is a wrapper that C++ functionalization created."""
     return torch._is_functional_tensor(tensor)
 
 
@@ -56,8 +58,9 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    # A transform may have excluded this key, but in 2.11 the Python fallback asserts that it was
-    # set on entry (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp).
+    # In 2.11, the Python fallback asserts that this key is set when a mode handles a call
+    # (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). A transform may have excluded
+    # the key, so include it again.
     include = include.add(DispatchKey.PythonTLSSnapshot)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)
     below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -68,25 +71,25 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a functional tensor's value, after all writes to its base have been applied."""
+    """Apply the pending writes to a functional tensor's base, and return the tensor's value."""
     torch._functionalize_sync(tensor)
     return torch._from_functional_tensor(tensor)
 
 
 def replace_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Record a write of `value` into a functional tensor, and propagate the write to its base."""
+    """Record a write of `value` into a functional tensor, and propagate the write to the base."""
     torch._functionalize_replace(tensor, value)
     torch._functionalize_commit_update(tensor)
     torch._functionalize_sync(tensor)
 
 
 wrap: Callable[[torch.Tensor], torch.Tensor] = torch._to_functional_tensor
-# Wraps a tensor for the mode of `traced_by_mode`.
+# Wraps a tensor for the mode that `traced_by_mode` enters.
 wrap_for_mode: Callable[[torch.Tensor], Any] = FunctionalTensor.to_functional
 
 
 def value_in_mode(tensor: Any) -> torch.Tensor:
-    """Return the value of a mode's functional tensor."""
+    """Return the tensor inside a functional tensor of the mode that `traced_by_mode` enters."""
     return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
 
 
@@ -94,13 +97,16 @@ _FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
 
 
 def is_finding_mutations() -> bool:
-    """Return whether PyTorch is tracing a region to find the mutated inputs (`gen_schema`)."""
+    """Return whether PyTorch traces a subgraph only to find out which inputs it mutates.
+
+    `InvokeSubgraphHOP.gen_schema` does this before the subgraph is functionalized.
+    """
     callers = traceback.walk_stack(sys._getframe())
     return any(frame.f_code is _FINDS_MUTATIONS for frame, _ in callers)
 
 
 def are_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of `tensors` shares memory with an input of the traced graph."""
+    """Return whether any of `tensors` is or overlaps an input of the traced graph."""
     inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
     memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}
     return any(tracing.functional_storage(tensor) in memory for tensor in tensors)

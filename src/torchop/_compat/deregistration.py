@@ -1,11 +1,13 @@
-"""Deregister operators: invalidate their objects in `torch.ops`, and clear PyTorch's caches.
+"""Deregister operators: make their objects in `torch.ops` raise, and clear PyTorch's caches.
 
-Workaround for pytorch/pytorch#98537, #98541 and #125234: calling an overload after its operator was
-deregistered reads freed memory. For overloads that dispatch in Python, pytorch/pytorch#197025 fixes
-this.
+Workaround for pytorch/pytorch#98537, #98541 and #125234: after an operator was deregistered, a call
+to the OpOverload reads freed memory. So torchop first replaces the functions of the overload and of
+the packet with functions that raise an error. pytorch/pytorch#197025 fixes this for the overloads
+of `torch.library.custom_op`, which PyTorch dispatches in Python.
 
-PyTorch also has caches whose keys are operator names, which would affect the next operator of that
-name, and caches whose keys are overloads or packets, which would keep these objects alive forever.
+Some caches in PyTorch have operator names as keys, so an old entry would affect the next operator
+of that name. Other caches have overloads or packets as keys, and would keep these objects alive
+forever. This module removes a deregistered operator's entries from both.
 """
 
 from __future__ import annotations
@@ -26,8 +28,7 @@ from torchop import _hooks
 from torchop._compat import dtensor, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
-# Namespace, name and overload of an operator.
-Name: TypeAlias = tuple[str, str, str]
+Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
 
 
 def _invalidate_overload(
@@ -35,12 +36,13 @@ def _invalidate_overload(
 ) -> Iterator[Any]:
     """Make an overload and its packet raise when called, before the operator is deregistered.
 
-    Otherwise calling them, for example from a compiled graph, would access freed memory. Yields
-    each overload that was still valid.
+    Otherwise a later call, for example from a compiled graph, would access freed memory. Yields
+    each overload object that could still be called.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    # Keep the raising overload as an attribute of the packet. Otherwise a reference to the packet
-    # would create a new overload, which calls the operator and would never be invalidated.
+    # Do not delete the overload from the packet. Otherwise code that still references the packet
+    # could make it create a new overload object, which would call the operator and would never be
+    # invalidated.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -61,34 +63,37 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
     raising = torch_ops.RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # Replace `_op` last, because `is_deregistered` checks it.
+    # Replace `_op` last, because once it is replaced, `is_deregistered` returns True for this
+    # object.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
 
 
-# Overloads of deregistered operators that the dispatcher may still reference. If another library
-# has registered a kernel for the operator, the dispatcher keeps its entry. The entry caches a
-# borrowed reference to the overload that it passes to dispatch modes (`getPythonOp` in
-# ATen/core/dispatch/OperatorEntry.h), so the next operator of that name must reuse this overload.
+# Overload objects that the dispatcher may still use although the operators were deregistered. If
+# another library has registered a kernel for such an operator, the dispatcher keeps the operator's
+# entry. The entry holds a borrowed reference to the overload object that it passes to dispatch
+# modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this object must stay alive, and
+# the next operator of that name must use it too.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
-# Names of the packets defined through torchop.
+# The names (`namespace::name`) of all operators that were defined through torchop.
 defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Forget an earlier operator of this name, from any library."""
+    """Remove the cached data of an earlier operator with this name, defined by any library."""
     defined.add(f"{namespace}::{name}")
-    # FX caches signatures by operator name.
+    # FX caches signatures by operator name, and the new operator may have another signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
-    # Drop the cached overloads unless the dispatcher may still reference them.
+    # Free the overload objects of the earlier operator if the dispatcher no longer has an entry for
+    # it.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
-    """Refresh the packet of a new operator, and reuse the overload that the dispatcher cached."""
+    """Update a new operator's packet, and reuse the overload object that the dispatcher stored."""
     torch_ops.refresh_packet(namespace, name, _hooks.extension.Operator)
     cached = _cached.get((namespace, name, overload))
     if not cached:
@@ -99,23 +104,24 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
         return
     count_calls(current)
     attributes: dict[str, Any] = vars(first)
-    # Turn both objects into overloads of the new operator, with shared kernel tables. Update all
-    # attributes at once, so other threads never see the new function with the old schema.
+    # PyTorch has created `current` for the new operator, but the dispatcher may still use `first`.
+    # Make `first` an overload of the new operator too, with the same kernel tables. Update all
+    # attributes in one step, so no other thread sees the new function with the old schema.
     first.__class__ = type(current)
     attributes.update(vars(current))
     for attribute in attributes.keys() - vars(current).keys():
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
-    # Another thread may have looked up `current`, so invalidate it together with `first`.
+    # Another thread may have read `current` from `torch.ops` before it was replaced. Add it to
+    # `cached`, so both objects are invalidated when the new operator is deregistered.
     cached[1:] = [current]
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Replace an overload's or packet's function with one that counts calls.
+    """Make an overload or packet count running calls, because deregistering must wait for them.
 
-    If the operator was deregistered, the new function raises instead. The current function is
-    looked up again, because another thread may have redefined the operator or created a second
-    object.
+    The function is looked up in the dispatcher again, because another thread may have redefined the
+    operator in the meantime. If the operator was deregistered, the new function raises an error.
     """
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
@@ -138,10 +144,10 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
 
 @contextlib.contextmanager
 def preserve_packet(namespace: str, name: str) -> Iterator[None]:
-    """Keep a packet in `torch.ops` while its operator is being replaced.
+    """Keep a packet in `torch.ops` while the operator is being replaced.
 
-    Otherwise a thread that looks up the name would create a second packet with a second overload,
-    which could not be invalidated later.
+    If the packet were removed, another thread could look up the name and so create a second packet
+    and overload. Nothing would invalidate these later.
     """
     _replaced.add(f"{namespace}::{name}")
     try:
@@ -154,18 +160,23 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
 def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
-    `reason` returns the error message for an operator's name. If native calls are available, this
-    waits until other threads have left the operators' dispatcher calls.
+    If native calls are available, this also waits until running calls to these operators in other
+    threads have left the dispatcher.
+
+    Args:
+        names: the operators.
+        reason: a function that receives an operator's name and returns the error message.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
-            # Create the overload now, because one that is created later would not raise.
+            # Create the overload object now, so it can be invalidated. An object that is created
+            # later would not raise.
             torch_ops.lookup_overload(*name)
     invalidate_existing(names, reason)
 
 
 def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -> None:
-    """Do the same as `invalidate`, but only for overloads that `torch.ops` has already created."""
+    """Like `invalidate`, but only for overload objects that `torch.ops` has already created."""
     invalidated: list[Any] = []
     for name in names:
         invalidated += _invalidate_overload(
@@ -186,9 +197,9 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        # DTensor's C++ cache (`NativeShardingPropagatorCache` in
-        # torch/csrc/autograd/python_variable.cpp) has the operator's address in the key, and a new
-        # operator may get the same address.
+        # The keys of DTensor's C++ cache (`NativeShardingPropagatorCache` in
+        # torch/csrc/autograd/python_variable.cpp) contain the operator's address, and a new
+        # operator may get the address of the deregistered one.
         dtensor.clear_caches()
 
 
@@ -201,7 +212,7 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _called_here() -> set[str]:
-    """Return the operators whose calls are running in this thread."""
+    """Return the names of the operators that this thread is currently calling."""
     names = {entry.name.packet for entry in _hooks.extension.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
@@ -216,12 +227,16 @@ def _called_here() -> set[str]:
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
-# Names of the operators that are being replaced, see `preserve_packet`.
+# The packets that `preserve_packet` keeps in `torch.ops`.
 _replaced: set[str] = set()
 
 
 def _clear_packet(namespace: str, name: str) -> None:
-    """Remove a packet from `torch.ops` if it has no operator and is not being replaced."""
+    """Remove a packet from `torch.ops` if its last overload was deregistered.
+
+    A packet that is being replaced stays. A packet that raises, but has an overload again, gets a
+    new function that calls the overload.
+    """
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
     if packet is None or qualname in _replaced:
@@ -235,7 +250,8 @@ def _clear_packet(namespace: str, name: str) -> None:
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
-# PyTorch's sets and dictionaries with OpOverload or OpOverloadPacket keys.
+# PyTorch's sets and dictionaries whose keys are OpOverload or OpOverloadPacket objects, as (module,
+# name).
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -251,8 +267,8 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# Functions that have an `lru_cache` with OpOverload keys. Such a cache can only be cleared as a
-# whole.
+# PyTorch's functions with an `lru_cache` whose keys contain OpOverload objects. Such a cache can
+# only be cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -262,10 +278,10 @@ _FUNCTIONS = (
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:
-    """Clear an operator's effect. Remove its entry in torch.library's registry if that is empty.
+    """Reset an operator's effect in torch.library's registry, and remove its entry if it is empty.
 
-    Rules that other libraries registered stay in the entry, just as their kernels stay in the
-    dispatcher.
+    The entry is not empty if another library has registered rules for the operator. These rules
+    stay, just as that library's kernels stay in the dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
     entry = _rules_registry._data.get(qualname)
@@ -293,7 +309,8 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # Search all parts of the key only for higher-order operators, because the cache is large.
+        # A higher-order operator may have the overload anywhere in the key. For other calls,
+        # compare only the first part of the key, because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

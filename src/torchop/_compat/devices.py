@@ -1,7 +1,7 @@
-"""Properties of device types, which are queried from PyTorch once per type.
+"""Properties of device types, such as "cuda", which are queried from PyTorch once per type.
 
-Other modules name no device type except "cpu", so that any accelerator works. Device modules such
-as `torch.cuda` may lack some of the queried functions.
+No other module of torchop names a device type except "cpu", so torchop works with any accelerator.
+A device type's module, such as `torch.cuda`, may lack some of the queried functions.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ class DeviceTraits(NamedTuple):
 
     Attributes:
         type: the name, such as `"cuda"`.
-        is_in_use: whether the program has initialized the device; other queries would initialize
-            it.
-        is_in_bad_fork: whether the device is unusable, because this process was forked after the
-            device was initialized.
-        device_count: the number of devices; 0 until initialized.
-        names: the human-readable names of the devices.
-        is_capturing: whether a graph captures the current stream. If so, synchronizing would fail.
-        get_rng_state: returns the generator state of a device; None if unsupported.
-        set_rng_state: restores a generator state; None if unsupported.
-        size_of_state: the size of a generator state in bytes; may be called during capture.
+        is_in_use: returns whether the program has initialized the device. Check this before calling
+            the others, because they would initialize it.
+        is_in_bad_fork: returns whether the device cannot be used, because this process was forked
+            after the device had been initialized.
+        device_count: returns the number of devices, or 0 if the device is not initialized.
+        names: returns the human-readable names of the devices.
+        is_capturing: returns whether the current stream is being captured into a graph, in which
+            case synchronizing would fail.
+        get_rng_state: returns the state of a device's random generator; None if unsupported.
+        set_rng_state: sets the state of a device's random generator; None if unsupported.
+        size_of_state: returns the size of a generator state in bytes. It may be called during
+            capture.
     """
 
     type: str
@@ -45,7 +47,7 @@ class DeviceTraits(NamedTuple):
 
 @functools.cache
 def traits(device_type: str) -> DeviceTraits:
-    """Return the properties of a device type; "meta" has none."""
+    """Return the properties of a device type. Raises for "meta", which has no module in PyTorch."""
     module: Any = torch.get_device_module(device_type)
     is_in_use = getattr(module, "is_initialized", lambda: True)
 
@@ -92,7 +94,7 @@ def accelerators(count: int) -> list[torch.device]:
 
 
 def are_captured(tensors: list[torch.Tensor]) -> bool:
-    """Return whether a graph is capturing the current stream of any of `tensors`."""
+    """Return whether the current stream of any tensor's device is being captured into a graph."""
     types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
     return any(traits(each).is_capturing() for each in types)
 
@@ -102,7 +104,8 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
         query: Callable[[], bool] = module.is_current_stream_capturing
         return query
     accelerated = _accelerator()
-    # Other device modules lack this function, but `torch.Stream` has `is_capturing` since 2.13.
+    # For device modules without this function, use `torch.Stream.is_capturing`, which exists since
+    # 2.13.
     has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
     if not has_query or accelerated.type != device_type:
         return lambda: False
@@ -110,6 +113,7 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
 
 
 def _size_of_state(device: torch.device) -> int:
-    if device.type == "cuda":  # a trace may be for CUDA on a machine without a GPU
+    # Do not query a CUDA device, because a program may trace CUDA code on a machine without a GPU.
+    if device.type == "cuda":
         return 16  # seed and offset, 8 bytes each
     return int(torch.get_device_module(device.type).get_rng_state(device).numel())

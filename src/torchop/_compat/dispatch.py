@@ -1,4 +1,4 @@
-"""Dispatch keys and devices, thread-local dispatcher state, modes, and lookup of kernels."""
+"""The dispatcher: dispatch keys, devices, thread-local state, modes, and lookup of kernels."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 # A context manager that disables the `__torch_function__` of tensor subclasses.
 WithoutTorchFunctions = torch._C.DisableTorchFunctionSubclass
 
-# The keys of tensors with a negative or conjugate bit, in dispatch order.
+# The dispatch keys of tensors with a lazy negation or conjugation, in dispatch order.
 MATH_BIT_KEYS = ("Negative", "Conjugate")
 
 
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the dispatch keys that remain once conjugate and negative bits are resolved."""
+    """Return the dispatch keys below autograd, without those of lazy negation and conjugation."""
     for key in MATH_BIT_KEYS:
         keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# This function also parses the three autocast keys that the Python enum `DispatchKey` lacks.
+# Returns the dispatch key with a given name. Unlike the Python enum `DispatchKey`, this function
+# supports all autocast keys.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -42,17 +43,20 @@ def _key(name: str) -> DispatchKey:
 
 
 def autocast_is_available(device_type: str) -> bool:
-    """Return whether a device type supports autocast; raise RuntimeError if it is unknown."""
+    """Return whether a device type supports autocast, or raise RuntimeError for an unknown type."""
     with short_errors:
         return torch._C._is_autocast_available(device_type)
 
 
-# The device types that support autocast.
 autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
 def dispatch_key_name(device_type: str) -> str:
-    """Return the backend key of a device type, or raise a RuntimeError that lists the types."""
+    """Return the backend key of a device type, such as "CPU" for "cpu".
+
+    Raises:
+        RuntimeError: the device type is unknown. The message lists the device types.
+    """
     with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
@@ -69,13 +73,13 @@ def device_of_key(key: str) -> str | None:
 
 
 def format_key(key: str) -> str:
-    """Format a key for messages, with its device type if the key's name does not show that."""
+    """Format a key for messages, followed by its device type if the two names differ."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
 
 def kernel_key(kind: str) -> str:
-    """Return a kernel's dispatch key, given a device type, `"default"` or the name of a key."""
+    """Return the dispatch key for a kernel, given a device type, `"default"` or a key's name."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
@@ -84,24 +88,25 @@ def kernel_key(kind: str) -> str:
 def redispatch(
     overload: OpOverload, keyset: DispatchKeySet, args: Iterable[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Call an operator's kernel for the first of these keys.
+    """Call an operator's kernel for the highest-priority key in `keyset`.
 
-    `OpOverload.redispatch` would fail for operators with an argument named `keyset`.
+    `OpOverload.redispatch` cannot be used, because it fails for operators with an argument named
+    `keyset`.
     """
     return overload._handle.redispatch_boxed(keyset, *args, **kwargs)
 
 
 def backend_keyset(device_type: str) -> DispatchKeySet:
-    """Return the key set for a redispatch to the kernel of one backend."""
+    """Return the key set to pass to `redispatch`, to call the kernel of one backend."""
     return DispatchKeySet(_key(dispatch_key_name(device_type)))
 
 
-# A context manager that disables the `__torch_function__` of subclasses and of modes.
+# A context manager that disables `__torch_function__` of tensor subclasses and of modes.
 plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
 
 def device(name: str | torch.device) -> torch.device:
-    """Return the device with this name, without calling the user's function modes."""
+    """Return `torch.device(name)`, without calling the user's TorchFunctionModes."""
     with torch._C.DisableTorchFunction():
         return torch.device(name)
 
@@ -136,24 +141,28 @@ def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
 def with_overlooked_keys(
     qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """Return the keys for a redispatch from BackendSelect or from a mode's handler.
+    """Return the keys with which a BackendSelect kernel, or a mode's handler, redispatches a call.
+
+    The dispatcher computes the keys of a call without the tensors in a list of optional tensors.
+    This function adds the keys of these tensors.
 
     Args:
-        qualname: the operator.
-        tensors: the tensors that the dispatcher did not inspect, such as those in a `Tensor?[]`.
-        keyset: the keys of the dispatcher; empty in a mode.
+        qualname: the operator's name.
+        tensors: the tensors that the dispatcher ignored, such as those in a `Tensor?[]`.
+        keyset: the keys that the dispatcher computed; empty in a mode's handler.
     """
-    # Remove ADInplaceOrView: all calls include it, so the kernel there has already run.
+    # Remove ADInplaceOrView, because every call has this key, and so the kernel there has already
+    # run.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # Remove keys with fallthroughs, because a redispatch does not skip these: only the first
-    # dispatch masks them, in ATen/core/dispatch/DispatchKeyExtractor.h.
+    # Remove each key at which the operator has a fallthrough. The first dispatch skips such keys
+    # (in ATen/core/dispatch/DispatchKeyExtractor.h), but a redispatch to one of them would fail.
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
         if registered is not None:
             passes = falls_through(qualname, registered)
-        else:  # PyTorch's backend fallback for autocast is a fallthrough
+        else:  # the backend fallback runs, which is a fallthrough for autocast
             passes = name.startswith("Autocast")
         if passes:
             keyset = keyset.remove(key)
@@ -161,8 +170,11 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Return the key at which the operator's kernel or fallthrough for `key` was registered."""
-    # A registration at the alias key Autograd applies to all autograd keys without a kernel.
+    """Return the key under which the kernel (or fallthrough) that runs at `key` was registered.
+
+    Returns None if the operator has no kernel for this key.
+    """
+    # The alias key Autograd stands for every autograd key at which the operator has no kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
         if has_kernel(qualname, name):
             return name
@@ -179,15 +191,16 @@ def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
 def has_kernel(qualname: str, key: str) -> bool:
     """Return whether an operator has a kernel registered at exactly this key.
 
-    `parseDispatchKey` (c10/core/DispatchKey.cpp) lacks some keys, such as AutogradMTIA. Python code
-    cannot register kernels for these.
+    Returns False for keys that Python code cannot register kernels for, such as AutogradMTIA.
+    `parseDispatchKey` (c10/core/DispatchKey.cpp) does not support these.
     """
     is_readable = parse_dispatch_key(key) is not None
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
-# `falls_through` returns whether an operator has a fallthrough at a key. `computed_kernel` returns
-# the kernel that the dispatcher runs for a key, which may be a backend fallback.
+# `falls_through(qualname, key)` returns whether the operator has a fallthrough at the key.
+# `computed_kernel(qualname, key)` returns the kernel that the dispatcher would run for the operator
+# at the key, even if it is a backend fallback.
 falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
@@ -206,7 +219,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return a call's backend key, and the keys that the dispatcher handles after it."""
+    """Return the backend key of a call together with all keys of lower priority."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break
@@ -215,7 +228,7 @@ def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
 
 
 def first_key(keyset: DispatchKeySet) -> str:
-    """Return the key that the dispatcher looks up first."""
+    """Return the name of the highest-priority key."""
     return torch._C._dispatch_key_name(keyset.highestPriorityTypeId())
 
 
@@ -225,14 +238,15 @@ def has_backend_fallback(keyset: DispatchKeySet) -> bool:
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """Return the keys for which the dispatcher runs the CompositeExplicitAutograd kernel.
+    """Return the keys at which the dispatcher runs an operator's CompositeExplicitAutograd kernel.
 
-    Excludes keys for which Python code cannot register a kernel.
+    Omits the keys for which Python code cannot register a kernel.
     """
     return [
         key
         for key, text in kernel_table(qualname).items()
-        # A registration at Undefined, the key of calls without tensors, would apply to all keys.
+        # Omit Undefined, the key of calls without tensors, because a kernel at Undefined would
+        # apply to all keys.
         if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
     ]
 
@@ -243,14 +257,17 @@ def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Return the registration site of an operator's kernel at each key, without fallthroughs."""
+    """Return a description of the operator's kernel at each key, with the place of registration.
+
+    Keys with a fallthrough are omitted.
+    """
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
 
 
-# The keys that torch.func and torch.export need. They are excluded while a TorchDispatchMode
-# handles a call: see pythonFallback in aten/src/ATen/core/PythonFallbackKernel.cpp.
+# The dispatch keys that torch.func and torch.export need. While a TorchDispatchMode handles a call,
+# PyTorch excludes them (see `pythonFallback` in aten/src/ATen/core/PythonFallbackKernel.cpp).
 _TRANSFORM_KEYS = (
     DispatchKey.PythonTLSSnapshot,
     DispatchKey.FuncTorchDynamicLayerFrontMode,
@@ -265,11 +282,11 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 
 
 def is_handled_by_mode() -> bool:
-    """Return whether a TorchDispatchMode's handler called the running kernel.
+    """Return whether the handler of a TorchDispatchMode called the running kernel.
 
-    Returns False below a torch.func transform. Its interpreter excludes the same keys on purpose,
-    and including them would enter the transform again (see saveLocalDispatchKeySet in
-    ATen/functorch/Interpreter.h).
+    Returns False below a torch.func transform. The transform's interpreter excludes the same keys
+    as a mode, but including them again would enter the transform a second time (see
+    `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
@@ -278,10 +295,11 @@ def is_handled_by_mode() -> bool:
 
 
 def with_transforms() -> Any:
-    """Return a context manager that lets a kernel called by a mode use torch.func and torch.export.
+    """Let a kernel that a mode calls use torch.func and torch.export inside a `with` block.
 
-    Otherwise such kernels would fail in the first call to a compiled function, which runs in an
-    `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+    Otherwise such a kernel would fail when a compiled function is called for the first time,
+    because that call runs in an `_AnalyzeCustomOpInputOutputMode`
+    (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
     excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

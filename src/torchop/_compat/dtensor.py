@@ -1,4 +1,7 @@
-"""DTensor's sharding propagator, used only in programs that have imported DTensor."""
+"""Access DTensor's sharding propagator, which chooses the placements of inputs and results.
+
+torchop never imports DTensor. It uses DTensor only in programs that have imported it.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,18 @@ _MODULE = "torch.distributed.tensor"
 
 
 def when_imported(callback: Callable[[], None]) -> None:
-    """Call `callback` once DTensor is imported. torchop never imports it."""
+    """Call `callback` as soon as DTensor is imported, or now if it has been imported already."""
     import_hooks.when_imported(_MODULE, callback)
 
 
 def is_imported() -> bool:
-    """Return whether the program has imported DTensor, so it may be in use."""
+    """Return whether the program has imported DTensor, without importing it."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "DTensor")
 
 
 def has_dtensors(values: Any) -> bool:
-    """Return whether nested containers of values contain a DTensor."""
+    """Return whether `values`, which may be nested containers, contain a DTensor."""
     if not is_imported():
         return False
     from torch.distributed.tensor import DTensor
@@ -35,7 +38,7 @@ def has_dtensors(values: Any) -> bool:
 
 
 def is_mixed(error: Exception) -> bool:
-    """Return whether `error` is DTensor's error for a call with plain tensors and DTensors."""
+    """Return whether DTensor raised `error` because a call mixes plain tensors and DTensors."""
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
@@ -46,7 +49,7 @@ def propagator() -> Any:
 
 
 def clear_caches() -> None:
-    """Clear DTensor's caches of this thread, so the next calls run their sharding strategies."""
+    """Clear DTensor's caches in this thread, so the next calls choose placements again."""
     propagator().propagate_op_sharding.cache.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear is not None:

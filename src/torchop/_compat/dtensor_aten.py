@@ -1,4 +1,8 @@
-"""Shard a custom operator with DTensor's rule for an ATen operator."""
+"""Shard a custom operator with the sharding rule that DTensor has for an ATen operator.
+
+The user names an ATen operator with the same signature. DTensor's rule for that operator then also
+decides the placements of the custom operator's inputs and results.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ from torchop._compat.dtensor_strategies import Redistributable
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# DTensor's tables of operators that take sizes as arguments. It converts these to the sizes of the
-# local shard.
+# DTensor's tables of operators that take sizes as arguments. For these operators, DTensor replaces
+# the global sizes in the arguments by the sizes of the local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# If a call has more combinations of input placements, `_combinations` yields a sample.
+# If a call allows more combinations of input placements than this, only some of them are tried.
 _MOST_COMBINATIONS = 256
 
 
 def refusal(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return the error message if DTensor's rule for `aten` cannot shard `op`, or None."""
+    """Return the error message if the rule for `aten` cannot be used for `op`, otherwise None."""
     reason = _reason(aten)
     if reason is None:
         return None
@@ -36,12 +40,12 @@ def refusal(op: OpOverload, aten: OpOverload) -> str | None:
 
 
 def _reason(aten: OpOverload) -> str | None:
-    """Return why DTensor's rule for `aten` cannot be reused, or None if it can."""
+    """Return why the rule for `aten` cannot be used for another operator, or None if it can."""
     from torch.distributed.tensor import DTensor
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # A handler installed by `dtensor_registry.take_over` still uses the rule.
+    # Ignore a handler that `dtensor_registry.take_over` installed, because it still uses the rule.
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
@@ -55,7 +59,13 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return a list with the strategy that DTensor would choose for the same call to `aten`.
+    """Return a list that contains the strategy that DTensor chooses for the same call to `aten`.
+
+    Args:
+        op: the custom operator.
+        aten: the ATen operator with the same signature.
+        rows: a function that returns all placements that the rule accepts, see `rows_like`.
+        op_schema: DTensor's description of the call.
 
     Raises:
         ShardingError: DTensor's rule rejects the call, or would redistribute a written tensor.
@@ -65,8 +75,8 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
     inputs = Inputs(strategies, call.mesh)
     if any(len(strategy.strategies) != 1 for strategy in strategies):
-        # The auto-parallel planner passes several placements per tensor, but DTensor's rule accepts
-        # only one.
+        # DTensor's auto-parallel planner passes several possible placements for each tensor, but a
+        # rule takes only one. So return a strategy for every combination that the rule accepts.
         return dtensor_strategies.op_specs(op, rows, op_schema, Redistributable.ARGUMENTS)
     schema = dtensor_strategies.with_specs(op_schema)
     outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
@@ -83,8 +93,8 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    DTensor's rule maps input placements to a decision. So this function calls the rule with many
-    combinations of input placements, and collects the decisions.
+    A rule of DTensor only answers which placements to use for given input placements. So this
+    function calls it with many combinations of input placements, and collects the answers.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -120,7 +130,7 @@ def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
 
 
 def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
-    """Yield combinations of input placements for one mesh dimension, fully replicated first."""
+    """Yield combinations of input placements on one mesh dimension, all-replicated first."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     choices = [[Replicate(), *map(Shard, range(each.info.ndim)), Partial()] for each in call.inputs]
@@ -136,7 +146,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement has no state, unlike the masks of a sharded embedding."""
+    """Return whether a placement is of a basic type, unlike the masked Partial of an embedding."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)
@@ -149,14 +159,15 @@ def _decision(
     kwargs: Mapping[str, Any],
     results: Sequence[TensorInfo],
 ) -> tuple[Any, list[Any]]:
-    """Return the output and input specs that DTensor chooses for a call to `aten`."""
+    """Return the specs that DTensor chooses for the outputs and the inputs of a call to `aten`."""
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    refused = refusal(op, aten)  # not checked before, if DTensor was imported after registration
+    # If DTensor was not imported when the rule was registered, this has not been checked yet.
+    refused = refusal(op, aten)
     if refused is not None:
         raise ShardingError(refused)
     positional, keywords = _as_aten(op, aten, args, kwargs)
-    # `OpSchema.args_spec` finds tensors in lists only with `needs_pytree`.
+    # `OpSchema.args_spec` ignores tensors in lists unless `needs_pytree` is set.
     info = RuntimeSchemaInfo(needs_pytree=any(isinstance(a, (list, tuple)) for a in positional))
     schema = OpSchema(aten, positional, keywords, schema_info=info)
     try:
@@ -184,8 +195,8 @@ def _as_aten(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert the arguments of a call to `op` to those that the dispatcher would pass to `aten`.
 
-    The dispatcher omits arguments that equal their default, and the defaults of the two operators
-    may differ.
+    The dispatcher drops arguments that equal their default. The two operators may have different
+    defaults, so this inserts the dropped defaults of `op`, and then drops the defaults of `aten`.
     """
     arguments, theirs = op._schema.arguments, aten._schema.arguments
     values = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
@@ -221,9 +232,9 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return how the signatures of `op` and `aten` differ, or None if calls fit both.
+    """Return how the signature of `op` differs from the one of `aten`, or None if calls fit both.
 
-    `op` may lack arguments of `aten` that have a default.
+    It is no difference if `op` lacks an argument of `aten` that has a default.
     """
     ours, theirs = ([a for a in o._schema.arguments if not a.kwarg_only] for o in (op, aten))
     mine, named = ({a.name: a for a in o._schema.arguments if a.kwarg_only} for o in (op, aten))

@@ -1,4 +1,8 @@
-"""How calls on DTensors are represented for sharding rules."""
+"""The data that sharding rules work with: a call, its tensors, and their placements.
+
+A sharding rule is a function that receives a `Call` and returns `Row` objects, each of which is one
+valid combination of placements on a mesh dimension.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,13 @@ from torchop._compat.classes import OpOverload
 
 
 class Row(NamedTuple):
-    """The placements of a call's results and inputs on one mesh dimension.
+    """One combination of placements that a sharding rule allows, on one mesh dimension.
 
-    `reduction` is the name of the reduction that combines partial results of the ranks, if any.
+    Attributes:
+        results: the placement of each result.
+        inputs: the placement of each input tensor.
+        reduction: if the ranks compute partial results, the reduction that combines them, such as
+            "sum".
     """
 
     results: list[Any]
@@ -34,7 +42,6 @@ class TensorInfo(NamedTuple):
 
     @property
     def meta(self) -> Any:
-        """DTensor's equivalent of this object."""
         from torch.distributed.tensor._dtensor_spec import TensorMeta
 
         return TensorMeta(torch.Size(self.shape), tuple(self.stride), self.dtype)
@@ -49,7 +56,15 @@ class Input(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call, in which a `TensorInfo` replaces each tensor."""
+    """A call on DTensors, in which a `TensorInfo` replaces each tensor.
+
+    Attributes:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        inputs: all tensors in the arguments, including tensors in lists.
+        results: the results.
+        mesh: the device mesh of the tensors.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -62,7 +77,7 @@ Rows = Callable[[Call], Sequence[Row]]
 
 
 def is_one(size: Any) -> bool:
-    """Return whether a size is statically known to be 1, without adding a guard."""
+    """Return whether a size is known to be 1, without adding a guard on a symbolic size."""
     if isinstance(size, int):
         return size == 1
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -71,7 +86,7 @@ def is_one(size: Any) -> bool:
 
 
 def same_size(left: Any, right: Any) -> bool:
-    """Return False if two sizes are statically known to differ, without adding a guard."""
+    """Return False if two sizes are known to differ, without adding a guard on symbolic sizes."""
     if isinstance(left, int) and isinstance(right, int):
         return left == right
     from torch.fx.experimental.symbolic_shapes import guard_or_true
@@ -90,9 +105,15 @@ def is_written(argument: Any) -> bool:
 
 
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """Return the index of the first positional argument that DTensor must hash, or None.
+    """Return the index of the first positional argument that DTensor must include in cache keys.
 
-    DTensor's cache key contains this argument and all positional arguments after it.
+    DTensor includes this argument and all positional arguments after it. Returns None if DTensor
+    needs to include no positional argument.
+
+    Args:
+        op: the operator.
+        unhashed: the names of arguments that do not change the placements, so keys need not include
+            them.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

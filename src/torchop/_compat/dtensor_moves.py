@@ -1,4 +1,4 @@
-"""The inputs of a call on DTensors, and the cost of redistributing them."""
+"""The input tensors of a call on DTensors, and the cost of changing their placements."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, TypeAlias
 
 from torchop._compat.dtensor_calls import Row
 
-Placements: TypeAlias = tuple[Any, ...]  # of one tensor, per mesh dimension
-Combination: TypeAlias = tuple[Row, ...]  # a row per mesh dimension
+# The placements of one tensor, one for each mesh dimension.
+Placements: TypeAlias = tuple[Any, ...]
+# The placements of all tensors of a call: one `Row` for each mesh dimension.
+Combination: TypeAlias = tuple[Row, ...]
 
 
 class Inputs:
     """The input tensors of a call, with cached redistribution costs.
 
     Attributes:
-        strategies: DTensor's strategy for each tensor.
+        strategies: for each tensor, DTensor's OpStrategy, a list of possible placements.
         current: the current placements of each tensor.
         mesh: the device mesh of the tensors.
     """
@@ -27,10 +29,11 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Many tensors of a call often have the same shape and placements. Compute their costs once.
+        # Often, many tensors of a call have the same shape and placements, so compute their costs
+        # only once: tensors with equal specs get the same number here.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # Specs with symbolic sizes are not hashable.
+            # A spec with symbolic sizes is not hashable, so the tensor gets a number of its own.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -39,7 +42,7 @@ class Inputs:
 
     @property
     def are_certain(self) -> bool:
-        """Whether each tensor has only one candidate placement, and a static shape."""
+        """Whether all tensors have static shapes, and each has only one possible placement."""
         return all(
             len(strategy.strategies) == 1
             and all(type(size) is int for size in strategy.tensor_meta.shape)
@@ -54,7 +57,7 @@ class Inputs:
         return DTensorSpec(self.mesh, placements, tensor_meta=meta)
 
     def fits(self, index: int, placements: Placements) -> bool:
-        """Return whether tensor `index` has these placements, or can be redistributed to them."""
+        """Return whether a tensor has these placements, or can be redistributed to them."""
         from torch.distributed.tensor._ops.utils import is_tensor_shardable
 
         if placements == self.current[index]:
@@ -66,7 +69,7 @@ class Inputs:
         return self._fits[key]
 
     def costs(self, index: int, placements: Placements) -> list[Any]:
-        """Return the redistribution cost of tensor `index` from each candidate placement."""
+        """Return the cost of moving a tensor to `placements`, from each possible placement."""
         from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
         key = self._kinds[index], placements
@@ -76,7 +79,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the redistribution cost of all inputs; stop at a partial sum above `limit`."""
+        """Return the total redistribution cost of all inputs, or any partial sum above `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -85,9 +88,10 @@ class Inputs:
         return total
 
     def redistributed(self, dim: int, row: Row) -> int:
-        """Return a bit mask of the inputs that a row redistributes on mesh dimension `dim`.
+        """Return a bit mask of the inputs that `row` would redistribute on mesh dimension `dim`.
 
-        Replicated inputs need no communication, so they are not counted.
+        Inputs that are replicated now are not included, because changing them needs no
+        communication.
         """
         pairs = zip((placements[dim] for placements in self.current), row.inputs, strict=True)
         return sum(
@@ -98,7 +102,7 @@ class Inputs:
 
     @functools.cached_property
     def communication_has_cost(self) -> bool:
-        """Whether communication has a nonzero cost. It is zero on ranks outside the mesh."""
+        """Whether communication has a cost. On ranks outside the mesh, all costs are 0."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim

@@ -1,7 +1,8 @@
 """Register sharding strategies with DTensor, and dispatch calls that DTensor would handle wrongly.
 
-DTensor dispatches most operators correctly, in C++. For the others (see `needs_python`), this file
-dispatches in Python, with the helper functions of DTensor.
+DTensor's C++ code dispatches calls to most operators correctly. For the operators that it would
+handle wrongly (see `needs_python`), this module dispatches in Python with DTensor's helper
+functions.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Registration:
 
     Attributes:
         op: the operator.
-        rows: a function that returns the placements that the sharding rule accepts for a call.
-        may_be_stale: whether other threads may have cached decisions of an earlier rule. DTensor's
-            caches are thread-local, so this thread cannot clear them.
+        rows: the sharding rule, a function that returns the placements that are valid for a call.
+        may_be_stale: whether other threads may still use decisions that they cached with an earlier
+            rule. DTensor's caches are thread-local, so this thread cannot clear them.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """Return the strategies for a call. DTensor calls this if its cache has no decision."""
+        """Return the strategies for a call. DTensor calls this if no decision is cached."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
@@ -72,15 +73,17 @@ class Registration:
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
-        """Return DTensor's decision about a call, cached for all threads."""
+        """Return DTensor's decision about the placements of a call, cached for all threads."""
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )
 
     def redistributed_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
-        """Redistribute the tensors among keyword arguments as the sharding rule requires.
+        """Redistribute the tensors in the keyword arguments as the sharding rule requires.
 
-        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments.
+        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments. The
+        operator would run on keyword arguments with the wrong placements, and compute wrong
+        results. This can be removed when the issue is fixed.
         """
         from torch.distributed.tensor import DTensor
 
@@ -97,7 +100,7 @@ class Registration:
     def _wanted_keywords(self, op_schema: Any) -> dict[str, Any]:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-        # The strategies that may also redistribute keyword arguments.
+        # Ask the rule for strategies that also redistribute keyword arguments.
         with_strategies = propagator()._wrap_with_op_strategy(op_schema)
         specs = op_specs(self.op, self.rows, with_strategies, Redistributable.KEYWORDS)
         names = [argument.name for argument in self.op._schema.arguments]
@@ -111,7 +114,7 @@ class Registration:
 
         if _are_we_tracing():  # symbolic sizes are not hashable
             return decide(op_schema)
-        # Include the types, because the keys 1, 1.0 and True are equal.
+        # The key must include the types, because 1, 1.0 and True are equal.
         key = (op_schema, *map(type, op_schema.args_schema))
         try:
             return cache[key]
@@ -125,7 +128,7 @@ class Registration:
 def redistributed(value: Any, spec: Any) -> Any:
     """Redistribute a DTensor to the placements of `spec`.
 
-    Unlike `DTensor.redistribute`, this also supports Partial placements.
+    Unlike `DTensor.redistribute`, this also supports Partial as the target.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
@@ -136,8 +139,9 @@ def redistributed(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# The threads in which DTensor has run an operator's strategy, by operator name. The thread-local
-# caches are keyed by the overload's address, which the next operator of that name may reuse.
+# Maps each operator name to the threads in which DTensor has run a strategy for the operator. Each
+# of these threads may have cached a decision, with the overload's address as the key. A later
+# operator of the same name may get the same address, and DTensor would then use the old decision.
 _callers: dict[str, set[int]] = {}
 
 
@@ -151,9 +155,10 @@ _REGISTRIES = (
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
-    """Return a schema info that makes DTensor include every non-tensor argument in cache keys.
+    """Return a RuntimeSchemaInfo that makes DTensor include non-tensor arguments in cache keys.
 
-    DTensor includes keyword tensors in the key only if `static_kwargkey` is set.
+    The arguments in `unhashed` are left out. `static_kwargkey` contains all other keyword-only
+    arguments, even tensors, because otherwise DTensor ignores keyword tensors in the keys.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -167,16 +172,17 @@ def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     )
 
 
-# Types of non-tensor arguments that DTensor's C++ cache can hash.
+# The types of non-tensor arguments that the keys of DTensor's C++ cache support.
 _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "Layout")
 
 
 def needs_python(op: OpOverload) -> bool:
-    """Return whether DTensor's C++ dispatch would be wrong for some calls to an operator.
+    """Return whether DTensor's C++ dispatch would handle some calls to an operator wrongly.
 
-    It does not redistribute keyword tensors (pytorch/pytorch#167977). It treats every operator
-    whose name ends in an underscore as in-place (`OpSchema.is_inplace_op` in
-    torch/distributed/tensor/_op_schema.py). It cannot hash all argument types.
+    It does not redistribute tensors that are passed as keyword arguments (pytorch/pytorch#167977).
+    It treats every operator whose name ends in an underscore as in-place, even if the operator
+    returns a new tensor (`OpSchema.is_inplace_op` in torch/distributed/tensor/_op_schema.py). And
+    the C++ cache does not support all argument types.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     by_keyword = any(a.kwarg_only and holds_tensors(a) for a in arguments)
@@ -192,7 +198,7 @@ def _is_hashable(argument: Any) -> bool:
 
 
 def take_over(op: OpOverload, registration: Registration) -> None:
-    """Make DTensor handle calls to an operator with `dispatch`."""
+    """Make DTensor pass calls to an operator to `dispatch` in this module."""
 
     def handler(op: OpOverload, args: Any, kwargs: Any) -> Any:
         return dispatch(registration, args, kwargs)
@@ -224,7 +230,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """Wrap results as DTensors, but return the caller's DTensor for a written argument."""
+    """Wrap results as DTensors. If a result is a written argument, return the caller's DTensor."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)
@@ -244,7 +250,7 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 
 
 def _aliases(value: Any) -> set[str]:
-    """Return the alias set of a schema's argument or result."""
+    """Return the alias set that a schema declares for an argument or a result."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
 
 
@@ -253,9 +259,9 @@ def _aliases(value: Any) -> set[str]:
 
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
-    """Replace DTensor's error for an operator without a strategy with `explain(op)`.
+    """Replace DTensor's error for an operator without a sharding strategy with `explain(op)`.
 
-    If `explain` returns None, DTensor's error is raised.
+    If `explain` returns None, DTensor's own error is raised.
     """
     engine = propagator()
     propagate = engine.propagate_op_sharding_non_cached

@@ -1,4 +1,10 @@
-"""Translate sharding rules into DTensor's strategies: placements that it accepts, with costs."""
+"""Translate sharding rules into DTensor's strategies.
+
+A sharding rule returns the combinations of placements that are valid on one mesh dimension, as
+`Row` objects. A strategy (an OpSpec of DTensor) lists the placements of a call's inputs and results
+on all mesh dimensions, with the cost of redistributing the inputs. DTensor chooses the cheapest
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from torchop._errors import ShardingError, short_repr
 
 
 class Redistributable(enum.Enum):
-    """Which tensors of a call a strategy may redistribute."""
+    """The tensors of a call that a strategy may redistribute."""
 
     ARGUMENTS = "positional"
     KEYWORDS = "positional and keyword"
@@ -30,23 +36,23 @@ class Redistributable(enum.Enum):
 def op_specs(
     op: OpOverload, rows: Rows, op_schema: Any, redistributable: Redistributable
 ) -> list[Any]:
-    """Return all strategies that a sharding rule accepts for a call, with their costs.
+    """Return all strategies that a sharding rule allows for a call, with their costs.
 
     Raises:
-        ShardingError: the rule accepts no strategy, or the tensors are on several meshes.
+        ShardingError: the rule allows no strategy, or the tensors are on different meshes.
     """
     return _specs(op, *_analyze(op, rows, op_schema), redistributable)
 
 
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return the strategies of `op_specs` that DTensor may choose, usually only one.
+    """Return only those strategies for a call that DTensor may choose, usually just one.
 
-    DTensor prefers a strategy that redistributes nothing, and otherwise takes the first of the
-    cheapest ones. This finds them without computing all costs, which would dominate the time of a
-    decision.
+    DTensor prefers a strategy that redistributes nothing. Otherwise it takes the cheapest strategy,
+    and the first one if several cost the same. This function finds that strategy without computing
+    the costs of all strategies, which would take longer than everything else.
 
     Raises:
-        ShardingError: as in `op_specs`.
+        ShardingError: see `op_specs`.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
@@ -58,7 +64,13 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
 
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
-    """Return the combinations of rows that DTensor may choose; empty if none is possible."""
+    """Return the combinations that DTensor may choose, or an empty list if none is possible.
+
+    Args:
+        call: the call.
+        inputs: the call's input tensors.
+        choices: for each mesh dimension, the rows to choose from.
+    """
     combinations = list(itertools.product(*choices))
     masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
     counts = [
@@ -73,9 +85,9 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
         and inputs.cost(each) == 0
     ]
     if found:
-        return found  # DTensor chooses the last one
+        return found  # if there are several, DTensor chooses the last one
     best, least = -1, math.inf
-    # Start with combinations that need no communication, because a cost of 0 ends the search.
+    # Try the combinations that need no communication first, because a cost of 0 ends the search.
     for index in sorted(range(len(combinations)), key=counts.__getitem__):
         if least == 0 and counts[index] and inputs.communication_has_cost:
             break
@@ -93,7 +105,7 @@ def cost(spec: Any) -> Any:
 
 
 def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
-    """Return the cheapest strategy. Among equal costs, prefer fewer redistributed inputs."""
+    """Return the cheapest strategy. If costs are equal, prefer to redistribute fewer inputs."""
     current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]
 
     def order(spec: Any) -> tuple[Any, int]:
@@ -110,7 +122,10 @@ def _keywords(op_schema: Any) -> list[Any]:
 
 
 def _analyze(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
-    """Return the call that an OpSchema describes, the inputs, and the rows that a rule accepts."""
+    """Return the call that an OpSchema describes, the input tensors, and the rows for the call.
+
+    The rows are the combinations of placements that the sharding rule allows on a mesh dimension.
+    """
     call, strategies = call_of(op, op_schema)
     return call, Inputs(strategies, call.mesh), rows(call)
 
@@ -133,7 +148,7 @@ def _specs(
 
 
 def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
-    """Return the call that an OpSchema describes, and the strategy of each tensor in the call."""
+    """Return the call that an OpSchema describes, and DTensor's strategy for each input tensor."""
     strategies: list[Any] = []
     inputs: list[Input] = []
 
@@ -164,11 +179,11 @@ def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _LastCall(threading.local):
-    """The last call that DTensor made to a fake kernel in this thread, with the results."""
+    """The last call for which DTensor ran the fake kernel in this thread, and the results."""
 
     op_schema: Any = None
     results: Any = None
-    assumed: tuple[Any, Any] | None = None  # see `assumed_results`
+    assumed: tuple[Any, Any] | None = None  # the arguments of `assumed_results`
 
 
 _last = _LastCall()
@@ -176,7 +191,7 @@ _last = _LastCall()
 
 @contextlib.contextmanager
 def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
-    """Make DTensor use `results` for a call instead of running the fake kernel."""
+    """Make DTensor use `results` as the results of a call, instead of running the fake kernel."""
     before, _last.assumed = _last.assumed, (op_schema, results)
     try:
         yield
@@ -185,10 +200,10 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 
 
 def remember_results() -> None:
-    """Wrap DTensor's method that runs fake kernels, to cache the last results.
+    """Replace DTensor's method that runs fake kernels with one that caches the last results.
 
-    DTensor runs the fake kernel before the strategy, but does not pass the results. Running it
-    again would dominate the time of a decision.
+    DTensor runs the fake kernel before it calls the strategy, but does not pass the results to the
+    strategy. Running the fake kernel again would take longer than the rest of a decision.
     """
     engine = propagator()
     propagate = engine._propagate_tensor_meta_non_cached
@@ -206,7 +221,7 @@ def remember_results() -> None:
 
 
 def _results(op_schema: Any) -> Any:
-    """Return the results of a call. Use the cached ones if the argument objects are identical."""
+    """Return the results of a call, from the cache if it holds the results of the same call."""
     last, results = _last.op_schema, _last.results
     _last.op_schema = _last.results = None
     if last is not None and last.op is op_schema.op and _are_same(last, op_schema):
@@ -215,7 +230,7 @@ def _results(op_schema: Any) -> Any:
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """Return whether two calls have identical, not merely equal, argument objects."""
+    """Return whether two calls have the same argument objects. Equal objects are not enough."""
     pairs = [tree_leaves((schema.args_schema, schema.kwargs_schema)) for schema in (left, right)]
     return len(pairs[0]) == len(pairs[1]) and all(map(operator.is_, *pairs))
 
@@ -223,7 +238,7 @@ def _are_same(left: Any, right: Any) -> bool:
 def results_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
 ) -> list[TensorInfo]:
-    """Run an operator's fake kernel, given a `TensorInfo` for each tensor argument."""
+    """Run an operator's fake kernel on arguments that contain a `TensorInfo` for each tensor."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema
@@ -238,7 +253,7 @@ def results_of(
 
 
 def with_specs(op_schema: Any) -> Any:
-    """Return a copy of an OpSchema that contains tensor specs instead of strategies."""
+    """Return a copy of an OpSchema in which each strategy is replaced with the tensor's spec."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
     def spec(value: Any) -> Any:
@@ -279,12 +294,12 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
 def _choices(
     call: Call, inputs: Inputs, rows: Sequence[Row], redistributable: Redistributable
 ) -> list[list[Row]]:
-    """Return the rows that a strategy may use, for each mesh dimension.
+    """Return, for each mesh dimension, the rows that a strategy may use.
 
-    Written tensors must not be redistributed, because a write into the copy would not change the
-    caller's tensor. Keyword-only tensors must not be redistributed unless `redistributable`
-    includes them, because DTensor redistributes only positional arguments
-    (pytorch/pytorch#167977).
+    A row is left out if it would redistribute a tensor that must stay as it is. A written tensor
+    must stay, because a write into the redistributed copy would not change the caller's tensor. A
+    keyword-only tensor must stay unless `redistributable` includes it, because DTensor
+    redistributes only positional arguments (pytorch/pytorch#167977).
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -305,7 +320,10 @@ def _choices(
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield the rows, and variants of them that use the strided shards of the current inputs."""
+    """Yield the rows, and copies of them for each kind of strided shard among the current inputs.
+
+    In a copy, `_StridedShard` placements replace the `Shard` placements.
+    """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
     for factor, row in itertools.product(sorted(factors), rows):
@@ -341,19 +359,21 @@ def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
 def _may_be_partial(placements: Sequence[Any]) -> bool:
     """Return whether all Partial placements have the same reduction.
 
-    Reductions cannot be mixed, because a maximum of sums is not a sum of maxima.
+    Different reductions cannot be combined: a maximum of sums is not a sum of maxima.
     """
     return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 
 
 def _is_shard(placement: Any) -> bool:
-    return hasattr(placement, "dim")  # Shard, or _StridedShard, which is not a subclass
+    # Do not use `isinstance`, because _StridedShard is not a subclass of Shard.
+    return hasattr(placement, "dim")
 
 
 def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, row: Row) -> bool:
-    """Return whether partial results of these shards can be reduced.
+    """Return whether the ranks' partial results for these shards can be reduced.
 
-    Averages require shards of equal size, and other reductions than sums require non-empty shards.
+    An average is only correct if all shards have the same size. A reduction such as a maximum has
+    no result for an empty shard. A sum allows all shards.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -393,7 +413,7 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Return the error for a call that needs a written argument with other placements.
+    """Return the error for a call whose written argument has placements that the rule rejects.
 
     The message suggests the placements of the cheapest strategy.
     """
@@ -409,7 +429,7 @@ def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) 
 def written_elsewhere(
     op: OpOverload, argument: int, current: Sequence[Any], wanted: Sequence[Any], why: str
 ) -> ShardingError:
-    """Return the error for a written argument that has `current` instead of `wanted` placements."""
+    """Return the error for a written argument whose `current` placements differ from `wanted`."""
     name = op._schema.arguments[argument].name
     return ShardingError(
         f"{op.name()}: the operator writes into {name!r}, whose placements are "

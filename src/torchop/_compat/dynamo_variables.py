@@ -1,4 +1,8 @@
-"""Make Dynamo trace a call to a handle as a call to its overload."""
+"""Make Dynamo trace a call to a handle as a call to the OpOverload.
+
+A handle is the object that `torchop.custom_op` returns, an instance of `CustomOp`. Without this
+module, Dynamo would trace the Python code of the handle's `__call__`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ from typing import Any
 
 from torchop._compat import compilers, import_hooks
 
-# `flatten(handle, args, kwargs, trace)` returns the arguments for the overload, or None if Dynamo
-# must trace the handle's `__call__`.
+# `flatten(handle, args, kwargs, trace)` converts the arguments of a call to a handle to arguments
+# for the overload. It returns None if Dynamo must trace the handle's `__call__` instead.
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
-# Dynamo's table from exact types to builders of variables. None until Dynamo is imported.
+# Dynamo's table that maps the exact type of a value to the function that creates Dynamo's variable
+# for the value. None until Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
@@ -20,15 +25,16 @@ _builder: Any = None
 def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
     """Make Dynamo trace calls to handles of exactly this type as calls to their overload.
 
-    Otherwise Dynamo traces `__call__`. The graph is the same, but tracing takes 50% longer. So on
-    releases where `VariableBuilder._type_dispatch` has changed, this does nothing, and tracing is
-    only slower.
+    Otherwise Dynamo traces the handle's `__call__`. This results in the same graph, but takes 50%
+    longer. If a release of PyTorch has changed `VariableBuilder._type_dispatch`, this function does
+    nothing, so tracing is only slower on that release.
 
     Args:
-        handle_type: a class of handles. The `overload` of a handle must be constant while the
-            operator is registered, and compile to the same code while `_definition.revision` is
-            unchanged.
-        flatten: returns the arguments for the overload; by default, the arguments of the call.
+        handle_type: a class of handles. The `overload` of a handle must not change while the
+            operator is registered. Calls to the handle must compile to the same code until
+            `_definition.revision` changes.
+        flatten: converts the arguments of a call to arguments for the overload. By default, they
+            are passed unchanged.
     """
     if not _handle_types:
         import_hooks.when_imported(compilers.DYNAMO, _connect)
@@ -58,7 +64,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Return the function with which Dynamo builds the variable for a handle (a `CustomOp`)."""
+    """Return the function that Dynamo must call to create the variable for a handle."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -76,7 +82,7 @@ def _handle_builder() -> Any:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            # The graph is only valid for the current values of these attributes.
+            # The traced graph is valid only while these attributes have their current values.
             for name in ("deregistration_reason", "revision"):
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
@@ -91,7 +97,7 @@ def _handle_builder() -> Any:
 
 
 class _Trace:
-    """Provides the types and attributes of values in the program that Dynamo traces."""
+    """Gives a `flatten` function access to values in the program that Dynamo is tracing."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator
@@ -115,7 +121,7 @@ class _Trace:
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
         if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
-            return None  # `__call__` raises the same error as in eager mode
+            return None  # then Dynamo traces `__call__`, which raises the error of eager mode
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
@@ -135,10 +141,11 @@ class _Trace:
         return ConstantVariable.create(constant)
 
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
-        """Return the object and source of a value that Dynamo does not track yet, or None.
+        """Return the object and source of a value that Dynamo does not track yet, otherwise None.
 
-        Reading such objects directly avoids tracking them for mutation, which takes as long as
-        tracing an operator. The first tracked object also imports a part of DTensor.
+        Attributes of such an object can be read directly. If Dynamo tracked the object for mutation
+        first, that would take as long as tracing an operator, and the first tracked object would
+        import a part of DTensor.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
 
@@ -150,7 +157,7 @@ class _Trace:
         return instance, value.original_source()
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
-        """Call a builtin function that Dynamo evaluates without tracing into it."""
+        """Call a builtin function, which Dynamo evaluates without tracing into it."""
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
         arguments = [value.realize(), *map(self.describe, constants)]

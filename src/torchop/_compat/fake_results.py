@@ -12,7 +12,7 @@ from torchop._compat.classes import FakeTensorMode, OpOverload, tree_map_only
 
 
 def fake_results(op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Return the fake kernel's results for real arguments, with symbols as data-dependent sizes."""
+    """Return the fake kernel's results for real arguments. Data-dependent sizes are symbols."""
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as mode:
         args, kwargs = tree_map_only(
             torch.Tensor, lambda t: mode.from_tensor(t, static_shapes=True), (args, kwargs)
@@ -25,9 +25,9 @@ def is_builtin(op: OpOverload) -> bool:
 
 
 def copied(tensors: Any) -> Any:
-    """Return a deep copy of nested containers of tensors.
+    """Return a deep copy of tensors in nested containers.
 
-    Tensors with an autograd history are copied as leaves, because `deepcopy` rejects such tensors.
+    A tensor with an autograd history is copied as a leaf, because `deepcopy` rejects it.
     """
     return copy.deepcopy(
         tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach(), tensors)

@@ -1,4 +1,4 @@
-"""FakeTensor, FakeTensorMode, and the errors of fake kernels."""
+"""FakeTensor, FakeTensorMode, and PyTorch's errors for code that reads the data of fake tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torchop._compat.classes import FakeImplCtx, OpOverload
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has no data: a FakeTensor or a meta tensor."""
-    # Check the type first, because `is_meta` of a FakeTensor calls Python code.
+    """Return whether `tensor` has no data because it is a FakeTensor or a meta tensor."""
+    # Check the type first, because reading `is_meta` of a FakeTensor runs Python code.
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
@@ -37,7 +37,7 @@ def active_fake_mode() -> Any | None:
 
 
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether FakeTensorMode would do nothing but run the fake kernel in a call to `op`."""
+    """Return whether a call to `op` in `mode` would do nothing but run the fake kernel."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
@@ -50,8 +50,8 @@ def new_empty_like(
 ) -> Any:
     """Return `tensor.new_empty(shape, dtype=dtype)`, or `torch.empty_like` without a shape.
 
-    Inside a fake kernel, this creates the FakeTensor directly, because dispatching to FakeTensor,
-    even with a cache hit, takes longer.
+    Inside a fake kernel, this creates the FakeTensor directly, because calling one of these
+    functions on a FakeTensor takes longer, even if FakeTensorMode has cached the result.
     """
     if memory_format is torch.contiguous_format:
         if shape is None and tensor.layout is torch.strided:
@@ -75,7 +75,7 @@ def new_empty_like(
 
 
 def _written(sizes: Sequence[Any]) -> list[Any]:
-    """Return sizes or strides as sympy expressions, to compare them without guards."""
+    """Return sizes or strides as sympy expressions, which can be compared without adding guards."""
     return [size if type(size) is int else size.node.expr for size in sizes]
 
 
@@ -86,15 +86,16 @@ def _are_plain(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
     )
 
 
-# Return whether FakeTensorMode is running a dispatcher kernel on meta tensors in this thread.
+# Returns whether FakeTensorMode is running a kernel on meta tensors in this thread.
 is_calling_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
 
 
 def keep_out_of_log(error: type[Exception]) -> None:
-    """Prevent FakeTensorMode from logging exceptions of type `error`, which we raise on purpose.
+    """Prevent FakeTensorMode from logging exceptions that torchop raises on purpose.
 
-    Otherwise `_dispatch_impl` (torch/_subclasses/fake_tensor.py) logs a traceback for each
-    exception of a meta kernel, before it reraises the exception.
+    If a meta kernel raises an exception, `_dispatch_impl` (torch/_subclasses/fake_tensor.py) logs a
+    traceback before it reraises the exception. This filter drops the log record of an exception
+    whose type is `error`.
     """
 
     def is_unexpected(record: logging.LogRecord) -> bool:
@@ -104,7 +105,7 @@ def keep_out_of_log(error: type[Exception]) -> None:
 
 
 def new_fake_mode() -> Any:
-    """Return a fake mode that creates symbols for data-dependent sizes."""
+    """Return a FakeTensorMode that can create symbols for data-dependent sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
@@ -120,20 +121,21 @@ def check_symbols(mode: Any, results: object) -> None:
 def stock_fake_context() -> FakeImplCtx | None:
     """Return the context of the fake kernel that torch.library runs in this thread, or None.
 
-    torch.library stores the context in a global variable (`global_ctx_getter` in
-    torch/_library/fake_impl.py), so `get_ctx` may return the context of another thread.
+    `torch.library.get_ctx` may return the context of another thread, because torch.library stores
+    it in a global variable (`global_ctx_getter` in torch/_library/fake_impl.py). So this checks
+    that the context belongs to this thread's mode.
     """
     context = cast("FakeImplCtx | None", torch.library.get_ctx())
     return context if context is not None and context._fake_mode is active_fake_mode() else None
 
 
-# A context manager that overrides `torch.library.get_ctx`, in all threads.
+# A context manager that makes `torch.library.get_ctx` call the given function, in all threads.
 stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[Any]]
 stock_context = set_ctx_getter
 
 
 def number_of(size: Any) -> int | None:
-    """Return the current value of a size, or None if the size depends on data."""
+    """Return the value of a size, which may be symbolic, or None if the size depends on data."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -141,7 +143,7 @@ def number_of(size: Any) -> int | None:
 
 
 def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two shapes differ, without comparing data-dependent sizes."""
+    """Return whether two shapes are known to differ. Data-dependent sizes are not compared."""
     return one.dim() != other.dim() or any(
         a != b
         for a, b in zip(one.shape, other.shape, strict=True)
@@ -153,30 +155,33 @@ def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Leave all transforms and modes, and enter a FakeTensorMode.
 
-    Yields a function that creates a fake tensor from a shape, and from a tensor with the dtype and
-    device.
+    Yields a function `make(shape, like)`, which creates a fake tensor with this shape, and with the
+    dtype and device of the tensor `like`.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # Before 2.13, modes fail if this key is excluded (see `tls_on_entry` in
-    # aten/src/ATen/core/PythonFallbackKernel.cpp), and transforms exclude it.
+    # Workaround for `tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp: before 2.13, a
+    # mode fails if the key PythonTLSSnapshot is excluded, and transforms exclude it. So stop
+    # excluding it here.
     snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-# FakeTensor's exceptions for reading a value, and for data-dependent output sizes.
+# FakeTensorMode raises these if code reads a value, or calls an operator with a data-dependent
+# output.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """Return an exception that Dynamo handles the same way as `error`, with another message."""
+    """Return an exception with `message`, which Dynamo handles in the same way as class `error`."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 
 
-# Messages of PyTorch's exceptions for reading data that have no type of their own.
+# Parts of the messages that PyTorch raises if code reads data of a tensor without data. These
+# errors have no class of their own, so only the message identifies them.
 _PHRASES = (
     "() is not supported for tensor subclasses",
     "Can't call numpy() on Tensor that requires grad",
@@ -197,7 +202,7 @@ _PHRASES = (
 def reads_data(error: Exception, op: OpOverload | None) -> bool:
     """Return whether `error` was raised because code read the data of a fake or batched tensor.
 
-    Returns False for FakeTensor's error that `op` itself has a data-dependent output.
+    Returns False if FakeTensorMode rejected `op` itself because of a data-dependent output.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op

@@ -1,4 +1,8 @@
-"""FLOP formulas in FlopCounterMode's registry, which has only one entry for all overloads."""
+"""FLOP formulas for FlopCounterMode.
+
+PyTorch's registry has only one formula for all overloads of an operator. So torchop registers a
+`_Counter`, which calls the formula of the overload that was called.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,14 @@ from typing import Any
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 
-# A function that returns the FLOPs of a call, given its arguments, keyword arguments and result.
+# `count(args, kwargs, result)` returns the FLOPs of a call.
 Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Register an operator's FLOP formula.
+    """Register an operator's FLOP formula, and return whether that was possible.
 
-    Returns False, and registers nothing, if a formula for the packet was registered with PyTorch's
-    `register_flop_formula`.
+    It is not possible if PyTorch's `register_flop_formula` has registered a formula for the packet.
     """
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
@@ -38,16 +41,19 @@ def remove_count(op: OpOverload) -> None:
 
 
 def loaded_mode() -> type | None:
-    """Return the class of FlopCounterMode's dispatch mode, or None if it is not imported."""
-    module = sys.modules.get("torch.utils.flop_counter")  # logs warnings when imported
+    """Return FlopCounterMode's TorchDispatchMode class, or None if it is not imported."""
+    module = sys.modules.get("torch.utils.flop_counter")  # importing it here would log warnings
     return getattr(module, "_FlopCounterMode", None)
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return FlopCounterMode's handler for operators that are called in place of `op`.
+    """Return a handler for FlopCounterMode that counts operators called in place of `op`.
 
-    The handler uses the formula of `op`, unless the called operator has one. `result_of` converts
-    the result of the called operator to the result of `op`.
+    The handler uses the formula of `op`, unless the called operator has a formula.
+
+    Args:
+        op: the operator that the user called.
+        result_of: converts the result of the operator that was called instead to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -61,10 +67,11 @@ def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[...
 
 
 def _registry() -> dict[Any, Any]:
-    """Return PyTorch's registry, by packet.
+    """Return PyTorch's registry, which maps packets to formulas.
 
-    The hash of an OpOverloadPacket is the hash of `_op` (torch/_ops.py), which changes when an
-    overload is added. PyTorch then no longer finds the entry, so this inserts all entries again.
+    The hash of an OpOverloadPacket is the hash of the attribute `_op` (torch/_ops.py), which
+    PyTorch replaces when an overload is added. Then the registry no longer finds the packet. So
+    this function inserts all entries again if necessary.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -76,7 +83,7 @@ def _registry() -> dict[Any, Any]:
 
 
 class _Counter:
-    """The registry's entry for a packet, which calls the formula of the called overload."""
+    """The formula that torchop registers for a packet. It calls the called overload's formula."""
 
     def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
@@ -88,7 +95,7 @@ class _Counter:
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # An overload without a formula, such as the out= overload, counts as the first one does.
+        # Use the first formula for an overload that has none, such as the out= overload.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

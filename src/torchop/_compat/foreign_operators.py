@@ -1,4 +1,4 @@
-"""Support operators that torchop did not define: find their library, and intercept calls."""
+"""Support operators of other packages: find the library that defined them, and intercept calls."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ _DISPATCHER = "_pyobj_dispatcher"
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:
-    """Return the library that defined each operator, by operator name.
+    """Return a dictionary from operator names to the libraries that defined the operators.
 
-    PyTorch has no list of libraries, but `Library.__init__` registers a finalizer, so this searches
-    the finalizers. Searching `gc.get_objects` would take 50 ms, and miss objects hidden by
-    `gc.freeze`.
+    PyTorch has no list of libraries. But `Library.__init__` registers a finalizer, so this searches
+    all finalizers. Searching `gc.get_objects` instead would take 50 ms, and would miss objects that
+    `gc.freeze` hides.
     """
     finalizers: Any = weakref.finalize
     defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
         library: Any = (finalizer.peek() or (None,))[0]
-        # Do not use `isinstance`: it reads `__class__`, which would load lazy proxies.
+        # Do not use `isinstance`, because it would read `__class__`. On a lazy proxy, that would
+        # load the proxied object.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
     return defining
@@ -36,9 +37,9 @@ def defining_libraries() -> dict[str, torch.library.Library]:
 def watch_definitions(
     on_defined: Callable[[torch.library.Library, str], None],
 ) -> Callable[[], None]:
-    """Call `on_defined(library, name)` after each `Library.define`.
+    """Call `on_defined(library, name)` whenever `Library.define` has defined an operator.
 
-    Returns a function that removes the hook.
+    Returns a function that stops this.
     """
 
     @functools.wraps(torch.library.Library.define)
@@ -59,9 +60,10 @@ def watch_definitions(
 
 
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
-    """Call `hook` once, after PyTorch has enabled Python dispatch for an overload.
+    """Call `hook` once, when PyTorch switches an overload to dispatching in Python.
 
-    In 2.15, `custom_op` enables it (`_enable_pyobj_dispatch`) after it has defined the operator.
+    In 2.15, `custom_op` first defines the operator, and then calls `_enable_pyobj_dispatch` on the
+    overload, which replaces the overload's function.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):
@@ -76,17 +78,21 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
 
 
 def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Return whether PyTorch dispatches calls to an overload without the C++ dispatcher.
+    """Return whether PyTorch dispatches calls to an overload in Python, not in C++.
 
-    Since 2.14, it does so for operators created by `torch.library.custom_op`. Calls to the packet,
-    calls with keyword arguments, and calls to operators where `enters_in_cpp` is true still start
-    in the C++ dispatcher, and leave it at the first Python kernel.
+    Since 2.14, PyTorch does so for operators created by `torch.library.custom_op`. Some calls still
+    start in the C++ dispatcher, which then calls the first kernel that is a Python function: calls
+    to the packet, calls with keyword arguments, and all calls to an operator for which
+    `enters_in_cpp` is true.
     """
     return getattr(overload, _DISPATCHER, None) is not None
 
 
 def enters_in_cpp(overload: OpOverload) -> bool:
-    """Return whether all calls start in the C++ dispatcher, because of a non-tensor argument."""
+    """Return whether an overload has a non-tensor argument.
+
+    If it has, every call starts in the C++ dispatcher, even if `is_dispatched_in_python` is true.
+    """
     return not all(
         str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
     )
@@ -95,7 +101,7 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
-    A call plan is invalid once the value changes.
+    A native call checks that the value is unchanged. If it has changed, the call plan is invalid.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
@@ -109,7 +115,7 @@ def forget_exchange(overload: OpOverload) -> None:
 
 
 def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undo `replace_function`, unless the function was replaced again."""
+    """Undo `overload_functions.replace_function`, unless other code has set another function."""
     function = overload._op
     if isinstance(function, operator) and function.entry is entry:
         overload._op = function.dispatch
@@ -117,11 +123,15 @@ def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
 
 
 def returns_what_it_writes(handle: CustomOpDef) -> bool:
-    """Return whether `custom_op` requires this operator to return the arguments that it mutates."""
+    """Return whether `custom_op` requires the operator to return the arguments that it mutates."""
     return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
 
 
 def handle_calls_forward() -> bool:
-    """Return whether `CustomOpDef.__call__` does nothing but call the overload."""
+    """Return whether `CustomOpDef.__call__` does nothing but call the OpOverload.
+
+    This function compares the names in the code of `__call__`, because another release of PyTorch
+    or a user's patch may do more.
+    """
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

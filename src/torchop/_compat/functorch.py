@@ -1,4 +1,4 @@
-"""`torch.func` transforms, and batching kernels of `torch.vmap`."""
+"""Query `torch.func` transforms, call vmap rules, and skip the batching kernels of `vmap`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 
-# The key at which a transform intercepts calls.
+# The dispatch key at which a torch.func transform intercepts a call.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
-# Return whether a `torch.func` transform is active in this thread.
+# Returns whether a `torch.func` transform is active in this thread.
 is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# Return whether any transform, or `vmap` in particular, wraps a tensor.
+# `is_wrapped` returns whether a tensor is the wrapper of any transform, and `is_batched` whether it
+# is the wrapper of `vmap`.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def holds_batch(tensor: torch.Tensor) -> bool:
-    """Return whether `torch.vmap` maps over `tensor` at any functorch level."""
+    """Return whether `torch.vmap` maps over `tensor`, at this or an outer functorch level."""
     while is_wrapped(tensor):
         if is_batched(tensor):
             return True
@@ -36,7 +37,7 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 
 
 def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of `tensor` that is a leaf, and requires grad at the current level."""
+    """Return a leaf that aliases `tensor` and requires grad at the current functorch level."""
 
     def make() -> torch.Tensor:
         # Do not use `detach()`, because it would drop forward-mode tangents.
@@ -44,26 +45,28 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
         return leaf.requires_grad_()
 
     if not (is_active() or tensor.requires_grad):
-        return make()  # functorch does not forbid `requires_grad_` here
+        return make()  # outside of transforms, `requires_grad_` is always allowed
     with torch.no_grad(), enable_inplace_requires_grad(True):
         return make()
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Unwrap the arguments at the current functorch level, call the rule, and wrap the results."""
+    """Call a vmap rule on arguments unwrapped at the current level, and wrap the results."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
 
-# The key of PyTorch's batching kernels for random operators.
+# The dispatch key at which PyTorch registers batching kernels for random operators.
 VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for vmap rules in which random operators work as outside of vmap.
+    """Return a context manager in which random operators work as outside of `vmap`.
 
-    PyTorch does not exclude the dispatch key that implements `randomness=` while a rule runs.
-    Batched gradients (`is_grads_batched`) also use an older key, which rejects random operators.
+    While a vmap rule runs, PyTorch still handles random operators according to `randomness=`,
+    because it does not exclude the dispatch key for that. Batched gradients (`is_grads_batched`)
+    also use an older key, VmapMode, which rejects random operators. So this context manager
+    excludes both keys.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 
@@ -79,12 +82,15 @@ class Vmap(NamedTuple):
     randomness: str
 
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """Return the tensor inside a batched tensor, and the mapped dimension or None."""
+        """Return the tensor inside a batched tensor, and the mapped dimension.
+
+        If this `vmap` does not map over the tensor, the dimension is None.
+        """
         tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
         return tensor, dim
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a batched tensor that maps over dimension 0 of `tensor`."""
+        """Return a batched tensor, with dimension 0 of `tensor` as the mapped dimension."""
         wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
         return wrapped
 
@@ -95,5 +101,5 @@ def current_vmap() -> Vmap:
 
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which calls skip the batching kernel of the innermost `vmap`."""
+    """Return a context manager in which calls skip the batching kernels of the innermost `vmap`."""
     return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

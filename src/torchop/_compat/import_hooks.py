@@ -12,7 +12,10 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` when the module `name` is imported: now, or at the end of its import."""
+    """Call `callback` after the module `name` has been imported.
+
+    If the module has been imported already, call it now.
+    """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -24,7 +27,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A module finder that wraps the loader which the other finders return."""
+    """A module finder that wraps other finders' loaders, which then call the waiting callbacks."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,7 +43,7 @@ class _Finder:
 
 
 def _notify_after(loader: Any, name: str) -> None:
-    """Make `loader` call the callbacks for `name` after it has executed the module."""
+    """Make `loader` call the callbacks that wait for `name` after it has executed the module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

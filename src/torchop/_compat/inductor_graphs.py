@@ -18,11 +18,11 @@ _VIEWS = frozenset(
 
 
 class Lowered(NamedTuple):
-    """A graph that Inductor is about to lower.
+    """A graph from which Inductor is about to generate code.
 
     Attributes:
         graph: the graph after all passes.
-        inputs: the names that the inputs have in the source code of the compiled function.
+        inputs: the name that each graph input has in the source code of the compiled function.
     """
 
     graph: Graph
@@ -36,7 +36,10 @@ class _LoweredError(Exception):
 def lowered_graph(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Lowered | None:
-    """Compile a function without running it. Return the forward graph, or None if it is empty."""
+    """Compile a function without running it, and return the forward graph.
+
+    Returns None if the graph is empty, because Inductor then compiles nothing.
+    """
     import torch._dynamo  # slow imports
     import torch._functorch.config
     import torch._inductor.config
@@ -58,7 +61,7 @@ def lowered_graph(
         sources.extend(map(_source, module.graph.find_nodes(op="placeholder")))
         return compile_fx(module, inputs)
 
-    # Disable the caches, because Inductor does not lower a graph from a cache.
+    # Disable the caches, because Inductor would not call `GraphLowering.run` for a cached graph.
     caches = (
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
@@ -92,7 +95,10 @@ def _source(node: Node) -> str:
 
 
 def _input_index(node: Node, place: int) -> int | None:
-    """Return the index of the Dynamo input that is the input `node` of AOTAutograd's graph."""
+    """Return the index of Dynamo's graph input that became an input of AOTAutograd's graph.
+
+    Returns None if the input has no counterpart, for example the seed of a random operator.
+    """
     described = node.meta.get("desc")
     if described is None:
         return place
@@ -103,21 +109,22 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node that `node` is a view of, after following all views."""
+    """Return the node whose memory `node` views. Views of views are followed."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_clone(node: Node) -> bool:
-    """Return whether a node is a clone, from the program or inserted by Inductor."""
+    """Return whether a node is a clone, which the program or Inductor may have created."""
     return _name(node) == "clone"
 
 
 def is_inserted_clone(node: Node) -> bool:
-    """Return whether Inductor inserted a clone.
+    """Return whether a node is a clone that Inductor inserted.
 
-    Inductor's `clone_preserve_strides` clones the result of `as_strided`.
+    Inductor inserts clones with `clone_preserve_strides`, so the input of such a clone is an
+    `as_strided` node.
     """
     return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
 
@@ -141,7 +148,7 @@ def written(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def size_in_bytes(node: Node) -> int:
-    """Return the size of a node's elements in bytes, with hints for symbolic sizes."""
+    """Return the size of a tensor in bytes. For symbolic sizes, the hints are used."""
     value = node.meta["val"]
     numel = value.numel()
     return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())

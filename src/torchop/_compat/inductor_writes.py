@@ -1,16 +1,18 @@
-"""Lowerings with which Inductor correctly compiles operators that write into their arguments.
+"""Make Inductor correctly compile operators that write into their arguments.
 
-Workarounds for two bugs of Inductor, which otherwise computes wrong values without an error. Remove
-each workaround when no supported release has the bug:
+The lowerings in this module are workarounds for two bugs of Inductor, each of which makes compiled
+programs compute wrong values without an error. A workaround can be removed when no supported
+release has the bug:
 
-- `FallbackKernel.__init__` (torch/_inductor/ir.py) registers the operator's call, and so fixes the
-  place in the generated code, before `MutationOutput` realizes values computed from the written
-  memory. In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs, the sum reads
-  the new `x`.
-- pytorch/pytorch#198068: `aten.sym_storage_offset` has no lowering, unlike `sym_size` and
-  `sym_stride`. So `FallbackKernel.process_kernel` evaluates it on a fake tensor with offset 0.
-  Inductor inserts this call where it clones a written argument (`clone_preserve_strides`) and
-  dynamic shapes make the storage offset symbolic.
+- In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs and `op` writes into
+  `x`, the sum reads `x` after the write. The reason is that `FallbackKernel.__init__`
+  (torch/_inductor/ir.py) adds the call of `op` to the generated code before `MutationOutput`
+  realizes values that were computed from `x`. The workaround realizes these values first.
+- pytorch/pytorch#198068: if dynamic shapes make the storage offset of a written argument symbolic,
+  Inductor inserts a call to `aten.sym_storage_offset` when it clones the argument
+  (`clone_preserve_strides`). There is no lowering for this operator, unlike for `sym_size` and
+  `sym_stride`. So `FallbackKernel.process_kernel` evaluates it on a fake tensor whose offset is 0.
+  The workaround adds a lowering.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# Operators that get lowerings once Inductor is imported.
+# The operators that wait until Inductor is imported, and then get lowerings.
 _waiting: set[str] = set()
 
 
 def register_lowerings(qualname: str) -> None:
-    """Register the lowerings of an operator with mutable arguments.
+    """Register the lowering of an operator that mutates arguments.
 
-    If Inductor is not imported yet, they are registered on import.
+    If Inductor is not imported yet, it is registered when Inductor is imported.
     """
     _waiting.add(qualname)
     if len(_waiting) == 1:
@@ -46,8 +48,8 @@ def register_lowerings(qualname: str) -> None:
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # The operator may be deregistered by now. The dispatcher still has the name if another
-        # library registered a kernel for it.
+        # The operator may have been deregistered in the meantime. Check for a schema, because a
+        # kernel that another library registered would keep the operator's name in the dispatcher.
         if operators.has_schema(qualname):
             _register(torch_ops.lookup_overload(*operators.parts(qualname)))
 
@@ -55,18 +57,21 @@ def _register_waiting() -> None:
 def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
     if "storage_offset_relative_to_input_storage" in signature(module.as_strided).parameters:
-        # Before pytorch/pytorch#184232 in 2.13, `as_strided` ignores the storage offset of graph
-        # inputs. With symbolic offsets, the two bugs cancel each other out.
+        # Add this lowering only since 2.13, which includes pytorch/pytorch#184232. On older
+        # releases, `as_strided` ignores the storage offset of graph inputs. This compensates for
+        # the wrong offset of 0 from `sym_storage_offset`, so correcting only one of the two bugs
+        # would lead to wrong results.
         module.lowerings.setdefault(
             torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
         )
     realize = functools.partial(_realize_readers, overload)
-    # In both cases, a user's lowering takes precedence.
+    # In both of the following cases, a lowering that the user has registered takes precedence.
     if hasattr(module, "user_lowerings"):
         module.user_lowerings.setdefault(overload, realize)
     elif overload not in module.lowerings:
-        # 2.11 has no `user_lowerings`. Create the fallback that `GraphLowering.call_function`
-        # (torch/_inductor/graph.py) would create, and realize the readers before it runs.
+        # 2.11 has no `user_lowerings`. So create the fallback lowering that Inductor would create
+        # for the operator (in `GraphLowering.call_function`, torch/_inductor/graph.py), and wrap it
+        # to realize the readers first.
         tag = get_layout_constraint_tag(overload)
         module.make_fallback(overload, layout_constraint=module.tag_to_layout_constraint(tag))
         fall_back = module.lowerings[overload]
@@ -76,14 +81,14 @@ def _register(overload: OpOverload) -> None:
 
 
 def is_ours(lowering: object) -> bool:
-    """Return whether a lowering is `_realize_readers`, after which Inductor lowers the call."""
+    """Return whether `register_lowerings` registered this lowering."""
     return isinstance(lowering, functools.partial) and lowering.func is _realize_readers
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize the computations that read the written arguments, before the operator writes.
+    """Realize all values computed from the written arguments, before the operator writes.
 
-    Returns None, so that Inductor lowers the call.
+    Returns None, which makes Inductor lower the call as usual.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -102,7 +107,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the storage offset of the traced tensor, as `sym_stride` is lowered."""
+    """Return the storage offset that the tensor had when it was traced, as `sym_stride` does."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]

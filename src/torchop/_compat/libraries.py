@@ -1,4 +1,7 @@
-"""Define and register through a `torch.library.Library`, and clean up when it is destroyed."""
+"""Define operators and register kernels through a `torch.library.Library`, and undo both.
+
+Registrations are undone when the library is destroyed or garbage-collected.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
-    """Define an operator with a validated schema, and return its qualified name."""
+    """Define an operator with a validated schema, and return the qualified name."""
     assert library.m is not None
     with short_errors:
         library.m.define(schema, "", tuple(tags))
@@ -35,9 +38,9 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
 def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
     """Block other threads' calls to operators while their kernels change.
 
-    The dispatcher locks registrations but not calls, so a concurrent call would use a freed kernel.
-    First, this waits until running calls have ended, but at most for a second, because these calls
-    may be waiting for this thread.
+    The dispatcher has a lock for registrations but not for calls, so a concurrent call could use a
+    kernel that was just freed. First, this waits until running calls have ended. It waits for at
+    most a second, because these calls may be waiting for this thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -57,7 +60,14 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    Unless `replaces` is true, the operator must be new, and must not have a kernel at this key.
+    Args:
+        library: the library that owns the registration.
+        name: the operator's name without the namespace.
+        key: the name of the dispatch key.
+        kernel: the function to register.
+        with_keyset: whether to pass the dispatch keys to `kernel` as the first argument.
+        replaces: must be true if the operator may be in use already, or may have a kernel at this
+            key.
     """
     assert library.m is not None
     qualname = f"{library.ns}::{name}"
@@ -66,7 +76,8 @@ def implement(
     else:
         with contextlib.ExitStack() as blocks:
             if dispatch.has_kernel(qualname, key):
-                # The replacement is intended, so hide PyTorch's warning.
+                # Hide PyTorch's warning about a replaced kernel, because the replacement is
+                # intended.
                 blocks.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
             blocks.enter_context(calls_blocked([qualname]))  # other threads may call the operator
@@ -81,13 +92,14 @@ def implement(
 def implement_temporarily(
     library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
 ) -> Callable[[], None]:
-    """Register a Python kernel, and return a function that removes the kernel.
+    """Register a Python kernel, and return a function that removes it.
 
-    Destroying `library` also removes the kernel. PyTorch removes kernels only by destroying the
-    C++ library that registered them, so this creates one for the kernel.
+    PyTorch can remove a kernel only by destroying the C++ library object that registered it, so
+    this function creates such an object for this kernel alone. Destroying `library` also removes
+    the kernel.
     """
     code = kernel.__code__
-    # Any, because PyTorch's type stubs lack the parameter `with_keyset`.
+    # Declared as Any, because PyTorch's type stubs lack the parameter `with_keyset`.
     registration: Any = torch._C._dispatch_library(
         "IMPL", library.ns, "", code.co_filename, code.co_firstlineno
     )
@@ -97,15 +109,17 @@ def implement_temporarily(
             registration.reset()
 
     on_close(library, remove)
-    # Add the record, so destroying the library frees the function (see `free_kernels`).
+    # Add a record, because `free_kernels` frees the functions of a library's records when the
+    # library is destroyed.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Do not use `calls_blocked`, because calls in other threads may be waiting for this thread.
+    # Do not use `calls_blocked` here, because calls in other threads may be waiting for this
+    # thread.
     registration.impl(name, key, kernel, False)
     return remove
 
 
 def install_view_tracking(library: torch.library.Library, name: str) -> None:
-    """Install PyTorch's kernel that marks outputs of a view operator as views."""
+    """Install PyTorch's kernel that marks the results of a view operator as views."""
     assert library.m is not None
     library.m.register_ad_inplace_or_view_fallback(name)
 
@@ -122,7 +136,11 @@ def forget_hook(library: torch.library.Library, hook: registries.RegistrationHoo
 
 
 class _DestroyOnce:
-    """A registration handle that may be destroyed twice, by a library and by its finalizer."""
+    """A registration handle that runs a hook only once.
+
+    PyTorch destroys these handles twice: when it destroys a library, and when it finalizes the
+    library.
+    """
 
     __slots__ = ("_hook",)
 
@@ -136,23 +154,24 @@ class _DestroyOnce:
         try:
             hook()
         except BaseException:
-            self._hook = hook  # allow another attempt, e.g. after a call to the operator has ended
+            # Allow another attempt. For example, a hook fails while the operator is being called.
+            self._hook = hook
             raise
 
 
 class _DestroyAll(_DestroyOnce):
-    """The first handle of a library, which destroys everything registered through it."""
+    """The first registration handle of a library. It destroys everything registered through it."""
 
     __slots__ = ()
 
 
 class _Contents(NamedTuple):
-    """A callable that destroys everything registered through a library.
+    """A callable that destroys everything that was registered through a library.
 
-    It must not reference the library, because the library could then not be collected. It
-    references the library's sets of names weakly, because PyTorch's
-    test/test_python_dispatch.py::test_finalizer requires that only the finalizer references these
-    sets.
+    It must not reference the library itself, because the library could then never be
+    garbage-collected. It references the library's sets of names only weakly, because only the
+    finalizer may keep these sets alive: test/test_python_dispatch.py::test_finalizer of PyTorch
+    requires that.
     """
 
     m: Any
@@ -167,11 +186,12 @@ class _Contents(NamedTuple):
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
-            if not isinstance(handle, _DestroyOnce):  # PyTorch's handles raise if destroyed twice
+            # PyTorch's own handles raise an error if they are destroyed twice.
+            if not isinstance(handle, _DestroyOnce):
                 self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
         kernels = (record.split("/") for record in implemented)
-        # If a hook raises, such as `detach` of a user's rule, the stack still calls the remaining
-        # callbacks, last one first, and then reraises the exception.
+        # If one callback raises, for example the `detach` method of a user's rule, ExitStack still
+        # calls the others, the last one first, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
             stack.enter_context(
@@ -184,8 +204,9 @@ class _Contents(NamedTuple):
 
     @staticmethod
     def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
-        # Remove the names now. PyTorch would do so when it finalizes the library (`_del_library` in
-        # torch/library.py), but by then another library may have redefined the operators.
+        # Remove the names now. PyTorch would also remove them, but only when it finalizes the
+        # library (`_del_library` in torch/library.py). By that time, another library may have
+        # defined operators with the same names.
         torch.library._defs.difference_update(defined)
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
@@ -196,7 +217,11 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Make PyTorch call `end` when a library is destroyed or garbage-collected."""
+    """Make sure that everything registered through a library is destroyed with the library.
+
+    For this, insert a registration handle. PyTorch destroys it when the library is destroyed or
+    garbage-collected.
+    """
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _DestroyAll)):
         names = library._op_defs, library._op_impls
@@ -207,23 +232,24 @@ def follow(library: torch.library.Library) -> None:
 def end(library: torch.library.Library) -> None:
     """Destroy everything registered through a library.
 
-    Every way to deregister operators calls this function.
+    All code that closes a library calls this function.
     """
     follow(library)
     library._registration_handles[0].destroy()
 
 
 def library_closed_reason(name: str) -> str:
-    """Return the error message for an operator whose library was closed."""
+    """Return the error message for calls to an operator whose library was closed."""
     return f"The operator {name} was deregistered: the library that defined it was closed."
 
 
 def free_kernels(records: Iterable[str]) -> None:
-    """Free the kernel functions of closed libraries whose operators were deregistered.
+    """Free the kernel functions of closed libraries after their operators were deregistered.
 
     Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: PyTorch keeps
-    the last function for each operator and key forever, unless another kernel replaces it. So this
-    function registers another kernel that references nothing, and removes it again.
+    the last function that was registered for each operator and key alive forever. It drops the
+    function only when another one is registered. So this registers a function that references
+    nothing, and removes the registration again.
     """
     _unfreed.update(records)
     deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
@@ -237,17 +263,20 @@ def free_kernels(records: Iterable[str]) -> None:
     _unfreed.difference_update(deregistered)
 
 
-# Kernels of closed libraries that PyTorch still references.
+# The records (`namespace/name/key`) of kernels that PyTorch keeps alive although their libraries
+# are closed.
 _unfreed: set[str] = set()
-# For each namespace, the C++ library that frees these kernels. It is reused, because each such
-# library leaks 48 bytes (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
+# Maps each namespace to the C++ library object with which `free_kernels` registers functions. The
+# object is reused, because PyTorch leaks 48 bytes for each library object
+# (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
 _freeing: dict[str, Any] = {}
 
 
 def _is_deregistered(record: str) -> bool:
-    """Return whether the dispatcher has no entry for a kernel's operator."""
+    """Return whether a kernel's operator was deregistered. `record` is `namespace/name/key`."""
     namespace, name, _ = record.split("/")
-    # The namespace "_" contains kernels for operators that other libraries define.
+    # A record in the namespace "_" is for an operator that another library defines, so it is
+    # skipped.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -255,8 +284,8 @@ def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise OperatorGoneError("This operator was deregistered.")
 
 
-# Whether the process is exiting. PyTorch then finalizes all libraries, but their kernels need not
-# be freed.
+# Whether the process is exiting. PyTorch then finalizes all libraries, but it is not necessary to
+# free their kernels.
 _is_exiting = False
 
 
@@ -268,9 +297,10 @@ def _exit() -> None:
 
 @contextlib.contextmanager
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield two new operators with their CPU kernel, to probe PyTorch's C++ objects.
+    """Yield two new operators and their common CPU kernel. They exist only in the `with` block.
 
-    The kernel of the second operator takes dispatch keys.
+    The extension finds out from them how PyTorch stores kernels in memory. The kernel of the second
+    operator is registered to receive the dispatch keys.
     """
 
     def kernel() -> None:
@@ -279,7 +309,8 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            define(library, f"{name}() -> ()", ())  # not `library.define`, which may be watched
+            # Do not use `library.define`, because other code may have replaced it.
+            define(library, f"{name}() -> ()", ())
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel
     finally:

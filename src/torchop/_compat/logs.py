@@ -1,8 +1,9 @@
-"""The logging artifacts that TORCH_LOGS=torchop enables.
+"""The loggers that TORCH_LOGS can enable (called artifacts in PyTorch).
 
-`_parse_log_settings` (torch/_logging/_internal.py) parses TORCH_LOGS at the end of PyTorch's
-import, and imports unknown names as modules. So the artifacts below are only recognized after
-`torchop` in TORCH_LOGS, which imports this file.
+PyTorch parses TORCH_LOGS at the end of `import torch` (`_parse_log_settings` in
+torch/_logging/_internal.py), and imports an unknown name as a module. So a setting such as
+`TORCH_LOGS=torchop,torchop_calls` must name `torchop` first: this imports torchop, and thereby
+registers the artifact `torchop_calls`.
 """
 
 import logging

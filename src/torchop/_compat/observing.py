@@ -1,4 +1,4 @@
-"""A TorchDispatchMode that observes operator calls without changing their results."""
+"""A TorchDispatchMode that observes all operator calls without changing their results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def observing_mode(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a mode that calls `note(name, args, kwargs)` before each operator call.
 
-    It also observes calls inside Python kernels, and does not affect `torch.compile`.
+    The mode also observes the calls that Python kernels make. It does not affect `torch.compile`.
     """
 
     class Observing(TorchDispatchMode):
@@ -39,7 +39,9 @@ def observing_mode(
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # otherwise PyTorch imports Dynamo; `never_traced` has the same effect
+            # If this returned True, PyTorch would import Dynamo. `never_traced` below has the same
+            # effect without the import.
+            return False
 
         @compilers.never_traced
         def __torch_dispatch__(
@@ -62,7 +64,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Return whether the next kernel that the call reaches after this mode is a Python kernel."""
+    """Return whether the next kernel of the call, after this mode, is a Python kernel."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()
@@ -76,9 +78,10 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 
 
 def _is_called_by_a_mode() -> bool:
-    """Return whether the call was made by the handler of another mode above ours.
+    """Return whether the handler of another mode made the call.
 
-    PyTorch excludes the same keys in both handlers, so search the call stack.
+    PyTorch excludes the same dispatch keys in the other mode's handler and in ours, so the keys do
+    not tell them apart. This searches the call stack instead.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
@@ -87,16 +90,17 @@ def _is_called_by_a_mode() -> bool:
 
 
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Call the kernel that follows `mode`, in the thread state that it would have without the mode.
+    """Call the kernel below `mode`, in the thread-local state that it would have without the mode.
 
-    While a mode handles a call, PyTorch deactivates the mode and excludes all dispatch keys above
-    it. Without this function, the kernel would run without autocast, and calls inside the kernel
-    would not record gradients and would not be observed.
+    While a mode's handler runs, PyTorch deactivates the mode, and excludes all dispatch keys above
+    the key Python. In this state, the kernel would run without autocast. Calls inside the kernel
+    would not record gradients, and would not be observed.
     """
     tensors = _tensors_of_call(args, kwargs)
     keys = dispatch.keyset_of_call(tensors)
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # Most operators have no kernel at this key, and a redispatch to a fallthrough fails.
+    # Most operators have only a fallthrough at BackendSelect, and a redispatch to a fallthrough
+    # fails.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
         keys = keys.remove(DispatchKey.BackendSelect)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
@@ -110,9 +114,9 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 
 
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
-    """Return the dispatch keys that are excluded after autocast and autograd kernels have run.
+    """Return the dispatch keys that autocast and autograd kernels would exclude for the call.
 
-    The thread must be in the state before these kernels, as when the operator was called.
+    The thread must be in the state that it had when the operator was called.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):
@@ -135,9 +139,9 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 
 
 def _excludes_versions(qualname: str) -> bool:
-    """Return whether an operator's version-counter kernel excludes ADInplaceOrView.
+    """Return whether the kernel that bumps version counters excludes ADInplaceOrView.
 
-    The kernel of a `torch.library.custom_op` does so in 2.11.
+    In 2.11, the kernel of an operator created by `torch.library.custom_op` does so.
     """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef
@@ -150,8 +154,8 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 def records_gradient(module_of_formulas: str) -> bool:
     """Return whether an autograd formula records a gradient for the call that a mode handles.
 
-    Autograd is disabled in the handler, so this searches the call stack for the `forward` of a
-    formula: in `module_of_formulas`, or in torch/_library/autograd.py.
+    In the mode's handler, autograd is always disabled. So this function searches the call stack for
+    the `forward` of a formula, which is in `module_of_formulas` or in torch/_library/autograd.py.
     """
     if torch.is_grad_enabled():
         return True

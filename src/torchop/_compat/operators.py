@@ -1,4 +1,4 @@
-"""The dispatcher's operators: names, schemas, tags and overloads."""
+"""Look up operators in the dispatcher: their names, schemas, tags and overloads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
-# Returns an operator's schema, given its name and overload, or raises RuntimeError if it is not
-# defined.
+# `registered_schema(name, overload)` returns an operator's schema. It raises RuntimeError if the
+# operator is not defined.
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
@@ -44,21 +44,23 @@ def has_entry(namespace: str, name: str, overload: str) -> bool:
 def all_operators() -> set[str]:
     """Return the names of all defined operators.
 
-    The dispatcher also lists operators that have a kernel but no schema, so filter by schema. Do
-    not use `is_registered` for this: TorchScript's `OperatorRegistry` (torch/csrc/jit/runtime/
-    operator.cpp) caches operators, and would read freed memory for deregistered ones.
+    The dispatcher's list also contains operators that have a kernel but no schema, so this checks
+    whether each has a schema. `is_registered` cannot be used for this check, because it reads
+    TorchScript's `OperatorRegistry` (torch/csrc/jit/runtime/operator.cpp). This registry caches
+    operators, and would access freed memory for operators that were deregistered.
     """
     return set(filter(has_schema, torch._C._dispatch_get_all_op_names()))
 
 
 def has_schema(qualname: str) -> bool:
-    """Return whether an operator is defined, without reading TorchScript's operator registry."""
+    """Return whether an operator is defined. Unlike `is_registered`, this uses no cache."""
     name, _, overload = qualname.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(name, overload)
     except RuntimeError:
         return False
-    # The dispatcher keeps malformed names of failed definitions, such as "::op".
+    # If a definition with a malformed name failed, such as "::op", the dispatcher still has the
+    # name.
     return name.count("::") == 1 and not name.startswith(":")
 
 
@@ -68,15 +70,16 @@ def is_defined_in_python(qualname: str) -> bool:
 
 
 def defined_in_python() -> set[str]:
-    """Return the operators that `torch.library.Library` objects defined."""
-    # PyTorch stores names as written, and one of its own contains a newline. Copy the set, because
-    # a garbage collection may finalize libraries, which removes names from the set.
+    """Return the names of the operators that `torch.library.Library` objects defined."""
+    # Remove whitespace, because PyTorch stores names as written, and one of PyTorch's names
+    # contains a newline. Copy the set first, because a garbage collection may finalize a library,
+    # which removes names from the set.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
     return set(filter(has_schema, names))
 
 
 def in_graph(graph: GraphModule) -> list[OpOverload]:
-    """Return the operators that a graph calls or passes to higher-order operators, sorted."""
+    """Return the operators that a graph calls or passes to higher-order operators, by name."""
     values = {
         value
         for module in graph.modules()
@@ -92,7 +95,7 @@ def in_graph(graph: GraphModule) -> list[OpOverload]:
 
 
 def overload_names(qualname: str) -> list[str]:
-    """Return the overload names of `namespace::name`; the default overload is ""."""
+    """Return the overload names of `namespace::name`. The default overload has the name ""."""
     _, names = torch._C._jit_get_operation(qualname)
     return list(names or ())
 
@@ -112,7 +115,7 @@ def chosen_overload(
 def registration_site(qualname: str, overload: str) -> str:
     """Return the file and line where the library that defines an operator was created.
 
-    Returns "(unknown)" for libraries without a location.
+    Returns "(unknown)" if PyTorch does not know this place.
     """
     handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
     site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)

@@ -25,10 +25,11 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
 
 @functools.cache
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
-    """Return PyTorch's tests by name. The first call imports them, which takes two seconds.
+    """Return the tests of `torch.library.opcheck` by name. The first call takes two seconds.
 
-    Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` does not compare the
-    strides of CPU tensors. Remove it when 2.13 is the oldest supported release.
+    Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` compares the strides of
+    CUDA tensors, but not of CPU tensors. On these releases, the returned test also compares them
+    for CPU tensors. Remove this when 2.13 is the oldest supported release.
     """
     from torch.testing._internal.optests import generate_tests
 
@@ -39,7 +40,7 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
 
 
 def _strides_are_compared() -> bool:
-    """Return whether `test_faketensor` compares strides on the CPU."""
+    """Return whether PyTorch's `test_faketensor` compares the strides of CPU tensors."""
     tensor = torch.empty(2, 2)
     try:
         _prims_common.compare_tensor_meta(tensor, tensor.t(), check_strides=True)
@@ -63,10 +64,10 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which operators without an autograd kernel record no gradient.
+    """Return a context manager in which operators without a backward formula record no gradient.
 
-    By default, the fallback in torch/csrc/autograd/autograd_not_implemented_fallback.cpp makes the
-    results require grad, and the backward warns.
+    By default, PyTorch's fallback kernel for such operators makes the results require grad, and the
+    backward warns (torch/csrc/autograd/autograd_not_implemented_fallback.cpp).
     """
     from torch.testing._internal.optests import autograd_registration
 
@@ -77,7 +78,8 @@ def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
 def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
     """Make `device` the default device inside an operator's fake kernel.
 
-    PyTorch disables function modes, such as `torch.device`, before it runs a fake kernel.
+    A `with torch.device(...)` block around the call has no effect in the fake kernel, because
+    PyTorch disables TorchFunctionModes before it runs a fake kernel.
     """
     kernel = singleton.find(qualname).fake_impl.kernel
 
@@ -96,7 +98,7 @@ def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
 
 
 class PassingTensor(torch.Tensor):
-    """A tensor subclass that wraps a tensor, and calls every operator on the wrapped tensor."""
+    """A tensor subclass that wraps a tensor, and runs every operator on the wrapped tensor."""
 
     wrapped: torch.Tensor
 
@@ -131,7 +133,7 @@ class PassingTensor(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
 
-        # If an operator returns an argument, return the caller's wrapper of this argument.
+        # If an operator returns an argument, return the wrapper that the caller passed.
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, cls):
                 return tensor

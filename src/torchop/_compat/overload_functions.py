@@ -1,4 +1,9 @@
-"""Read and replace `_op`: the C++ function that an overload or packet calls."""
+"""Read and replace the attribute `_op` of overloads and packets: the C++ function that they call.
+
+torchop replaces this function with an `Operator`, a class in torchop's C++ extension. An `Operator`
+calls the operator's entry, which runs a kernel without the dispatcher if it can (a native call).
+Otherwise the `Operator` calls PyTorch's function.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +16,15 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Make an overload and its packet call a native entry, and return the previous function.
+    """Make an overload, and the packet that contains it, call a native entry.
 
-    Replaces only C++ functions. A Python function, such as a user's hook, is left in place.
+    Returns the function that the overload called before. If this is a Python function, such as a
+    user's hook, it is not replaced.
+
+    Args:
+        overload: the overload.
+        operator: the extension's class `Operator`.
+        entry: the operator's entry, a C++ object that tries a native call.
     """
     function = overload._op
     if is_cpp_function(function):
@@ -23,39 +34,43 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether a function is PyTorch's, possibly wrapped by us to count calls."""
+    """Return whether a function is PyTorch's own, even if torchop has wrapped it to count calls."""
     is_counted = getattr(function, "entry", function) is None
-    # In 2.15, `_op` of overloads is an instance of a class in torch._C.
+    # In 2.15, the `_op` of an overload is no longer a builtin function, but an instance of a class
+    # in torch._C.
     is_pytorchs = type(function).__module__ == "torch._C"
     return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# In these namespaces, PyTorch accepts numbers as tensors (`opAllowsNumbersAsTensors` in
-# torch/csrc/jit/python/init.cpp). So if a native entry rejects a number, PyTorch may still select
-# this overload.
+# In these namespaces, PyTorch accepts a number where an operator takes a tensor
+# (`opAllowsNumbersAsTensors` in torch/csrc/jit/python/init.cpp). But a native entry rejects the
+# number, so the packet would go on to the next overload, although PyTorch would select this one.
+# Therefore packets in these namespaces do not use entries.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
-    """Make a packet try native calls to its overloads, in the order in which PyTorch tries them.
+    """Make a packet try native calls to the overloads, in the order in which PyTorch tries them.
 
-    At the first overload that has no native entry, PyTorch's function takes over and tries the
-    rest.
+    At the first overload that has no native entry, the packet calls PyTorch's function, which then
+    selects the overload.
     """
     function: Any = packet._op
     while isinstance(function, operator):
         function = function.dispatch
-    # A packet with TorchScript class arguments resolves the overload on each call.
+    # For a packet that takes TorchScript classes, PyTorch selects the overload in Python on each
+    # call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
     if takes_classes or takes_numbers or not is_cpp_function(function):
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # A packet hashes as its function, and its hash must not change: `counted` preserves it.
+    # A packet has the same hash as the function in `_op`, and the hash must not change. `counted`
+    # returns a function with the same hash.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
-    chain = None  # native functions of the leading overloads, each linked to the next
+    chain = None  # the functions of the first overloads with entries, each linked to the next
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None
     torch_ops.replace_function(packet, function if chain is None else chain)
@@ -66,9 +81,10 @@ def replaced_function(overload: OpOverload) -> Any:
     return overload._op
 
 
-# The names in the code of `__call__` of the torch.ops classes, on releases where it only forwards
-# to `self._op` (for operators without TorchScript classes). Since 2.14, calls that skip torch
-# functions use `_cpp_dispatch_handle`; the extension does the same.
+# For each class of `torch.ops`, the names that the code of `__call__` uses on the releases on which
+# it only forwards the call to `self._op`. (It does more if the operator takes TorchScript classes.)
+# Since 2.14, calls that skip `__torch_function__` use `_cpp_dispatch_handle` instead of `_op`, and
+# so does the extension.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),
@@ -95,7 +111,7 @@ _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
 def forwarding_classes() -> list[type]:
     """Return the torch.ops classes whose `__call__` does nothing but forward to `_op`.
 
-    Excludes classes whose `__call__` was monkeypatched, or changed by a newer PyTorch.
+    Classes are omitted if `__call__` was monkeypatched, or differs in a newer PyTorch.
     """
     return [
         cls

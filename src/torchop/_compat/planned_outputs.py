@@ -1,10 +1,13 @@
-"""Let Inductor plan the memory of results, for operators with an out or in-place form.
+"""Let Inductor plan the memory of an operator's results, if the operator has another form.
 
-The result is written into a planned buffer, or over the first argument if nothing reads it later.
+The functional form of an operator allocates the results. An operator may also have an out form,
+which writes the results into given buffers, or an in-place form, which overwrites the first
+argument. Inductor then calls the out form with a buffer that it has planned, or the in-place form
+if nothing reads the argument later.
 
-PyTorch's own way is `torch.Tag.out`, with which Inductor finds the out overload by its schema. In
-2.13, this fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
-arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this file
+With `torch.Tag.out`, PyTorch has a similar mechanism, but in 2.13 it is not usable for all
+operators: it fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
+arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this module
 registers lowerings that create the same Inductor nodes with correct arguments.
 """
 
@@ -22,8 +25,9 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# For each functional operator, by name: the other forms by name, each as a function that returns
-# the form, or None while its kernels differ from those of the functional operator.
+# Maps the name of a functional operator to the other forms of the operator. Each form has a name,
+# and a function that returns it. The function returns None while the form runs different kernels
+# than the functional operator.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
@@ -31,10 +35,12 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
     """Let Inductor plan the memory of an operator's results, and return a function to undo this.
 
     Args:
-        qualname: the functional operator, which allocates the results.
-        name: another form of the operator. An out form must not read the output tensors. An
-            in-place form must not read an element after it has written it.
-        form: returns the other form while both forms run the same kernels, otherwise None.
+        qualname: the name of the functional operator, which allocates the results.
+        name: the name of the out form or in-place form. An out form must not read the buffers that
+            it writes to. An in-place form must not read an element after it has written this
+            element.
+        form: returns the other form if it runs the same kernels as the functional operator,
+            otherwise None.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -53,11 +59,11 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """Return the operators that new Inductor graphs may call instead of this one."""
+    """Return the other forms of an operator that newly compiled graphs may call instead of it."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
-    # If the user requests a graph partition at this operator, keep Inductor's own node, because
-    # Inductor does not partition at ours.
+    # If the user wants Inductor to partition the graph at this operator, do not replace Inductor's
+    # own node, because Inductor does not partition at the nodes of this module.
     names = {qualname, qualname.partition(".")[0], f"{qualname}.default"}
     if not names.isdisjoint(divides_at):
         return []
@@ -67,13 +73,17 @@ def forms_in_graphs(qualname: str) -> list[OpOverload]:
 
 def _connect() -> None:
     for pair in [(qualname, name) for qualname, forms in _forms.items() for name in forms]:
-        # An operator may have been deregistered before Inductor was imported.
+        # Skip an operator that was deregistered before Inductor was imported.
         if all(operators.has_entry(*operators.parts(each)) for each in pair):
             _add(*pair)
 
 
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
-    """Return Inductor's table of user lowerings, or None if it is not imported or not supported."""
+    """Return Inductor's table of user lowerings, or None.
+
+    None means that Inductor is not imported, or that this release has no such table (for example
+    2.11).
+    """
     return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
 
 
@@ -88,11 +98,12 @@ def _add(qualname: str, name: str) -> None:
         return
     functional, form = (torch_ops.lookup_overload(*operators.parts(n)) for n in (qualname, name))
     if not _is_inplace(form):
-        # An existing lowering, such as one for autotuning, takes precedence.
+        # A lowering that is already registered, such as a user's lowering for autotuning, takes
+        # precedence.
         lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
     elif (module := sys.modules.get(_REINPLACE)) is not None:
-        # Inductor's reinplace pass replaces the call with the in-place form if nothing reads the
-        # argument later.
+        # If nothing reads the first argument later, Inductor's reinplace pass replaces the call
+        # with a call to the in-place form.
         may_overwrite = functools.partial(_may_overwrite, functional, form)
         module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
 
@@ -100,7 +111,8 @@ def _add(qualname: str, name: str) -> None:
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
     """Return whether a call may overwrite the first argument, if nothing reads it later."""
     config: Any = sys.modules["torch._inductor.config"]
-    # Effectful calls have another target, and the C++ and FX wrappers do not support our node.
+    # An effectful call has another target (a higher-order operator). The C++ and FX wrappers do not
+    # support this module's node.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -108,8 +120,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _have_same_metadata(first, node.meta.get("val")) or not _is_dense(first):
         return False
-    # If another argument shares memory with the first, the kernel might overwrite it before
-    # reading it.
+    # If another argument shares memory with the first, the kernel might overwrite an element before
+    # it reads it through the other argument.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }
@@ -119,14 +131,15 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
         return False
     lowerings = _lowerings()
     assert lowerings is not None  # checked by `_add`
-    # Inductor's own node would declare that the result is new memory, and reuse that for others.
+    # Replace Inductor's lowering, because it creates a node that declares the result as new memory.
+    # Inductor would then reuse that memory for other values.
     if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
         lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return all arguments that are nodes, including those in lists, with repetitions."""
+    """Return all arguments that are nodes, including nodes in lists, with repetitions."""
     found: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -135,8 +148,8 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _is_held(node: torch.fx.Node) -> bool:
     """Return whether an in-place call must not write into the first argument of `node`.
 
-    That is so if the memory belongs to a graph input or constant, or if it is viewed as another
-    dtype, because Inductor cannot write into such views.
+    This is the case if the memory belongs to a graph input or constant. It is also the case if the
+    memory is viewed as another dtype, because Inductor cannot write into such views.
     """
     kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
     held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
@@ -146,8 +159,8 @@ def _is_held(node: torch.fx.Node) -> bool:
 def _is_written_back(node: torch.fx.Node) -> bool:
     """Return whether the graph copies the result into the first argument, and returns no alias.
 
-    Checked here because Inductor accepts any copy into the first argument, and would lose the
-    result if it is also a graph output.
+    Inductor does not check the second condition. It accepts any copy into the first argument, and
+    would lose the result if the result is also an output of the graph.
     """
     first = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
@@ -181,13 +194,13 @@ def _have_same_metadata(first: Any, result: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    # Exclude complex tensors, because they may have a conjugate or negative bit.
+    # Exclude complex tensors, because they may have a lazy conjugation or negation.
     is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return is_strided and not value.is_complex() and not value.is_neg()
 
 
 def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the Inductor node that overwrites the first argument, and return the new value."""
+    """Create the Inductor node that overwrites the first argument, and return the node's result."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -196,19 +209,19 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # If the argument was not realized in memory, this is a realized copy.
+    # If the argument had not been realized in memory, `tensors[0]` is a realized copy.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 
 def _fields(processed: Any) -> Any:
-    # Since 2.15, `process_kernel` returns an object.
+    # `process_kernel` returns a tuple before 2.15, and an object since then.
     return processed if isinstance(processed, tuple) else vars(processed).values()
 
 
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     """Create the Inductor node that writes the results into planned buffers.
 
-    Returns None to use Inductor's lowering.
+    Returns None if the call does not allow this. Inductor then uses the default lowering.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -223,7 +236,8 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
-        # Results with data-dependent sizes cannot be allocated before the call.
+        # Give up if a result has data-dependent sizes, because the buffer cannot be allocated
+        # before the call.
         if unbacked or not all(map(_is_plannable, results)):
             return None
     layouts = [
@@ -262,7 +276,7 @@ def _is_plannable(result: torch.Tensor) -> bool:
 
 
 def _is_dense(result: Any) -> bool:
-    # Unlike `is_non_overlapping_and_dense`, this function adds no guards on symbolic sizes.
+    # Do not use `is_non_overlapping_and_dense`, because it would add guards on symbolic sizes.
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # slow import
 
     return bool(is_non_overlapping_and_dense_or_false(result))
@@ -272,7 +286,7 @@ def _is_dense(result: Any) -> bool:
 def _node_classes() -> tuple[Any, Any, Any]:
     """Return the classes of Inductor nodes for one output, several outputs, and in-place calls.
 
-    The second is None on releases without `ExternKernelMultiOut`.
+    The second class is None on releases of PyTorch without `ExternKernelMultiOut`.
     """
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -327,7 +341,8 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # Inductor removes buffers that nothing reads, but the kernel writes to all of them.
+            # Restore the buffers that Inductor removed because nothing reads them. The kernel
+            # writes to all output buffers.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)

@@ -1,4 +1,9 @@
-"""torch.library's registries: handles, fake kernels, effects and torch_dispatch rules."""
+"""torch.library's registries of handles, fake kernels, effects and torch_dispatch rules.
+
+A handle is the object that `custom_op` returns. An effect makes functionalization preserve an
+operator's calls and their order. A torch_dispatch rule handles an operator's calls in a mode or for
+a Tensor subclass.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +19,35 @@ from torch._library.utils import Kernel as _FakeKernel
 
 from torchop._compat.classes import CustomOpDef, EffectType
 
-# The logger of torch.library, which users already configure.
+# The name of torch.library's logger. torchop uses it too, because users already configure it.
 LOGGER_NAME = "torch._library.custom_ops"
-# Return the published handle, and the library, of an operator.
+# `published_handle(qualname)` returns the handle that was registered in torch.library for an
+# operator, and `published_library(qualname)` returns the operator's library, or None.
 published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
 published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
 
 
 def published_handles() -> dict[str, CustomOpDef]:
-    # Do not use `dict(OPDEFS)`: it would look up each key again, but the weakly referenced handle
-    # may be dead by then.
+    # Do not use `dict(OPDEFS)`, because it would look up each key again. By then, the handle may
+    # have been garbage-collected, because OPDEFS references handles weakly.
     return dict(OPDEFS.items())
 
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
-    """Publish a handle, so that the functions of torch.library find it by name."""
+    """Register a handle in torch.library, whose functions then find it by the operator's name."""
     OPDEF_TO_LIB[qualname] = library  # first, because `unpublish` checks it
     OPDEFS[qualname] = handle
 
 
 def unpublish(qualname: str, library: torch.library.Library) -> None:
-    """Remove an operator's published handle, unless a later definition has published another."""
+    """Undo `publish`, unless a later definition has published another handle."""
     if OPDEF_TO_LIB.get(qualname) is library:
         OPDEFS.pop(qualname, None)
         del OPDEF_TO_LIB[qualname]
 
 
 def published_function(qualname: str) -> Callable[..., Any] | None:
-    """Return the function from which `custom_op` created an operator, or None."""
+    """Return the function that was decorated with `custom_op` to create an operator, or None."""
     handle = published_handle(qualname)
     return None if handle is None else handle._init_fn
 
@@ -50,7 +56,10 @@ RegistrationHook = Callable[[], object]
 
 
 class FakeRegistration:
-    """A fake kernel that is registered from `push` to `remove`. Both may be called twice."""
+    """A fake kernel that is registered from a call to `push` until a call to `remove`.
+
+    Calling either method twice has no further effect.
+    """
 
     def __init__(self, qualname: str, function: Callable[..., Any], source: str) -> None:
         self._qualname = qualname
@@ -62,7 +71,7 @@ class FakeRegistration:
             kernels.append(self._kernel)
 
     def is_used(self) -> bool:
-        """Return whether this is the operator's active fake kernel."""
+        """Return whether this is the operator's active fake kernel, i.e. the one pushed last."""
         return self._kernels()[-1:] == [self._kernel]
 
     def remove(self) -> None:
@@ -71,7 +80,8 @@ class FakeRegistration:
             kernels.remove(self._kernel)
 
     def _kernels(self) -> list[_FakeKernel]:
-        # Look this up on each call: removing an operator's last rule drops the registry entry.
+        # Look up the list on each call, because PyTorch's registry drops an operator's entry when
+        # the last rule is removed.
         return _rules_registry.find(self._qualname).fake_impl.kernels
 
 
@@ -88,13 +98,13 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 
 
 class DefaultRule(functools.partial[Any]):
-    """A rule that torchop registers by default, and that any other registration replaces."""
+    """A rule that torchop registers by default. Any other registration replaces it."""
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a rule for a mode or Tensor subclass, replacing a default rule.
+    """Register a function that handles an operator's calls in a mode or for a Tensor subclass.
 
-    Does nothing if this function is registered already.
+    It replaces a default rule. If the same function is registered already, this does nothing.
     """
     remove_default_rules(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
@@ -123,7 +133,10 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove a rule, default or not, unless another rule has replaced it."""
+    """Remove the rule that calls `function`, whether or not it is a default rule.
+
+    If another rule has replaced it, this does nothing.
+    """
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     rule = rules.find(cls)
     if rule is function or (isinstance(rule, DefaultRule) and rule.func is function):
@@ -149,10 +162,11 @@ def effect_of(qualname: str) -> EffectType | None:
 
 
 def set_default_effect(qualname: str) -> None:
-    """Let PyTorch derive an operator's effect from ScriptObject arguments in the schema.
+    """Let PyTorch give an operator with ScriptObject arguments an effect.
 
-    `EffectHolder.__init__` (torch/_library/effects.py) does so when the registry entry is created,
-    which may be before the schema exists.
+    PyTorch does this only when it creates the operator's registry entry (`EffectHolder.__init__` in
+    torch/_library/effects.py). The entry may have been created before the schema existed, so do it
+    again.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

@@ -1,4 +1,4 @@
-"""PyTorch's schema parser and schema classes."""
+"""Parse schemas with PyTorch's parser, and interpret PyTorch's schema classes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchop._errors import short_errors
 
 @functools.cache
 def is_identifier(text: str) -> bool:
-    """Return whether PyTorch's schema parser accepts an ASCII identifier as a name."""
+    """Return whether PyTorch's schema parser accepts a name, which must be an ASCII identifier."""
     try:
         parse(f"{text}() -> ()")
     except RuntimeError:
@@ -27,17 +27,17 @@ def is_identifier(text: str) -> bool:
 
 
 def parse(text: str) -> FunctionSchema:
-    """Parse a schema that includes a name.
+    """Parse a schema that starts with the operator's name.
 
     Raises:
-        RuntimeError: the schema is invalid; the message is the parser's.
+        RuntimeError: the schema is invalid. The message is the parser's.
     """
     with short_errors:
         return torch._C.parse_schema(text)
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Return whether calls that fit `old` also fit `new`, as PyTorch checks for ATen operators."""
+    """Return whether all calls that fit `old` also fit `new`, by the rules for ATen operators."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
@@ -49,10 +49,10 @@ def written_type(argument: Any) -> str:
 
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
-    """Return the Python objects of a schema type that stores them as integers, such as ScalarType.
+    """Return the Python objects of a schema type whose values are stored as integers.
 
-    The result maps integers to objects. It is computed on first use, because parsing a schema with
-    every dtype is slow.
+    The result maps the integers to the objects, for example to dtypes for the type ScalarType. It
+    is computed on first use, because that takes long: it parses a schema with each dtype.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())
@@ -72,32 +72,34 @@ def dtypes() -> Mapping[str, torch.dtype]:
 
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
     for name, dtype in dtypes().items():
-        # The parser rejects some newer dtypes as defaults.
+        # Skip the newer dtypes that the parser does not accept as a default.
         with contextlib.suppress(RuntimeError):
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
 def custom_class_name(annotation: Any) -> str | None:
-    """Return the name that a class has in schemas, or None if it is not a custom class.
+    """Return the name that a class has in schemas, or None if schemas do not support the class.
 
-    Custom classes are PyTorch's opaque types, registered enums, and Generator.
+    Schemas support PyTorch's opaque types, registered enums, and Generator.
     """
     if not isinstance(annotation, type):
         return None
-    # Since 2.15, `is_opaque_type` is deprecated and logs a warning.
+    # Since 2.15, `is_opaque_type` is deprecated and logs a warning, so use the new name if it
+    # exists.
     is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     if not is_custom(annotation):
-        # Before 2.13, Generator is a separate schema type rather than a custom class.
+        # Before 2.13, Generator is a separate schema type and not a custom class.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
 
 
 def readable(text: str) -> str:
-    """Return the text of a printed schema, changed so that PyTorch's parser accepts all types.
+    """Return the text of a printed schema, changed to make PyTorch's parser accept it.
 
-    PyTorch prints every custom class as PyObject, but the parser (torch/csrc/jit/frontend/
-    schema_type_parser.cpp) does not accept this type.
+    PyTorch prints every custom class as PyObject, but the parser does not accept PyObject
+    (torch/csrc/jit/frontend/schema_type_parser.cpp). So this inserts the name of a custom class
+    instead.
     """
     if "PyObject" not in text:
         return text
@@ -112,8 +114,8 @@ def _custom_class() -> str:
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:
-    """Return whether PyTorch allows an opaque class as a return type."""
-    # Called "reference" in 2.13, and "symbolic" in 2.15.
+    """Return whether PyTorch allows a custom class as a return type."""
+    # The function has the first name in 2.15, and the second in 2.13.
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None
     )

@@ -1,4 +1,4 @@
-"""Apply a temporary setting of PyTorch."""
+"""Change a setting of PyTorch temporarily."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 @contextlib.contextmanager
 def changed(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Change a setting for a block.
+    """Change a setting inside a `with` block.
 
     Args:
-        change: a function that changes the setting to its argument.
-        value: the value of the setting in the block.
-        before: the value after the block.
+        change: `change(value)` sets the setting to `value`.
+        value: the value of the setting inside the block.
+        before: the value to restore after the block.
     """
     change(value)
     try:

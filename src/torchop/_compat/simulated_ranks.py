@@ -1,4 +1,7 @@
-"""Simulate the ranks of a process group in one process, with LocalTensor."""
+"""Simulate the ranks of a process group in one process, with PyTorch's LocalTensor.
+
+A LocalTensor contains the local tensors of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
-    # `init_process_group` (torch/distributed/distributed_c10d.py) replaces the excepthook, and
-    # nothing restores it.
+    # `init_process_group` (torch/distributed/distributed_c10d.py) replaces `sys.excepthook`, and
+    # `destroy_process_group` does not restore it.
     excepthook = sys.excepthook
-    # Call this before entering LocalTensorMode, which would intercept factory functions during
-    # imports.
+    # Call this outside of LocalTensorMode, because it imports modules, and the mode would change
+    # the tensors that these modules create.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -43,17 +46,18 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
 
 
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
-    """Distribute `tensor` with these placements, on simulated or real ranks.
+    """Distribute `tensor` with these placements, over simulated or real ranks.
 
-    For a Partial placement, each rank gets a different share of the sum or average.
+    For a Partial placement, each rank gets a different share. The sum or the average of all shares
+    is the value of `tensor`.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # `_on_each_rank` copies the local tensor for each rank, because the tested operator may write
-    # to it.
+    # `_on_each_rank` copies the local tensor for each rank, because the operator to be tested may
+    # write to it.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
@@ -64,9 +68,10 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 
 
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
-    """Return a rank's share of a value that is distributed as a sum: 1/3 and 2/3 on two ranks.
+    """Return the factor by which to multiply a value to get a rank's share of the value.
 
-    For an average, the shares are larger by the number of ranks.
+    The shares of all ranks sum up to the value. On two ranks, the factors are 1/3 and 2/3. For an
+    average, they are larger by the number of ranks.
     """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0
@@ -78,7 +83,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """Apply `function(rank, local_tensor)` on each rank. Return a LocalTensor of the results."""
+    """Call `function(rank, local_tensor)` for each rank. Return a LocalTensor of the results."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
@@ -107,10 +112,10 @@ def are_simulated() -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value of a tensor that is equal on all simulated ranks.
+    """Return the common value of a tensor that must be equal on all simulated ranks.
 
     Raises:
-        AssertionError: the values of two ranks differ.
+        AssertionError: the values on two ranks differ.
     """
     from torch.distributed._local_tensor import LocalTensor
 

@@ -1,4 +1,9 @@
-"""Recognize the kernels and formulas that `torch.library.custom_op` creates."""
+"""Recognize the kernels and backward formulas that `torch.library` creates.
+
+Native calls run the user's functions directly instead of PyTorch's wrappers around them, so this
+module finds the user's functions in the closures of the wrappers. A wrapper is only recognized if
+the code is exactly that in the installed PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,15 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 
 
 class StockKernel(NamedTuple):
-    """A kernel of `torch.library.custom_op`, and the user's function that it calls.
+    """A kernel that `torch.library.custom_op` created, and the user's function inside it.
 
     Attributes:
         definition: the operator's handle.
-        function: the user's function for this device, valid while `sources` are unchanged.
-        sources: where `function` was found, as (dictionary, key, value) or (set, key, membership).
-        check: a function `check(args, kwargs, result)` that checks a result as the kernel does.
+        function: the user's function for the device type. It is valid while `sources` are
+            unchanged.
+        sources: the containers in which `function` was found. Each is (dictionary, key, value) or
+            (set, key, whether the set contains the key).
+        check: `check(args, kwargs, result)` checks a result in the same way as the kernel.
     """
 
     definition: CustomOpDef
@@ -34,7 +41,10 @@ class StockKernel(NamedTuple):
 
 
 def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
-    """Return the parts of `kernel` if `custom_op` created it, otherwise None."""
+    """Return the user's function in `kernel` and related data, if `custom_op` created the kernel.
+
+    Returns None for all other kernels.
+    """
     around: Any = made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
     if around is None or around.keys() != {"device_type", "self"}:
         return None
@@ -42,7 +52,7 @@ def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
     if not isinstance(definition, CustomOpDef) or definition._opoverload is not overload:
         return None
     if device is not None and type(device) is not str:
-        return None  # the look-up of a member of a str enum may run a user's `__hash__`
+        return None  # a member of a str enum may have a `__hash__` that a user wrote
     attributes = vars(definition)
     functions, disabled = attributes.get("_backend_fns"), attributes.get("_disabled_kernel")
     if type(functions) is not dict or type(disabled) is not set:
@@ -77,7 +87,10 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Check `result` with PyTorch's own kernel code, which calls a function that returns it."""
+    """Check a result with PyTorch's own code.
+
+    For this, run the kernel's code, but let it call a function that only returns `result`.
+    """
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
     closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
@@ -86,7 +99,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """A copy of a handle that has other kernels."""
+    """A handle whose kernels are replaced. All other attributes are the original handle's."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -102,9 +115,10 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
-    """Return whether a kernel is `custom_op`'s version-counter kernel for this operator.
+    """Return whether `custom_op` created `kernel`, to bump the version counters for `overload`.
 
-    Always False before 2.13, because `custom_op` used a kernel that bumped each version twice.
+    Before 2.13, this is always False, because `custom_op` used a kernel that bumped each counter
+    twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -122,10 +136,10 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 
 
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
-    """Return the closure variables of a function that `maker` creates, by name.
+    """Return the closure variables, by name, of a function that `maker` created.
 
-    Returns None unless the code of `function` is the code of the function nested in `maker` under
-    these names.
+    `names` are the names of the nested functions that lead from `maker` to the function. Returns
+    None if `function` does not have the code of that nested function.
     """
     code = _code_inside(maker, *names)
     if (
@@ -145,7 +159,7 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
-    """Return the code of the function that is nested in `function` under these names."""
+    """Return the code of the function that is nested in `function` under these names, or None."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()
@@ -154,20 +168,22 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The names of PyTorch's class for list metadata. The second is its name in 2.11.
+# The closure variable that contains PyTorch's class for list metadata. In 2.11, it has the second
+# name.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
 class StockFormula(NamedTuple):
-    """The Autograd kernel that torch.library registers, with or without a formula.
+    """The parts of an Autograd kernel that torch.library created, with or without a formula.
 
     Attributes:
         function: the `autograd.Function`.
-        setup_context: the user's function, if any.
-        takes_keywords: whether `setup_context` also takes keyword-only arguments.
-        sources: where `setup_context` was found, as in `StockKernel`.
-        note_lists: only for operators with tensor lists. `note_lists(args)` returns the flattened
-            inputs, and a function that computes `ctx._pt_metadata` from the result.
+        setup_context: the user's `setup_context` function, or None.
+        takes_keywords: whether `setup_context` also receives the keyword-only arguments.
+        sources: the containers in which `setup_context` was found, as in `StockKernel`.
+        note_lists: None unless the operator has tensor lists. `note_lists(args)` flattens the
+            arguments. It returns the flat list, and a function that computes `ctx._pt_metadata`
+            from the operator's result.
     """
 
     function: Any
@@ -178,11 +194,14 @@ class StockFormula(NamedTuple):
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
-    """Return the parts of an Autograd kernel if torch.library created it, otherwise None."""
+    """Return the user's functions in an Autograd kernel, if torch.library created the kernel.
+
+    Returns None for all other kernels.
+    """
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
-    # The first name is used up to 2.13, and the second in 2.15. Since 2.13, the closure of
-    # `autograd_impl` also contains the operator.
+    # The nested function has the first name up to 2.13, and the second in 2.15. Since 2.13, the
+    # closure of `autograd_impl` also contains the operator.
     names = ("forward_no_grad", "redispatch_no_grad")
     plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
@@ -217,7 +236,8 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
     """Flatten tensor lists, and record how to restore them, as `supports_tensorlist` does."""
-    # The spec must include the extra argument that `forward` takes after the operator's arguments.
+    # Append None for the extra argument that `forward` takes after the operator's arguments,
+    # because the metadata must include it.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 
     def of_result(result: Any) -> Any:
@@ -228,7 +248,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# The attributes of a handle that contain registered functions, with the role of the functions.
+# The attributes of a handle that contain registered functions, and the role of the functions.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",
@@ -240,7 +260,7 @@ _ROLES = {
 
 
 def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
-    """Yield a handle's registered functions with their roles."""
+    """Yield the role and the function for each function that was registered with a handle."""
     for attribute, role in _ROLES.items():
         value = getattr(handle, attribute, None)
         yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))

@@ -1,4 +1,7 @@
-"""Namespaces, packets and overloads in `torch.ops`."""
+"""Look up and replace the namespaces, packets and overloads in `torch.ops`.
+
+A packet (OpOverloadPacket) contains all overloads (OpOverload) of an operator.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# Attributes of `torch.ops` and of namespaces. They would hide an operator with the same name.
+# The attributes of `torch.ops` and of a namespace. An operator or namespace with such a name could
+# not be reached.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -40,7 +44,10 @@ def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """Return an operator's OpOverload, created if needed, or None if it was deregistered."""
+    """Return an operator's OpOverload, or None if the operator is not defined any more.
+
+    The OpOverload is created if necessary.
+    """
     try:
         op = lookup_overload(namespace, name, overload)
     except AttributeError:
@@ -65,17 +72,18 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 
 
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
-    """Reload a packet's function and overload names, and preserve the FLOP formula.
+    """Update a packet's function and overload names from the dispatcher.
 
-    FlopCounterMode's registry has packets as keys, and a packet hashes as the function it holds.
-    If the class `operator` is given, the new function is an instance of this class: it counts calls
-    and has the previous hash. Otherwise, remove the registry's entry and insert it again.
+    The packet's FLOP formula must stay registered. FlopCounterMode's registry has packets as keys,
+    and a packet has the same hash as the function in `_op`. If `operator` is the extension's class,
+    the new function counts calls and has the same hash as before. If it is None, remove the packet
+    from the registry before the function changes, and insert it again afterwards.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        # Do not use PyTorch's `_refresh_packet`, because it would publish a function that does not
-        # count calls.
+        # Do not use PyTorch's `_refresh_packet`, because calls to the function that it sets are not
+        # counted.
         op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
         op.__module__ = packet._op.__module__
         replace_function(packet, op if operator is None else counted(packet, op, operator))
@@ -85,9 +93,9 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
-    """Wrap PyTorch's function in an instance of the class `operator`, to count calls.
+    """Wrap PyTorch's function in an instance of the class `operator`, which counts running calls.
 
-    Deregistering the operator, or an overload of the packet, waits for the counted calls.
+    Before an operator is deregistered, torchop waits until the counted calls have ended.
     """
     if isinstance(op, OpOverload):
         return operator(
@@ -103,7 +111,7 @@ def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> 
 
 
 def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
-    """Return the function that replaces a packet's function when an overload is deregistered."""
+    """Return the function that a packet gets when an overload is deregistered."""
     name = packet._qualified_op_name
     return RaisingPacketFunction(
         hash(packet), lambda: f"An overload of {name} was deregistered.", name
@@ -111,7 +119,7 @@ def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
-    """Replace a packet's function, including its entry in TorchScript's table of builtins."""
+    """Replace a packet's function, also in TorchScript's table of builtin functions."""
     torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
     if not isinstance(function, RaisingFunction):
         torch.jit._builtins._register_builtin(function, packet._qualified_op_name)
@@ -119,19 +127,19 @@ def replace_function(packet: OpOverloadPacket, function: Any) -> None:
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
-    """Return the packet of an operator if `torch.ops` has created it already, otherwise None."""
+    """Return an operator's packet if `torch.ops` has created it already, otherwise None."""
     # Do not use `getattr`, because it would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 
 
 def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
-    """Return whether an overload or packet was invalidated because it was deregistered."""
+    """Return whether an overload or packet raises because it was deregistered."""
     return isinstance(vars(op).get("_op"), RaisingFunction)
 
 
 class RaisingFunction:
-    """Replaces the function of a deregistered operator, and raises OperatorGoneError."""
+    """The function of a deregistered operator, which raises OperatorGoneError when it is called."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
@@ -144,8 +152,8 @@ class RaisingFunction:
         raise OperatorGoneError(self._reason())
 
     def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
-        # The native call path calls this with the error of a call during which the operator was
-        # deregistered.
+        # The extension calls this with the error of a call that was running when the operator was
+        # deregistered. PyTorch's message then names a missing schema, which does not help the user.
         is_deregistered = "schema_.has_value()" in str(error)
         return OperatorGoneError(self._reason()) if is_deregistered else None
 
@@ -156,7 +164,10 @@ class RaisingFunction:
 
 
 class RaisingPacketFunction(RaisingFunction):
-    """Replaces a packet's function: calls the operator that has the name now, or raises."""
+    """The function of a packet whose operator was deregistered.
+
+    It calls the operator that has the same name now. If there is none, it raises OperatorGoneError.
+    """
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
         super().__init__(original_hash, reason)
@@ -167,7 +178,8 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # No operator has the name now, or PyTorch deregistered it without notifying torchop.
+        # Raise if no operator has the name now. The same applies if the new packet has this
+        # function, which means that PyTorch deregistered the operator without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Query compiler traces: which tensors are traced, share memory, or have effects."""
+"""Query compiler traces: whether tensors belong to a trace, share memory, or have effects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is fake or functional, and so belongs to a compiler trace."""
+    """Return whether a tensor belongs to a compiler trace, because it is fake or functional."""
     return fake_tensors.is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )
@@ -28,8 +28,8 @@ def is_traced(tensor: torch.Tensor) -> bool:
 def has_no_data(tensor: torch.Tensor) -> bool:
     """Return whether code cannot read the data of a tensor.
 
-    That is so for traced tensors, tensors of a transform, meta tensors, and subclasses such as
-    DTensor.
+    This is true for traced tensors, tensors inside a transform, meta tensors, and subclasses such
+    as DTensor.
     """
     is_wrapper = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     has_memory = tensor.layout is not torch.strided or torch._C._has_storage(tensor)
@@ -46,17 +46,17 @@ def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def is_traceable_type(cls: type) -> bool:
-    """Return whether functional traces support tensors of a class."""
+    """Return whether traces with functional tensors support tensors of a class."""
     return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
 
 
 def show_mutation(tensor: torch.Tensor) -> None:
-    """Make a write to a functional tensor visible to autograd, if the tensor has a history.
+    """Make autograd record a write to a functional tensor.
 
-    By default, functionalization hides writes by unknown operators from autograd. It also assumes
-    that writes in no_grad mode, such as those inside an `autograd.Function`, do not change the
-    history. So a compiled graph would mutate its input, but the input would keep the history from
-    before the write.
+    By default, functionalization hides writes by custom operators from autograd. It also assumes
+    that a write in no_grad mode, for example inside an `autograd.Function`, does not change the
+    tensor's autograd history. So when a compiled graph mutates an input, the input would have the
+    new value, but the history of the old one.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):
@@ -68,17 +68,17 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
 
 def traced_memory(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a traced tensor."""
+    """Return a number that is equal for traced tensors that are views of the same tensor."""
     return _traced_base(tensor)._cdata
 
 
 def functional_storage(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the storage of a functional tensor."""
+    """Return a number that is equal for functional tensors with the same storage."""
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two functional tensors may overlap, without adding guards."""
+    """Return whether two functional tensors may overlap, without adding guards on their sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if functional_storage(one) != functional_storage(other):
@@ -105,7 +105,7 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
-    """Return the FX node of a functional tensor of `mode`, or None if no graph is traced."""
+    """Return the FX node of a functional tensor of `mode`, or None if no graph is being traced."""
     proxy_mode = proxy_tensor.get_proxy_mode()
     if proxy_mode is None:
         return None
@@ -118,12 +118,18 @@ _RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__
 
 
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
-    """Return whether an effect token in the traced graph orders and preserves effectful calls.
+    """Return whether the traced graph has a token that preserves calls with this effect.
 
-    `mode` is the FunctionalTensorMode, which owns the token. Branches of `torch.cond`
-    (pytorch/pytorch#185116) and loop bodies (pytorch/pytorch#191122) get no token, so effectful
-    calls in them would be eliminated as dead code. `invoke_subgraph` gets a token, but from the
-    third call on, PyTorch counts the token as a result, and loses the gradient of the region.
+    An effect token is a graph value that each effectful call takes and returns, so the calls keep
+    their order and are not removed as dead code. PyTorch passes no token into the branches of
+    `torch.cond` (pytorch/pytorch#185116) and into loop bodies (pytorch/pytorch#191122), so
+    effectful calls there would be removed. It does pass a token into `invoke_subgraph`. But from
+    the third call on, it treats the token as a result of the region, and the region has no
+    gradient, so this function treats such a region as having no token.
+
+    Args:
+        mode: the FunctionalTensorMode that owns the token.
+        effect: the effect of the call.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet
@@ -131,7 +137,8 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
         return not any(frame.f_code is _RECORDS_A_REGION for frame, _ in callers)
     token = mode._tokens.get(effect)
     if token is None:
-        # A backward graph creates the first token; only subgraphs of higher-order operators do not.
+        # In a backward graph, the first effectful call creates the token. Only subgraphs of
+        # higher-order operators never get one.
         tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
         return tracer is None or not tracer.is_hop_subgraph_tracer()
     if hasattr(token, "elem"):

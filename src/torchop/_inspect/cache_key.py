@@ -1,9 +1,11 @@
 """Keys for compile caches, which change when an operator's rules change.
 
-PyTorch's persistent caches of compiled graphs identify an operator by its name alone
-(pytorch/pytorch#144344), so they would return stale graphs after an edit of a fake kernel or
-formula. So torchop adds a digest to each graph's key, which covers the rules of the graph's
-operators. With PyTorch's `cache_key_tag`, programs can also add a digest of all rules to every key.
+Rules are the functions and settings of an operator that affect compiled graphs, such as a fake
+kernel and a backward formula. PyTorch's persistent caches of compiled graphs identify an operator
+by name alone (pytorch/pytorch#144344). So after an edit of a fake kernel or formula, they would
+return the old graph. To prevent this, torchop adds a digest to the key of each graph, which covers
+the rules of the operators in the graph. With PyTorch's `cache_key_tag`, a program can also add a
+digest of all operators' rules to every key.
 """
 
 from __future__ import annotations
@@ -28,15 +30,17 @@ from torchop.extend import OpName
 def cache_key_tag() -> str:
     """Return a digest of all rules that affect compiled graphs, such as fake kernels and formulas.
 
-    Use it as part of the key of your own caches. The keys of AOTAutograd and Inductor already
-    include a digest of the operators in a graph. If you set `torch.compiler.config.cache_key_tag`
-    to this digest, a change of any operator recompiles all graphs.
+    Use it as part of the key of your own caches. For the caches of AOTAutograd and Inductor, it is
+    not necessary, because torchop already adds a digest of the operators in a graph to their keys.
+    If you set `torch.compiler.config.cache_key_tag` to this digest, a change of any operator
+    recompiles all graphs.
 
-    The digest covers the code and constants that a rule uses from the same package and from modules
-    outside of `site-packages`, and the rules of operators that it calls. It does not cover the
-    contents of tensors, or code that is found by a computed name. It does not cover kernels either,
-    because a compiled graph calls them. For operators with `compile="inline"`, the graph contains
-    the kernels, so the digest covers them, the kernels of providers, and the active order.
+    The digest covers the code and constants that a rule uses from its own package and from modules
+    outside of `site-packages`, and the rules of operators that the rule calls. It covers neither
+    the contents of tensors nor functions whose names are computed at run time. It does not cover
+    kernels, because a compiled graph calls them, so their code can change without recompiling. But
+    for operators with `compile="inline"`, the graph contains the kernel's code. For these, the
+    digest also covers the kernels, the kernels of providers, and the priority order of providers.
 
     Example:
         >>> import torch, torchop
@@ -49,10 +53,10 @@ def cache_key_tag() -> str:
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """Return a digest of the operators' rules, and the code objects that it covers.
+    """Return a digest of the rules of operators, and the code objects that the digest covers.
 
-    If none of these operators has a rule that affects compiled graphs, the digest is the empty
-    string. If `operators` is None, the digest covers all operators of torchop.
+    If `operators` is None, the digest covers all operators of torchop. If no operator has a rule
+    that affects compiled graphs, the digest is the empty string.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -61,10 +65,10 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
 
 
 class _Digest(CodeDigest):
-    """A digest of operators, and of the operators that their rules call.
+    """A digest of operators' rules, including the rules of operators that these rules call.
 
     Attributes:
-        has_rules: whether any of the operators has a known rule.
+        has_rules: whether any of the added operators has a rule.
     """
 
     def __init__(self) -> None:
@@ -74,7 +78,10 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """The names of operators with rules, by namespace and by name without overload."""
+        """The full names of all operators with rules, by namespace and then by base name.
+
+        A base name has no overload, so it may stand for several operators.
+        """
         known: dict[str, dict[str, list[str]]] = {}
         for name in map(OpName.parse, known_names()):
             known.setdefault(name.namespace, {}).setdefault(name.name, []).append(str(name))
@@ -118,7 +125,12 @@ class _Digest(CodeDigest):
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code may call as `torch.ops.namespace.name`, given its names."""
+        """Add the operators that a piece of code may call as `torch.ops.namespace.name`.
+
+        Args:
+            namespaces: the names in the code that may be namespaces.
+            names: the names in the code that may be operators.
+        """
         for namespace in sorted(namespaces & self._known.keys()):
             for local in sorted(names & self._known[namespace].keys()):
                 for qualname in self._known[namespace][local]:
@@ -127,7 +139,7 @@ class _Digest(CodeDigest):
 
 @functools.cache
 def _own_code() -> bytes:
-    """Return a digest of torchop's source code, which may change without a new version."""
+    """Return a digest of torchop's own source code, because it may change within a version."""
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 

@@ -1,4 +1,4 @@
-"""Records of calls to operators, from which example arguments can be created."""
+"""Records of calls to operators, which contain enough to create example arguments."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from torchop._rules.autograd import function
 from torchop._rules.providers.tuned import PLAIN
 
 _LONGEST = 200  # the maximum length of a call in messages
-# Types that are recorded as plain tensors.
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # instances of subclasses become TypeRecords
 
 
 class TensorRecord(NamedTuple):
     """The metadata of a tensor in a recorded call.
 
     Attributes:
-        dtype: the dtype.
-        shape: the shape.
-        device: the device, such as `"cuda:0"`.
-        requires_grad: whether the call records a gradient for the tensor.
-        stride: the stride in elements; None if the tensor is contiguous.
+        dtype: the dtype of the tensor.
+        shape: the shape of the tensor.
+        device: the device of the tensor, such as `"cuda:0"`.
+        requires_grad: whether the call recorded a gradient for the tensor.
+        stride: the strides of the tensor, in elements. None if the tensor is contiguous.
 
     Example:
         >>> import torch, torchop
@@ -46,7 +45,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """The number of elements that fit into the memory, including gaps between elements."""
+        """The number of elements that fit into the tensor's memory, including gaps in it."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -66,10 +65,11 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """The type of an argument in a recorded call, if no example of the argument can be created.
+    """Stands for an argument of which no example can be created, and records only its type.
 
     Attributes:
-        name: the name of the type, such as `"torch._C.Generator"`, or the kind of tensor.
+        name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such
+            as `"sparse_coo tensor"`.
 
     Example:
         >>> from torchop.testing import CallRecord, TypeRecord
@@ -84,9 +84,9 @@ class CallRecord(NamedTuple):
     """A recorded call.
 
     Attributes:
-        args: the positional arguments. Tensors are recorded as `TensorRecord`. None, numbers,
-            strings, dtypes, devices, layouts and memory formats are recorded unchanged, and all
-            other values as `TypeRecord`. Lists contain such values.
+        args: the positional arguments. A tensor is recorded as a `TensorRecord`. None, numbers,
+            strings, dtypes, devices, layouts and memory formats are recorded unchanged. Any other
+            value is recorded as a `TypeRecord`. A list is recorded item by item.
         kwargs: the keyword arguments, recorded in the same way.
 
     Example:
@@ -106,7 +106,7 @@ class CallRecord(NamedTuple):
         return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
-        """Yield each argument of the call, but for a list, each item instead."""
+        """Yield each argument of the call. For a list, yield each item instead."""
         parts: list[Any] = []
         mapped(self, parts.append)
         return iter(parts)
@@ -115,7 +115,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply `change` to each argument of a call, but for a list, to each item instead."""
+    """Apply `change` to each argument of a call. For a list, apply it to each item instead."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
@@ -131,7 +131,7 @@ def described(call: CallRecord) -> str:
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"
-    # Replace control characters in names, because a terminal would interpret them.
+    # Replace control characters in names, because a terminal would execute them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
 
@@ -149,7 +149,7 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return the record of a call that `observing_mode` reports.
+    """Return the record of a call that a mode from `observing_mode` reports.
 
     Returns None if the call belongs to a compiler trace.
     """
@@ -183,14 +183,15 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # Programs may use meta tensors outside of a trace.
+        # A plain meta tensor does not belong to a trace, because programs may use meta tensors
+        # themselves.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # Symbolic values belong to a trace. Reading them would add a guard.
+    # A symbolic value belongs to a trace. It must not be read, because that would add a guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor if no example of this kind can be created, otherwise ""."""
+    """Return the kind of a tensor that `TensorRecord` does not support, or "" for other tensors."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

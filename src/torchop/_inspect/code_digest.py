@@ -1,9 +1,10 @@
 """A digest of functions, and of the code and constants that they use.
 
-The results of a fake kernel or formula become part of a compiled graph, and depend on all functions
-that it calls. These are found by the names in the code, without data-flow analysis. So a digest may
-include code that is never called. But it does not miss a function that code calls through a local
-variable.
+torchop adds the digest of a fake kernel or backward formula to the cache keys of compiled graphs.
+Such a function's results become part of the graph, and depend on all functions that it calls. This
+module finds the called functions by the names in the code, without data-flow analysis. Therefore a
+digest may include code that is never called, but it does not miss a function that is called through
+a local variable.
 """
 
 from __future__ import annotations
@@ -40,28 +41,30 @@ _HOLDERS = (
     *(list, tuple, *_SETS, *_MAPPINGS, types.SimpleNamespace, property, staticmethod, classmethod),
     *(types.MethodType, functools.partial),
 )
-# The attributes in which wrappers of functools, Triton and Numba store the wrapped function.
+# The attributes in which wrappers of functools, Triton and Numba store the function they wrap.
 _WRAPPED = ("__wrapped__", "fn", "func", "py_func", "dispatcher", "args", "keywords")
-# The code of these packages is not read, because cache keys include their versions.
+# Do not read the code of these packages, because the cache keys already contain their versions.
 _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_names}
 
 
 class CodeDigest:
-    """A hash of values, which is equal in two processes if their code and constants are equal.
+    """A hash of values that is equal in two processes if their code and constants are equal.
 
-    When a function, class or other object is added, the hash refers to it by a number, and its
-    description follows later. So objects may refer to each other in cycles, and a long chain of
-    calls needs no deep stack.
+    When a function, class or other object is added, the hash receives only a number for it. The
+    description of the object follows later, with the same number. This way, objects may refer to
+    each other in cycles, and a long chain of calls needs no deep recursion.
 
     Attributes:
-        sources: the code objects of users' functions that were read.
+        sources: the code objects of all users' functions that were read.
     """
 
     def __init__(self, seed: str) -> None:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(seed.encode())
-        self._references: dict[int, _Reference] = {}  # by id; keeps the objects alive
-        self._package: str | None = None  # the package of the code that is being described
+        # All added objects, by id. A reference keeps the object alive, so the id stays valid.
+        self._references: dict[int, _Reference] = {}
+        # The package of the object whose description is being added.
+        self._package: str | None = None
         self._installed: dict[str, bool] = {}
         self._unimported: dict[str, _Unimported] = {}
 
@@ -76,7 +79,7 @@ class CodeDigest:
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Add a value, and the code and constants that it uses."""
+        """Add a value to the hash, and the code and constants that the value uses."""
         if isinstance(value, types.CodeType):
             self.add((value.co_code, value.co_names, value.co_consts))
         elif isinstance(value, enum.Enum):
@@ -95,16 +98,21 @@ class CodeDigest:
             self._refer(value)
 
     def add_registered(self, value: object) -> None:
-        """Add a value that a user registered, even if it is from another package."""
+        """Add a value that a user registered. Read the code even if the package is installed."""
         package, self._package = self._package, None
         self.add(value)
         self._package = package
 
     def add_operator(self, operator: Any) -> None:
-        """Add an operator's rules if code refers to the operator. Subclasses override this."""
+        """Add an operator to which the code refers. Subclasses override this to add the rules."""
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that code may call, given its names. Subclasses override this."""
+        """Add the operators that a piece of code may call. Subclasses override this.
+
+        Args:
+            namespaces: the names in the code that may be namespaces.
+            names: the names in the code that may be operators.
+        """
 
     def _write(self, text: str) -> None:
         self._hash.update(text.encode("utf-8", "surrogatepass") + b"\0")
@@ -120,7 +128,10 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether to read this package's code if the code being described uses it."""
+        """Return whether to read the code of a package that the described code uses.
+
+        The code is read if it is in the same package, or is not installed in site-packages.
+        """
         if self._package in (None, package):
             return True
         if package not in self._installed:
@@ -130,7 +141,7 @@ class CodeDigest:
     def _describe(self, reference: _Reference) -> None:
         value, self._package = reference.value, reference.package
         self._write(f"{reference.number}:")
-        if not reference.is_read:  # add the package's version instead of the code
+        if not reference.is_read:  # add the package's version, because the code is not read
             self._write(str(getattr(sys.modules.get(_package_name(value)), "__version__", "")))
         if isinstance(value, types.FunctionType):
             self._describe_function(value, reference.is_read)
@@ -153,8 +164,8 @@ class CodeDigest:
     def _describe_function(self, function: types.FunctionType, is_read: bool) -> None:
         around = closure_of(function)
         if not is_read:
-            # A wrapper's closure contains the user's function, but it may also contain caches,
-            # which change.
+            # The function may be a wrapper whose closure contains the user's function. But the
+            # closure may also contain caches, so skip containers, because their contents change.
             around = {n: v for n, v in around.items() if not isinstance(v, (list, *_SETS))}
             if package_of(function) in ("torch", "torchop"):
                 around = {n: v for n, v in around.items() if not isinstance(v, _MAPPINGS)}
@@ -177,13 +188,13 @@ class CodeDigest:
         parent: str,
         *more: Iterable[str],
     ) -> None:
-        """Add the values of the variables and module attributes that code uses.
+        """Add the values of the global variables and module attributes that a piece of code uses.
 
         Args:
             code: the code of a function or module.
-            scopes: dictionaries of the variables that the names may refer to.
-            parent: the package that contains the module, for relative imports.
-            more: additional names.
+            scopes: the dictionaries in which to look up the names, such as the module's globals.
+            parent: the package that contains the module, to resolve relative imports.
+            more: further names to look up, for example from annotations.
         """
         names = {name for name in _names(code).union(*more) if name[:2] != "__"}
         namespaces = set(names)
@@ -214,10 +225,10 @@ class CodeDigest:
         self.add_called(namespaces, names)
 
     def _add_stable(self, values: Mapping[str, object]) -> None:
-        """Add only those of the values that are equal in every process.
+        """Add only those values that are equal in every process.
 
-        This skips objects of other packages, because they may differ, and None, because code often
-        replaces it on first use.
+        Objects of other packages are skipped, because they may differ between processes. None is
+        skipped, because such a variable is often a cache that the code fills on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -230,13 +241,13 @@ class CodeDigest:
 
 
 class _Reference(NamedTuple):
-    """An object that the hash refers to by number, and whose description is added later.
+    """An object for which the hash contains a number, and whose description is added later.
 
     Attributes:
-        number: the number by which the hash refers to the object.
+        number: the number of the object in the hash.
         value: the object.
-        package: the object's package. If the object's code is not read, the package of the code
-            that refers to it.
+        package: the package of the object. If the object's code is not read, the package of the
+            code that uses the object.
         is_read: whether the object's code is read.
     """
 
@@ -247,7 +258,7 @@ class _Reference(NamedTuple):
 
 
 class _Unimported:
-    """A module that code would import later. The module's code is read, but not imported."""
+    """A module that code may import later. Its code is read without importing it."""
 
     def __init__(self, name: str, code: types.CodeType) -> None:
         self.name = name
@@ -265,13 +276,13 @@ def _is_stable(value: object) -> bool:
 
 
 def _is_member(name: str, value: object) -> bool:
-    """Return whether a class attribute comes from the source code of the class."""
+    """Return whether a class attribute was written in the source code of the class."""
     functions = (types.FunctionType, staticmethod, classmethod, property)
     return name[:2] != "__" or isinstance(value, functions)
 
 
 def _package_name(value: Any) -> str:
-    """Return the top-level package of a function, class or module, or of the class of an object."""
+    """Return the top-level package of a function, class or module, or of an object's class."""
     if isinstance(value, types.FunctionType):
         return package_of(value)
     if isinstance(value, types.ModuleType):
@@ -283,16 +294,17 @@ def _package_name(value: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """Return the qualified name of a function or class, or of the class of an object.
+    """Return the qualified name of a function or class, or of an object's class.
 
-    The repr of an object may contain an address, which differs between processes.
+    The repr of an object cannot be used, because it may contain an address, which differs between
+    processes.
     """
     named = value if isinstance(_attribute(value, "__qualname__"), str) else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes, without those of its class."""
+    """Return an object's own attributes, without the attributes of the class."""
     found = {}
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -336,32 +348,38 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key that is equal in all processes, whereas hashes may differ."""
+    """Return a sort key for items of a set or dictionary, which is equal in all processes.
+
+    Hashes cannot be used for this, because they may differ between processes.
+    """
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
     return repr(value) if isinstance(value, _CONSTANTS) else _spell(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names that code uses, and its strings that may be names, as in `getattr`."""
+    """Return the names that a piece of code uses.
+
+    The result includes strings that may be names, as in `getattr(module, "name")`.
+    """
     texts = {each for each in code.co_consts if isinstance(each, str) and each.isidentifier()}
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return names_in(code).union(texts, *map(_names, inner))
 
 
 def _names_in_annotation(annotation: object) -> set[str]:
-    """Return the names in an annotation, because an argument's class may define called methods."""
+    """Return the names in an annotation, because code may call methods of the named classes."""
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
 
 
 def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
-    """Yield the names of modules that code may import. Some of them may not exist."""
+    """Yield the names of modules that a piece of code may import. Some of them may not exist."""
     if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
             if step.opname == "IMPORT_NAME":
-                with contextlib.suppress(ImportError):  # the relative import leaves the package
+                with contextlib.suppress(ImportError):  # a relative import beyond the top package
                     relative = f"{'.' * level.argval}{step.argval}"
                     name = importlib.util.resolve_name(relative, parent)
                     yield from itertools.accumulate(name.split("."), "{}.{}".format)
@@ -372,7 +390,7 @@ def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
 
 
 def _find_unimported(name: str) -> _Unimported | None:
-    """Return the code of a module, or None, without importing the module or the package."""
+    """Find a module's code without importing the module or the package, or return None."""
     path, spec = None, None
     for prefix in itertools.accumulate(name.split("."), "{}.{}".format):
         if prefix in sys.modules:
@@ -391,7 +409,7 @@ def _find_unimported(name: str) -> _Unimported | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is in `site-packages`, and not part of the user's program."""
+    """Return whether a package is installed in `site-packages`, so it is not the user's program."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
     places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]

@@ -27,15 +27,16 @@ class Explanation(NamedTuple):
         op: the name of the operator.
         native: whether the call is native, and so does not enter the dispatcher.
         reason: why the call is native or not.
-        keys: the dispatch keys of the call in dispatch order, from the arguments and the state of
-            the thread.
-        kernels: for a native call, the steps; otherwise the kernels at the keys, outermost first.
-            Each of these kernels decides whether it calls the next one.
-        provider: the provider of the kernel that computes the result. `"reference"` stands for
-            kernels that were registered without a provider. None for an operator without providers.
-        providers: a line for each provider in priority order: the device types, whether the kernel
-            runs or why not, and the file and line of the registration. Providers that the order
-            does not name come last, without a number.
+        keys: the dispatch keys of the call in dispatch order. They depend on the arguments and on
+            the state of the thread.
+        kernels: for a native call, the steps that it runs. For other calls, the kernels at the
+            dispatch keys, in dispatch order. Each of them decides whether to call the next one.
+        provider: the name of the provider whose kernel computes the result. A provider is an
+            alternative source of kernels for the operator. `"reference"` stands for the kernels
+            that were registered without a provider. None if the operator has no providers.
+        providers: a line for each provider in priority order. It shows the device types, whether
+            the kernel runs or why not, and the file and line of the registration. Providers that
+            are not in the priority order come last, without a number.
 
     Example:
         >>> import torch, torchop
@@ -126,7 +127,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any] | None]:
-    """Return the call's provider, a line about each of the providers, and the provider's kernel."""
+    """Return the provider that runs the call, a line about each provider, and the kernel to run."""
     definition = call.definition
     if definition is None:
         return None, (), None
@@ -139,16 +140,16 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return the reason why a call is native or not, and the kernels that a native call runs.
+    """Return why a call is native or not, and the steps of a native call.
 
-    The second result is None for a call through the dispatcher. `chosen` is the kernel of the
-    provider that runs, if the operator has providers.
+    The second result is None if the call goes through the dispatcher. `chosen` is the kernel of the
+    provider that runs the call, or None if the operator has no providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Do the same as a call would: load the extension, and move the default kernel if it hides a
-        # fallback.
+        # Prepare everything as a call would. Load the extension. If the operator's kernel that
+        # raises for unsupported devices hides PyTorch's fallback for a backend, remove it.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

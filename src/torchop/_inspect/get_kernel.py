@@ -14,15 +14,15 @@ from torchop.extend import Operator, OpLike, OpName, short_repr
 
 
 def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
-    """Return an operator's kernel for a dispatch key, to call the kernel directly.
+    """Return an operator's kernel for a dispatch key, so that you can call the kernel directly.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        dispatch_key: the name of a key, such as `"CPU"`, or a `torch.DispatchKey`.
+        dispatch_key: the name of a dispatch key, such as `"CPU"`, or a `torch.DispatchKey`.
 
     Returns:
-        The kernel, with a method `call_boxed(keyset, *args, **kwargs)`.
+        The kernel. Its method `call_boxed(keyset, *args, **kwargs)` calls it.
 
     Raises:
         OperatorNotFoundError: the operator does not exist.
@@ -51,10 +51,10 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel from `get_kernel`, which raises once the operator has been deregistered.
+    """A kernel that `get_kernel` returned. It raises after the operator was deregistered.
 
-    The object that `torch.library.get_kernel` returns detects a replaced kernel, but crashes after
-    the operator has been deregistered.
+    PyTorch's own kernel object raises if the kernel was replaced, but it crashes the process if the
+    operator was deregistered.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:

@@ -1,4 +1,9 @@
-"""`providers`: list operators' alternative kernels, and report whether they can run."""
+"""`providers`: list the alternative kernels of operators, and report whether they can run.
+
+An operator may have kernels from several providers, for example a Triton and a CUDA implementation.
+The kernels that were registered without a provider are called the reference. For each call, torchop
+runs the first provider in a priority order that supports the call.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# The reason why a kernel does not run if it is for other device types than the call's.
+# The reason that is reported for a kernel that is not for the call's device type.
 _OTHER_DEVICES = "it is for other devices"
 
 
@@ -24,14 +29,16 @@ class Provided(NamedTuple):
 
     Attributes:
         op: the name of the operator.
-        provider: the name of the provider; `"reference"` for kernels registered without one.
-        device_types: the device types of the kernel; None stands for all other types.
+        provider: the name of the provider, or `"reference"` if the kernel was registered without a
+            provider.
+        device_types: the device types that the kernel is for. None stands for all device types
+            without a kernel of their own.
         supported: whether the kernel can run in this process.
-        reason: why the kernel cannot run in this process; empty if it can.
-        rank: the position of the provider, from 1, in the order that is active for the first of
-            `device_types`; None if the order does not name the provider.
+        reason: why the kernel cannot run in this process. Empty if it can.
+        rank: the provider's position in the priority order that applies to the first of
+            `device_types`, counted from 1. None if the order does not contain the provider.
         batch_invariant: whether the kernel was registered as batch-invariant.
-        deterministic: whether the kernel was registered as deterministic; True for the reference.
+        deterministic: whether the kernel was registered as deterministic. True for the reference.
         where: the file and line of the kernel's function.
 
     Example:
@@ -54,7 +61,7 @@ class Provided(NamedTuple):
 def providers(*ops: str) -> list[Provided]:
     """List the kernels of operators that have several providers.
 
-    This calls functions that were registered as `supported`.
+    To find out which kernels can run, this calls the functions that were registered as `supported`.
 
     Args:
         ops: names of operators, or patterns such as `"mylib::*"`; by default, all operators.
@@ -88,13 +95,13 @@ def providers(*ops: str) -> list[Provided]:
 def in_order(
     definition: Definition, choice: Choice, runs: str, skipped: Mapping[str, str]
 ) -> tuple[str, ...]:
-    """Return a line about each provider of an operator, in the order that is active for a call.
+    """Return a line about each provider of an operator, in the priority order for a call.
 
     Args:
         definition: the operator.
-        choice: the object that chooses the provider on the call's device.
-        runs: the provider that runs.
-        skipped: the reason why a provider does not run, by name.
+        choice: selects the provider for the call.
+        runs: the name of the selected provider.
+        skipped: maps each provider that was tried before to the reason why it does not run.
     """
     kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
     settings = priority.current()
@@ -109,7 +116,8 @@ def in_order(
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
-    # The order may also name "tuned", and providers that were removed.
+    # The order may also contain "tuned", and providers that were removed. Add a line for each of
+    # them that was skipped.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in skipped.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
@@ -119,7 +127,10 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """A reference kernel or a provider's kernels, for which `supported` was not called yet."""
+    """The reference kernel for some devices, or all kernels of a provider.
+
+    Their `supported` function was not called yet.
+    """
 
     name: str
     devices: tuple[str | None, ...]
@@ -128,7 +139,7 @@ class _Registered(NamedTuple):
 
 
 def _registered(rule: KernelRule) -> Iterator[_Registered]:
-    """Yield an operator's reference kernels, followed by its providers."""
+    """Yield an operator's reference kernels, and then the kernels of each provider."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
     for function in dict.fromkeys(functions.values()):

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class Call(NamedTuple):
-    """A call, with the details that native code returns to explain why the call is not native.
+    """A call, and details from the C++ extension that explain why the call is not native.
 
     Attributes:
         name: the operator's name.
-        definition: the operator, if torchop defined it.
+        definition: the operator, if torchop defined it, otherwise None.
         schema: the operator's schema.
-        args: the arguments of the call.
+        args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
-        refused: the index of the argument that the reason is about.
+        refused: if the reason is about an argument, the index of that argument in the schema.
         passed: two flags: whether the call would run the operator's autograd kernel, and whether it
-            would run the operator's version-counter kernel.
+            would run the kernel that bumps version counters.
     """
 
     name: OpName
@@ -53,17 +53,17 @@ class Call(NamedTuple):
 
     @property
     def entry(self) -> Entry | None:
-        """The operator's native entry, if any."""
+        """The C++ object that makes native calls to the operator, or None."""
         return entry_of(self.name) if self.definition is None else self.definition.entry
 
     def describe(self, reason: Reason) -> str:
-        """Format a reason as a sentence about this call."""
+        """Return the text of a reason, with the details of this call filled in."""
         why = _DETAILS.get(reason)
         return reason.text.format(why=None if why is None else why(self))
 
 
 def why_not_called(call: Call) -> str:
-    """Return why an operator defined with `define` and `impl` has no native calls yet."""
+    """Return why an operator that was defined with `define` and `impl` has no native calls yet."""
     native = switch.native_module()
     if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
@@ -71,7 +71,7 @@ def why_not_called(call: Call) -> str:
 
 
 def _why_never(call: Call) -> str:
-    """Return why no call to the operator can be native."""
+    """Return why no call to this operator can ever be native."""
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
@@ -108,18 +108,18 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call itself does the work of the kernel at a key."""
+    """Return whether a native call can skip the kernel at a key, because it does the same work."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
-        return through_autograd or not registered  # PyTorch's fallback for all operators
+        return through_autograd or not registered  # if not registered, PyTorch's fallback runs
     if key == "ADInplaceOrView":
         return counts_versions
     return key == "BackendSelect" and _is_own(call, key, key)
 
 
 def _is_own(call: Call, key: str, registered: str) -> bool:
-    """Return whether the kernel at a key is the one that torchop registered at `registered`."""
+    """Return whether the kernel that runs at `key` is torchop's kernel for the key `registered`."""
     own = None if call.definition is None else call.definition.dispatcher_kernels.get(registered)
     return own is not None and own is _python_kernel(call, key)
 
@@ -176,7 +176,7 @@ def _why_refused(call: Call) -> str:
 
 
 def _format_type(value: Any) -> str:
-    """Format a value's type for messages. For a list, include the types of its items."""
+    """Format a value's type for messages. For a list, include the types of the items."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):
         return f"of type {name}"
@@ -184,7 +184,7 @@ def _format_type(value: Any) -> str:
 
 
 def _why_unbound(call: Call) -> str:
-    """Return the message about a call's missing or unexpected arguments."""
+    """Return PyTorch's message about missing or unexpected arguments of a call, in parentheses."""
     try:
         Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -213,7 +213,7 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 
 def _problem(call: Call) -> str | None:
-    """Return why no call to another package's operator can be native, or None."""
+    """Return why no call to another package's operator can be native, or None if calls can be."""
     calls = accelerated.get(call.name)
     return None if calls is None else calls.problem
 
@@ -227,7 +227,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# For some reasons, the function that returns the part of the text that depends on the call.
+# For a reason whose text depends on the call, the function that returns this part of the text.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

@@ -21,16 +21,18 @@ from torchop.extend import OpName, short_repr, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The maximum number of distinct calls that are stored per operator. Without a limit, an argument
-# that changes in every call, such as an optimizer's step, would use unlimited memory.
+# The maximum number of distinct calls that are stored for each operator. Without a limit, an
+# argument that changes in every call, such as an optimizer's step count, would use more and more
+# memory.
 MAX_KINDS = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     """A mapping from operators to their distinct calls, each with the number of times it was made.
 
-    It may be entered several times, even nested, and by several threads at the same time. It
-    records up to 100 distinct calls per operator, and only counts the rest (see `calls`).
+    `torchop.record` creates it, and a `with` statement starts and ends the recording. It may be
+    entered several times, even nested, and by several threads at the same time. For each operator,
+    it stores up to 100 distinct calls. It counts further calls without storing them (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -44,11 +46,11 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        # Keyed by `repr`, because 1, 1.0 and True are equal. The key "" counts calls above the
-        # limit.
+        # For each operator, how often each distinct call was made. A call's key is the repr of the
+        # call, because 1, 1.0 and True are equal. The key "" counts the calls above the limit.
         self._counts: dict[str, Counter[str]] = {}
-        self._kinds: dict[str, CallRecord] = {}
-        self._lock = threading.RLock()  # other threads may record during a read
+        self._kinds: dict[str, CallRecord] = {}  # the stored calls, by repr
+        self._lock = threading.RLock()  # because other threads may record while one reads
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         return [(call, count) for call, count in self._all_calls(op) if call is not None]
@@ -65,7 +67,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: calls={calls}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
-        """Return how often an operator was called, including calls that were only counted.
+        """Return how often an operator was called, including calls that were not stored.
 
         Args:
             op: the operator's name.
@@ -76,12 +78,12 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return sum(self._counts.get(op, {}).values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calls to a JSON file, to read or compare it, or for `load`.
+        """Write the calls to a JSON file, which people can read and compare, and `load` can read.
 
         The file contains numbers, strings and other plain arguments, but no tensor data.
 
         Args:
-            path: the file. An existing file is replaced only after the new one is complete.
+            path: the path of the file. An existing file is replaced when the new one is complete.
 
         Raises:
             OSError: the file cannot be written.
@@ -118,10 +120,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             path: the file, which may be from another machine.
 
         Returns:
-            The calls. This recording is complete, and cannot be entered.
+            A recording that contains the calls of the file. It cannot be entered to add calls.
 
         Raises:
-            ValueError: the file was not written by `save`. The message names the position.
+            ValueError: `save` did not write the file. The message says where the error is.
             OSError: the file cannot be read.
 
         Example: see `save`.
@@ -137,7 +139,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         """Add the calls from another recording.
 
         Args:
-            other: the other recording, which does not change.
+            other: the other recording. It is not changed.
 
         Example:
             >>> import torch, torchop
@@ -153,13 +155,16 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """Return an operator's distinct calls with counts; None counts calls above the limit."""
+        """Return an operator's distinct calls and their counts.
+
+        The last item may have None instead of a call. It counts the calls above the limit.
+        """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Count calls to an operator. If `call` is None, count them as calls above the limit."""
+        """Count a call to an operator. If `call` is None, it is a call above the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
@@ -206,16 +211,17 @@ def _no_match_reason(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Record the operators that a block calls, with dtypes and shapes but without tensor data.
 
-    Results in the block do not change, but all calls in this thread are slower, because they go
-    through the dispatcher and a Python mode.
+    Recording does not change the results of calls. But it makes all calls in this thread slower,
+    because they go through the dispatcher and a TorchDispatchMode.
 
     Args:
-        what: patterns of operator names, as in `accelerate`; or packages, to record the operators
-            that a package defines, or has kernels for, in Python.
+        what: patterns of operator names such as `"mylib::*"`, as in `accelerate`, or packages. For
+            a package, all operators are recorded that the package defines in Python, or has Python
+            kernels for.
 
     Returns:
-        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to its
-        distinct calls and how often they were made, the most frequent first.
+        A `Recorded`, to use in a `with` statement. After the block, it maps the name of each
+        operator to its distinct calls and how often they were made, the most frequent first.
 
     Raises:
         ValueError: there is no pattern, or no operator's name can match a pattern.
@@ -250,9 +256,9 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """The active recordings of this thread, which share one mode.
+    """The active recordings of this thread. They share one TorchDispatchMode.
 
-    With several modes, only the innermost one would observe calls inside kernels.
+    If each recording had its own mode, only the innermost one would observe calls inside kernels.
     """
 
     def __init__(self) -> None:
@@ -266,7 +272,7 @@ class _Recordings(threading.local):
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # Do not use `list.index`, because recordings with the same calls are equal.
+        # Do not use `list.index`, because two recordings are equal if they contain the same calls.
         if not (indices := [i for i, each in enumerate(self._active) if each is recorded]):
             raise RuntimeError(
                 "record(...) was exited in another thread than the one that entered it; exit it "
@@ -279,8 +285,8 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The engine may run a backward in another thread, in which this thread's modes are active. So
-    # pass this thread's recordings as an argument.
+    # The autograd engine may run a backward in another thread, in which it activates this thread's
+    # modes. So the recordings are an argument, and not looked up in the current thread.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

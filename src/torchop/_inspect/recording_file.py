@@ -1,8 +1,9 @@
 """The file format of recordings: JSON with one call per line.
 
-A tensor is written as a JSON object with its metadata. Any other value that JSON cannot express is
-written as an object whose first key is the value's type. Parsing is strict: unknown input is
-rejected, and only dtypes, layouts and memory formats are looked up by name.
+A tensor is written as a JSON object that contains the tensor's metadata. A value that JSON cannot
+express, such as a dtype, is written as an object whose only key is the type of the value. The
+parser is strict: it rejects unknown input. It looks up only dtypes, layouts and memory formats by
+name, so a file cannot make it run code.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A call and how often it was made. None in place of the call counts all calls above the limit.
+# A distinct call, and how often it was made. If the call is None, the number counts all calls above
+# the limit that `Recorded` stores.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
@@ -48,7 +50,7 @@ def _call(call: CallRecord | None, count: int) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """Encode a value that is not a list."""
+    """Convert an argument of a call, or an item of a list, to a value that JSON can express."""
     if isinstance(value, TensorRecord):
         tensor: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
         if value.stride is not None:
@@ -75,15 +77,16 @@ def _named(kind: type, example: str) -> tuple[Callable[[str], Any], str]:
 
 
 def _printable(text: str) -> TypeRecord:
-    # The text will be printed, and a terminal would interpret control characters.
+    # Reject control characters, because the text will be printed, and a terminal would execute
+    # them.
     if not text.isprintable():
         raise ValueError(text)
     return TypeRecord(text)
 
 
-# Values of these types are written as a JSON object that maps the type to a string. The table has a
-# parser for each type, and a description of valid strings. Encoding the parsed value must reproduce
-# the string.
+# A value of one of these types is written as a JSON object that maps the type to a string. For each
+# type, the table contains the parser for the string, and a description of valid strings. A string
+# is only valid if encoding the parsed value results in the same string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -202,7 +205,7 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # This rejects, for example, a device index that PyTorch reads as a negative number.
+        # This comparison rejects, for example, an index that PyTorch parses as a negative number.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

@@ -1,9 +1,9 @@
-"""Find the modules that registered an operator, including kernels and rules.
+"""Find the modules that registered an operator, or kernels or rules for it.
 
-PyTorch does not record the module of a registration. So this file attributes an operator to each
-module that contains the `custom_op` function, a Python kernel or the fake kernel, and to the module
-that created the defining library. Reading kernels requires the native call path. Operators of C++
-extensions are not found.
+PyTorch does not record which module made a registration. So this module looks at the operator's
+functions. An operator belongs to each module that contains the `custom_op` function, the fake
+kernel, or a Python kernel, and to the module that created the library which defines it. Reading the
+Python kernels requires the C++ extension. Operators that C++ code registers belong to no module.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# For each rule, the prefix of the dispatch keys where it is registered.
+# For each rule, the first letters of the dispatch keys at which it is registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 def registers(module: str, op: OpName) -> bool:
-    """Return whether a module, or any module of a package, with this name registers an operator."""
+    """Return whether a module or, for a package, any submodule registers an operator."""
     return any(name == module or name.startswith(f"{module}.") for name in _modules_of(op))
 
 
 def no_operator_reason(module: str) -> str | None:
-    """Return the error message if a module registers no operator, otherwise None."""
+    """Return the error message for a module that registers no operator, otherwise None."""
     names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
@@ -56,14 +56,15 @@ def no_operator_reason(module: str) -> str | None:
 def modules_of(op: OpName) -> list[str]:
     """Return the modules that register an operator or kernels for it.
 
-    Excludes `__main__`, because another process cannot import it.
+    `__main__` is omitted, because another process cannot import it.
     """
     names = _modules_of(op) & sys.modules.keys()
     return sorted(name for name in names if "__main__" not in name)
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # The files that define the operator or register a fake kernel. C++ files belong to no module.
+    # The files that define the operator or register a fake kernel. Skip C++ files, because they
+    # belong to no module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -72,7 +73,8 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # A file may be loaded as several modules with different operators.
+        # A file may be loaded as several modules that register different operators. If some of
+        # these modules are known to register this operator, add only them.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -80,10 +82,11 @@ def _modules_of(op: OpName) -> set[str]:
 
 @functools.lru_cache(maxsize=1)
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
-    """Return the names of all modules by file.
+    """Return a dictionary from file names to the modules that were loaded from the file.
 
-    The result is cached, because computing it takes a millisecond, and callers look up all
-    operators. When a module is imported, the arguments change, so the cache is not used.
+    The result is cached, because it takes a millisecond to compute, and the callers need it for
+    every operator. The arguments are the number of modules, and the name and id of the newest one.
+    They change when a module is imported, so the dictionary is computed again.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -94,7 +97,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """Yield an operator's Python functions: the `custom_op` function and the kernels."""
+    """Yield an operator's Python functions: the one that `custom_op` decorated, and the kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function
@@ -114,9 +117,9 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return descriptions of the kernels and rules that the dispatcher has for an operator.
+    """Return the devices of the kernels, and the names of the rules, that the dispatcher has.
 
-    Unlike the rules in torchop's registry, this includes registrations of other libraries.
+    Unlike torchop's registry, the dispatcher also has the registrations of other libraries.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}
@@ -140,7 +143,7 @@ def is_defined_in_python(operator: Operator) -> bool:
 
 
 def python_kernel(operator: Operator, device_type: str) -> str | None:
-    """Return where the kernel for a device type was registered, or None for a C++ kernel."""
+    """Return where the kernel for a device type was registered, or None if it is a C++ kernel."""
     operator.overload  # noqa: B018  # raises if the operator does not exist
     table = dispatch.kernel_table(str(operator))
     text = table.get(dispatch.dispatch_key_name(device_type), "no kernel")

@@ -1,4 +1,9 @@
-"""Compile call plans for the C++ extension: the kernels, checks and gradients of native calls."""
+"""Compile call plans for the C++ extension.
+
+A call plan contains everything that native calls to an operator need: the parameters, the kernels,
+the checks and conversions of results, and how to record gradients. An operator's entry, a C++
+object, receives the operator's calls and runs them by the plan.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,11 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# finish(args, kwargs, result) checks and converts results that C++ does not accept directly.
+# `finish(args, kwargs, result)` checks and converts a result that C++ does not accept directly.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# How a plan records gradients; see `NativeCalls._plan`.
+# How native calls record gradients: a tuple, or the reason why only the dispatcher can record them,
+# or None. See `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | str | None
 
 
@@ -36,8 +42,9 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# The conversions that the dispatcher applies to results, by type. For an instance of a subclass,
-# such as an IntEnum, the dispatcher reads the underlying value without calling overridden methods.
+# For each type in a schema, the conversion that the dispatcher applies to a result. If the result
+# is an instance of a subclass, such as an IntEnum, the dispatcher reads the underlying value and
+# does not call methods that the subclass overrides.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -51,9 +58,9 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """Owns an operator's entry, the C++ object that receives its calls, and compiles its plans.
+    """Owns an operator's entry, the C++ object that receives all calls, and compiles call plans.
 
-    The subclass `OwnCalls` is for operators created by `custom_op`, and the subclass
+    The subclass `OwnCalls` is for operators created by `torchop.custom_op`. The subclass
     `table.calls.TableCalls` is for all other operators.
     """
 
@@ -63,14 +70,14 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
-        # The reason why calls that record a gradient are not native, or None if they are native.
+        # Why calls that record a gradient go through the dispatcher, or None if they are native.
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a plan. The entry calls this when a call finds no plan."""
+        """Compile a plan. The entry calls this if it has no plan when the operator is called."""
         with registration_lock:
-            if self.entry.plan is None:  # another thread may have compiled it
+            if self.entry.plan is None:  # otherwise another thread has compiled it meanwhile
                 self.entry.plan = self._compile()
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
@@ -82,8 +89,9 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Make calls to an OpOverload run the entry."""
-        # `dispatch` is set first, because other threads call the new function immediately.
+        """Make calls to an OpOverload go to the entry."""
+        # Set `dispatch`, the function for calls that are not native, before the entry receives
+        # calls from other threads.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -98,10 +106,10 @@ class NativeCalls:
         gradient: Gradient = None,
         **more: Any,
     ) -> Plan:
-        """Create a `Plan` for this operator; see `_call_path.pyi` for the arguments.
+        """Create a `Plan` for this operator. The arguments are described in `_call_path.pyi`.
 
         If `gradient` is a tuple, the first item is the autograd.Function for which calls create
-        nodes. If it is a string, it is the reason why the dispatcher must record gradients.
+        nodes. If it is a string, it says why only the dispatcher can record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -128,16 +136,20 @@ class NativeCalls:
 
 
 def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
-    """Log why a call falls back to the dispatcher, once per operator and reason."""
+    """Log why a call falls back to the dispatcher. C++ calls this once per operator and reason."""
     name = str(calls.name)
     # `explain` is in a higher layer, so this module cannot import it.
     found = sys.modules["torchop"].explain(name, *args, **kwargs)
-    if not found.native:  # `explain` does not notice the capture of a device graph
+    # `explain` may report a native call, because it does not check for device graph capture.
+    if not found.native:
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
 
 class OwnCalls(NativeCalls):
-    """Native calls to a `custom_op` operator, compiled from the plan of its `Definition`."""
+    """Native calls to an operator that `torchop.custom_op` created.
+
+    The call plan is compiled from the Python plan of the operator's `Definition`.
+    """
 
     __slots__ = ("_definition",)
 
@@ -148,26 +160,26 @@ class OwnCalls(NativeCalls):
     def attach(self) -> None:
         """Make calls through `torch.ops` native too. The caller must hold `registration_lock`.
 
-        Called when the operator is first used and not when it is defined, because creating an
-        `OpOverload` takes longer than the rest of a definition.
+        This happens when the operator is first used, not when it is defined, because creating an
+        `OpOverload` takes longer than everything else in a definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries its overloads in order, so a call to this overload is native only if
-            # the earlier overloads have an entry too.
+            # A packet tries all overloads in order. A call to this overload can only be native if
+            # the overloads before it have entries too, so create these.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
                     other.follower.attach()
 
     def _bypass_kernels(self) -> None:
-        """Let the dispatcher skip torchop's Python kernels where they would only redispatch."""
+        """Make the dispatcher skip Python kernels of torchop that would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
-            return  # the Python kernels must turn device names into devices before modes run
+            return  # the kernels must convert device names to devices before a mode runs
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
@@ -178,11 +190,12 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        self.attach()  # not yet called if the extension was loaded after the Python plan
+        # This was not called yet if the Python plan existed before the extension was loaded.
+        self.attach()
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
-        """Convert a plan of the definition to a plan of the extension."""
+        """Convert a definition's Python plan to a plan for the extension."""
         definition, schema = self._definition, self._schema
         kernels = plan[KernelRule]
         dispatched = definition.dispatcher_kernels
@@ -208,11 +221,12 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """Return how native calls record gradients: the argument `gradient` of `NativeCalls._plan`."""
+    """Return how native calls record gradients: the argument `gradient` for `NativeCalls._plan`."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The first call that records a gradient goes through the dispatcher and creates the function.
+    # The first call that records a gradient goes through the dispatcher, where it creates the
+    # autograd.Function.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
@@ -220,12 +234,12 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
 
 
 def is_returnable(schema: Schema) -> bool:
-    """Return whether all result types have a known conversion."""
+    """Return whether `_CONVERSIONS` supports all result types of the schema."""
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Describe the argument or result with a type that native calls do not support."""
+    """Return a text about the argument or result whose type native calls do not support."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"
@@ -236,13 +250,13 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Return a function that calls `function` and converts the result as the dispatcher does."""
+    """Return a function that calls `function`, and converts the result as the dispatcher would."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:
-    """Return the conversion that the dispatcher applies to valid results of a schema."""
+    """Return a function that converts a valid result of an operator as the dispatcher would."""
     each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
     if not each:
         return lambda result: None

@@ -1,4 +1,7 @@
-"""The reasons why calls are native or fall back to the dispatcher, as texts for csrc/reasons.h."""
+"""The reasons why a call is native or falls back to the dispatcher, with their texts.
+
+C++ reports a reason as the number in csrc/reasons.h. This module maps the number to a text.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """A reason why a call is native or falls back. The order must be the same as in reasons.h."""
+    """Why a call is native or falls back. The order must be the same as in csrc/reasons.h."""
 
-    text: str  # a format string; the callers fill in `{why}`
+    text: str  # a format string, in which callers replace `{why}` with details of the call
 
     def __new__(cls, text: str) -> Self:
         reason = int.__new__(cls, len(cls.__members__))

@@ -1,4 +1,4 @@
-"""Load the extension when an operator is first used, and then make calls native."""
+"""Load the C++ extension when an operator is first used, and then make calls native."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module. Set after all existing operators were made native.
+# The extension module, or None. It is set after all existing operators have been made native.
 _native: Any = None
-# The callbacks that were passed to `request` before the extension was loaded.
+# The callbacks that `request` received before the extension was loaded.
 _waiting: list[Callable[[], None]] = []
-# The native subclass of the handle class. The list has at most one item, because the extension can
-# create the subclass only once.
+# The subclass of the handle class whose calls run in C++. (A handle is the object that
+# `torchop.custom_op` returns.) The list is empty until the extension is loaded. It never has more
+# than one item, because the extension can create the class only once.
 _native_handle_types: list[type] = []
 
 
@@ -48,18 +49,20 @@ def native_module() -> Any | None:
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    An invalid value of TORCHOP_NATIVE does not raise here, but when the first operator is defined.
-    So `python -m torchop` can import torchop and report the error in one line.
+    If the value of TORCHOP_NATIVE is invalid, this does not raise. The error is raised when the
+    first operator is defined, so `python -m torchop` can import torchop and report the error in one
+    line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
 
 
 def obtain() -> None:
-    """Load the extension, or start to compile it. Calling it again has no effect.
+    """Load the extension, or start to compile it. Calling this again has no effect.
 
-    It also does nothing under torch.jit.trace, which runs a function twice and compares the Python
-    frames of operator calls: calls must not become native between the two runs.
+    It also has no effect under `torch.jit.trace`, because this runs a function twice and compares
+    the Python frames of operator calls. If calls became native between the two runs, the frames
+    would differ.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -71,17 +74,17 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension when Dynamo is imported. Must not raise, or that import would fail."""
+    """Load the extension when Dynamo is imported. If this raised, importing Dynamo would fail."""
     try:
         _obtain()
-    except NativeBuildWarning as problem:  # a warning that the user made an error
+    except NativeBuildWarning as problem:  # the user's filters turn the warning into an error
         log.warning("%s", problem)
     except RecursionError:
-        pass  # the next use of an operator tries again
+        pass  # when an operator is used, it is tried again
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Load the extension, compiling it if needed, and return whether it is loaded."""
+    """Load the extension, compile it first if needed, and return whether it is loaded."""
     is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
     return is_there
@@ -90,64 +93,66 @@ def wait(timeout: float | None = None) -> bool:
 class _FirstUse:
     """Loads the extension when an operator is first used.
 
-    It is the `Follower` of all definitions until the extension is loaded. Defining operators does
-    not load the extension, because a program may import a package with hundreds of operators and
-    call none of them, for example to print usage information or to build documentation.
+    Until then, this object is the `Follower` of all definitions, i.e. it is notified when an
+    operator is used. Defining an operator does not load the extension, because a program may import
+    a package with hundreds of operators and call none of them, for example to print usage
+    information or to build documentation.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # The original `__call__` of the handle class, and the function that replaces it until an
-        # operator is first used.
+        # The original `__call__` of the handle class. Until an operator is first used,
+        # `_first_call` replaces it.
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
-        """Let the first call to an operator, or the import of Dynamo, load the extension."""
+        """Make the first call to an operator, or the import of Dynamo, load the extension."""
         if self._first_call is not None or self.is_over:
             return
         api.mode()  # raises if the environment variable is invalid
-        # Dynamo guards on the type of a handle, which must not change during tracing.
+        # Load the extension when Dynamo is imported, because loading changes the type of handles.
+        # Dynamo guards on that type, so it must not change while Dynamo traces.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = _hooks.handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # `handle(...)` would recurse if other code has replaced `__call__` with a function that
-            # calls this one.
+            # Call `handle(...)` only if it is native now. Otherwise it would recurse forever if
+            # other code has replaced `__call__` with a function that calls this one.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        if not self.is_over:  # if Dynamo is imported already, `end` was called above
+        if not self.is_over:  # `end` has already run if Dynamo was imported before
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Restore the handle class's original `__call__`."""
+        """Stop waiting for the first use: restore the handle class's original `__call__`."""
         with registration_lock:
-            # If other code has replaced `__call__` too, leave its replacement in place.
+            # If other code has replaced `__call__` since, do not undo that.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
     def attach(self) -> None:
-        """Load the extension, because a call through `torch.ops` has compiled a plan."""
+        """Load the extension, because the operator was called through `torch.ops`."""
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing, because invalidating a plan does not mean that the operator is used."""
+        """Do nothing, because an operator whose plan becomes invalid was not necessarily used."""
 
 
 _first_use = _FirstUse()
 
 
 def new_handle_type() -> Any:
-    """Return the class for a new handle: the native one if the extension is loaded."""
+    """Return the class for new handles: the native class once the extension is loaded."""
     return _hooks.handle_type if _native is None else _native_handle_types[0]
 
 
 def make_native(definition: Definition) -> None:
-    """Make calls to a new operator native, now or when the extension is loaded."""
+    """Make calls to a new operator native, now or once the extension is loaded."""
     if _native is None:
         definition.follower = _first_use
         _first_use.wait()
@@ -156,9 +161,10 @@ def make_native(definition: Definition) -> None:
 
 
 def request(on_ready: Callable[[], None]) -> None:
-    """Load the extension, and call `on_ready` once it is loaded, but not if loading fails.
+    """Load the extension, and call `on_ready` once it is loaded.
 
-    `on_ready` may run in another thread, which holds `registration_lock`.
+    If loading fails, `on_ready` is never called. It may be called in another thread, while that
+    thread holds `registration_lock`.
     """
     with registration_lock:
         obtain()
@@ -169,10 +175,10 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Make calls to all existing operators native, after the extension was loaded.
+    """Make calls to all existing operators native. This is called when the extension was loaded.
 
-    If it raises, for example because a filter turns a warning into an error, the next use of an
-    operator calls it again.
+    It may raise, for example because a filter turns a warning into an error. Then it is called
+    again when an operator is used.
     """
     global _native
     with registration_lock:
@@ -181,29 +187,35 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
-                    if handle._definition.has_plan:  # used already, perhaps only through torch.ops
+                    # The operator was already used, perhaps only through torch.ops.
+                    if handle._definition.has_plan:
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
-                            # The old plan selects providers in Python instead of C++.
+                            # The existing plan selects providers in Python. A new plan lets C++
+                            # select them.
                             handle._definition.outdate_plan()
-            _native = module  # last, because `obtain` calls this function again until it is set
+            # Set this last. If an error is raised above, `obtain` calls this function again.
+            _native = module
         while _waiting:
             _waiting[-1]()
             _waiting.pop()
 
 
 def _prepare(module: ModuleType) -> None:
-    """Connect the extension with PyTorch, Dynamo and the lower layers. May be called again."""
-    # The extension derives the memory layout of Python kernels from two operators with known
-    # kernels.
+    """Connect the extension with PyTorch, with Dynamo, and with torchop's lower layers.
+
+    It must be possible to call this again after an error.
+    """
+    # The extension reads PyTorch's C++ objects for Python kernels, whose layout in memory is not
+    # public. It finds out the layout from two operators whose kernels are known.
     with libraries.probe_operators() as probes:
         if not module.probe_kernels(*probes):
             raise ImportError(
                 "this version of torchop does not support how this PyTorch stores Python kernels"
             )
     if not _native_handle_types:
-        # Copy these attributes into the new type, because Dynamo looks up `__call__` and properties
-        # only in a handle's own type, not in base classes.
+        # Copy `__call__` and the properties into the new type, because Dynamo looks them up only in
+        # a handle's own type and not in base classes.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -219,11 +231,11 @@ def _prepare(module: ModuleType) -> None:
 
 
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
-    """Make an OpOverload or packet count its calls to the dispatcher.
+    """Make an OpOverload or packet count running calls. C++ calls this before the first call.
 
-    Deregistering an operator waits for counted calls in other threads. Only calls to operators that
-    torchop defined are counted. Otherwise a registration could wait for another package's kernel
-    while the kernel waits for the registration.
+    When an operator is deregistered, torchop waits for the counted calls of other threads. Only
+    calls to operators that torchop defined are counted. Otherwise a registration could wait for
+    another package's kernel while this kernel waits for the registration, a deadlock.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:
@@ -235,6 +247,8 @@ def _adopt(definition: Definition, native: Any) -> OwnCalls:
     calls = definition.follower
     if not isinstance(calls, OwnCalls):
         calls = definition.follower = OwnCalls(native, definition)
-    if definition.structure is None:  # a structured handle calls the OpOverload, which is native
+    # If the operator takes structured arguments, the handle flattens them in Python, and then calls
+    # the OpOverload, which is native.
+    if definition.structure is None:
         native.adopt(definition.handle, calls.entry)
     return calls

@@ -1,1 +1,1 @@
-"""Compile and load the C++ extension, which implements native calls."""
+"""Compile and load the C++ extension that makes native calls."""

@@ -1,8 +1,7 @@
-"""Load the extension into this process, from a compiled file or after compiling it.
+"""Load the extension into this process, and compile it first if necessary.
 
-Compiling runs in a background thread. Calls go through PyTorch's dispatcher until the thread has
-loaded the extension. Programs wait for that only with TORCHOP_NATIVE=require and in
-`torchop.native.wait`.
+A background thread compiles the extension. Until it is loaded, calls go through PyTorch's
+dispatcher. A program waits for it only with TORCHOP_NATIVE=require or in `torchop.native.wait`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OnReady = Callable[[ModuleType], None]
 
 
 def mode() -> Mode:
-    """Return the value of TORCHOP_NATIVE, by default "auto"."""
+    """Return the value of the environment variable TORCHOP_NATIVE, by default "auto"."""
     value = os.environ.get("TORCHOP_NATIVE") or "auto"
     if value not in get_args(Mode):
         raise ValueError(
@@ -59,12 +58,14 @@ class Status(NamedTuple):
 
     Attributes:
         mode: the value of TORCHOP_NATIVE: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
-        state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (being
-            loaded), `"ready"` (in use) or `"failed"`.
-        path: the file of the extension that is in use, being loaded or being compiled.
-        reason: why it failed, or why it is off although TORCHOP_NATIVE is not 0.
-        seconds: how long compiling took, or has taken so far.
-        key: the configuration of the extension: PyTorch, Python, platform and sources.
+        state: `"off"`, `"idle"` (no operator was called yet), `"building"` (being compiled),
+            `"found"` (being loaded), `"ready"` (in use) or `"failed"`.
+        path: the extension file that is in use, being loaded or being compiled.
+        reason: why compiling or loading failed, or why the native call path is off although
+            TORCHOP_NATIVE is not 0.
+        seconds: how many seconds compiling took, or has taken so far.
+        key: a text that identifies the PyTorch, the Python, the platform and the C++ sources that
+            the extension is compiled for.
 
     Example:
         >>> import torchop
@@ -81,14 +82,16 @@ class Status(NamedTuple):
 
 
 class Extension:
-    """Loads the extension. Only tests create a second instance, for other sources."""
+    """Loads the extension, and stores its state. Only tests create a second instance."""
 
     def __init__(self, source: Path | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._is_requested = False
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
-        self._waiters = 0  # running calls to `wait`; they raise a failure, so it needs no warning
+        # The number of running calls to `wait`. They raise an error if loading fails, so no warning
+        # is necessary.
+        self._waiters = 0
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
@@ -101,14 +104,14 @@ class Extension:
     def obtain(self, on_ready: OnReady) -> None:
         """Load the extension, or start to compile it. Does nothing after the first call.
 
-        If a compiled file exists, it is loaded and `on_ready` is called before this function
-        returns. Otherwise a thread compiles the extension, loads it and calls `on_ready`. With
-        TORCHOP_NATIVE=require, this function waits for that; with TORCHOP_NATIVE=prebuilt, nothing
-        is compiled; with TORCHOP_NATIVE=0, nothing is loaded. If loading would turn the GIL on,
-        only TORCHOP_NATIVE=require loads the extension.
+        If a compiled file exists, this function loads it and calls `on_ready` before it returns.
+        Otherwise a thread compiles the extension, loads it and calls `on_ready`. TORCHOP_NATIVE
+        changes this: with "require", this function compiles the extension before it returns. With
+        "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded Python, if
+        loading would turn the GIL on, the extension is loaded only with "require".
 
-        A failure, including an exception in `on_ready`, is reported by one warning. But with
-        TORCHOP_NATIVE=require, or while `wait` is running, the failure is raised instead.
+        If anything fails, including `on_ready`, one warning reports it. But with "require", or
+        while `wait` is running, the error is raised instead.
         """
         wanted = mode()
         with self._lock:
@@ -126,7 +129,8 @@ class Extension:
         try:
             self._load_or_build(wanted, on_ready)
         except BaseException as error:
-            # After Ctrl-C or a RecursionError, the next call to `obtain` tries again.
+            # Reraise Ctrl-C and RecursionError, which do not mean that loading is impossible. The
+            # next call to `obtain` tries again.
             is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
             try:
                 self._fail(error)
@@ -148,7 +152,7 @@ class Extension:
                 )
 
     def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
-        """Call `obtain`, wait until loading has ended, and return whether the extension is loaded.
+        """Load the extension, wait until that succeeds or fails, and return whether it is loaded.
 
         Raises:
             NativeUnavailableError: compiling or loading failed.
@@ -162,7 +166,7 @@ class Extension:
         finally:
             with self._lock:
                 self._waiters -= 1
-        # Checked even if the timeout expired, because a build that fails later only warns.
+        # Check this even if the timeout has expired, because a failure after this call only warns.
         if self._state == "failed":
             raise NativeUnavailableError(
                 "torchop.native.wait: the native call path is not available, so calls take longer. "
@@ -193,8 +197,8 @@ class Extension:
     def stop(self) -> None:
         """Stop compiling before the interpreter exits.
 
-        During finalization, the interpreter terminates daemon threads. If the compiling thread is
-        in the dynamic linker or writing to stderr at that time, the process aborts.
+        The compiling thread is a daemon thread, which the interpreter terminates when it exits. If
+        the thread is in the dynamic linker or writing to stderr at that time, the process aborts.
         """
         if self._build is not None and self._thread is not None:
             self._build.stop()
@@ -282,7 +286,8 @@ class Extension:
         self._reason = printable(
             str(error) if explains_itself else f"{type(error).__name__}: {error}"
         )
-        self._state = "failed"  # last, because other threads then read the reason
+        # Set the state after the reason, because other threads read the reason once it is set.
+        self._state = "failed"
         self._is_settled.set()
 
     def _warn_of_failure(self, place: _errors.Place) -> None:
@@ -299,7 +304,7 @@ class Extension:
 
 extension = Extension()
 atexit.register(extension.stop)
-if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+if hasattr(os, "register_at_fork"):  # missing on Windows, which cannot fork
     os.register_at_fork(after_in_child=extension.after_fork)
 
 
@@ -325,9 +330,9 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
     """Compile the extension and return the path of the file.
 
     Args:
-        out: the folder for the file; by default the cache folder.
-        force: whether to compile again if the file exists.
-        source: the folder of the sources; by default torchop's own.
+        out: the folder for the file, by default the cache folder.
+        force: whether to compile the extension again if the file exists.
+        source: the folder of the C++ sources, by default torchop's own.
 
     Raises:
         NativeUnavailableError: compiling failed.
@@ -356,13 +361,13 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
 
 
 def _writes_notices() -> bool:
-    """Return whether this process prints notices: only the main process of a program does."""
+    """Return whether this process prints notices. Only the main process of a program does."""
     is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
     return is_first and multiprocessing.parent_process() is None
 
 
 def _write(line: str) -> None:
-    # stderr may be closed, or None under pythonw.
+    # Ignore errors, because stderr may be closed, or be None under pythonw.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Compile the extension. A file lock in the cache folder keeps processes from compiling twice."""
+"""Compile the extension. A file lock in the cache folder keeps two processes from compiling it."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ except ImportError:  # Windows, where nothing is compiled
 
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
-# Prevents forks while `subprocess.Popen` starts the compiler. Popen reads a pipe until all copies
-# of the pipe are closed. A child that is forked at that time would have a copy and might wait for
-# the file lock, which this process holds, so both would wait forever.
+# Locked while `subprocess.Popen` starts the compiler, to prevent other threads from forking. Popen
+# reads from a pipe until all copies of its write end are closed. A child process that is forked at
+# that time would have a copy. If it then waited for the file lock, which this process holds, both
+# processes would wait forever.
 _starting = threading.Lock()
-if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+if hasattr(os, "register_at_fork"):  # missing on Windows, which cannot fork
     os.register_at_fork(
         before=_starting.acquire,
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
-_NICENESS = "10"  # for the compiler in the background, because the user's program comes first
+_NICENESS = "10"  # so that a compiler in the background does not slow down the user's program
 
 
 class Build:
-    """One run of the compiler. Another thread can stop it."""
+    """One run of the compiler, which another thread can stop."""
 
     def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
         self._recipe = recipe
@@ -59,7 +60,7 @@ class Build:
         return self._stopped.is_set()
 
     def run_in_cache(self, *, force: bool = False) -> None:
-        """Acquire the file lock and compile the file, unless another process has compiled it.
+        """Acquire the file lock, and compile the file unless another process has compiled it.
 
         Raises:
             NativeUnavailableError: the compiler failed, or `stop` was called.
@@ -68,8 +69,8 @@ class Build:
             if self.target.exists() and not force:
                 return
             if is_alone:
-                # Remove folders of killed processes. No running process uses such a folder, because
-                # it would hold the lock.
+                # Remove the folders that killed processes left behind. No running process uses such
+                # a folder, because it would hold the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
@@ -82,15 +83,16 @@ class Build:
         """
         target = self.target
         try:
-            # Not a TemporaryDirectory, because a forked child would remove it when the child exits.
+            # Do not use TemporaryDirectory, because a forked child would remove the folder when it
+            # exits.
             folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
         except OSError as error:
             raise NativeUnavailableError(
                 f"the folder {target.parent} cannot be written to: {error.strerror}"
             ) from None
         try:
-            # All sources are one translation unit, because parsing PyTorch's headers takes most of
-            # the time.
+            # Compile all sources as one translation unit, because parsing PyTorch's headers takes
+            # most of the time.
             whole, linked = Path(folder, "call_path.cpp"), Path(folder, target.name)
             sources = sorted(self._recipe.source.absolute().glob("*.cpp"))
             whole.write_text("".join(f'#include "{source}"\n' for source in sources), "utf-8")
@@ -105,7 +107,8 @@ class Build:
             ]
             self._compile(arguments, Path(folder))
             with linked.open("rb") as file:
-                # Without fsync, a power failure could leave an empty file under the final name.
+                # Call fsync, because otherwise a power failure could leave an empty file with the
+                # final name.
                 os.fsync(file.fileno())
             os.replace(linked, target)
         finally:
@@ -120,26 +123,27 @@ class Build:
         process = self._process
         if process is not None and process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # including the compiler's children
+                os.killpg(process.pid, signal.SIGKILL)  # also kills the compiler's children
 
     def _compile(self, arguments: list[str], folder: Path) -> None:
         is_nice = self._background and shutil.which("nice") is not None
         nice = ["nice", "-n", _NICENESS] if is_nice else []
-        # The output goes to a file, because compiler caches such as sccache may start a server,
-        # which would keep a pipe open.
+        # Write the output to a file and not to a pipe. A compiler cache such as sccache may start a
+        # server, which would inherit the pipe and keep it open.
         with open(folder / "output", "w+b") as output:
             try:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # Empty entries in PATH and CPATH mean the working directory. The compiler
-                        # must not find files in the user's, so it runs in a folder of its own.
+                        # Run the compiler in its own folder. An empty entry in PATH or CPATH means
+                        # the working directory, and the compiler must not use files in the user's
+                        # working directory.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # `stop` kills the process group
+                        start_new_session=True,  # creates a process group, which `stop` kills
                     )
             except OSError as error:
                 raise NativeUnavailableError(
@@ -166,10 +170,10 @@ class Build:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[bool]:
-        """Hold the file lock of the target, or yield False if the file system has no locks.
+        """Hold the file lock of the target file. Yields False if the file system has no locks.
 
-        The operating system releases the lock if the process dies. The lock file is never removed:
-        otherwise two processes could lock two different files with the same name.
+        If the process dies, the operating system releases the lock. The lock file is never removed,
+        because otherwise two processes could lock two different files with the same name.
         """
         try:
             opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
@@ -187,20 +191,21 @@ class Build:
                         raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network file systems do not support locks. Without a lock, two processes
-                    # may both compile, but each replaces the file atomically.
+                    # Some network file systems do not support locks. Then two processes may both
+                    # compile the file, which is harmless, because each of them replaces the file
+                    # atomically.
                     yield False
                     return
             try:
                 yield True
             finally:
-                # Unlock explicitly, because closing the file does not release a lock that a forked
-                # child shares.
+                # Unlock explicitly. Closing the file is not enough if a forked child has the file
+                # open too.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def printable(text: str) -> str:
-    """Return the end of `text`, with control characters escaped."""
+    """Return the last part of `text`, with control characters escaped."""
     return "".join(
         character
         if character.isprintable() or character in "\n\t"

@@ -1,8 +1,9 @@
 """Find and load compiled extensions, and check that the cache folder is private.
 
-Any user who can write to the cache folder, or rename a folder above it, could run code in this
-process. So the cache is used only if it belongs to the current user, and no other user can write to
-it or to a folder above it. The folders of installed packages are trusted.
+A user who can write to the cache folder, or rename a folder above it, can replace the extension and
+so run code in this process. Therefore the cache is used only if it belongs to the current user, and
+no other user can write to it or to a folder above it. The folders of installed packages are trusted
+without a check.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
-# The package in the wheel torchop-native. Only the folders that contain torchop and PyTorch are
-# searched for it, because the import system might also search the working directory, which is not
+# The package that the wheel torchop-native installs. It is searched for only in the folders that
+# contain torchop and PyTorch. Importing it might also search the working directory, which is not
 # trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
@@ -39,20 +40,20 @@ class UnusableFileError(ImportError):
 class Place(NamedTuple):
     """A folder that was searched for the extension."""
 
-    name: str  # for messages
+    name: str  # the name of the folder in messages
     folder: Path | None  # None if the user has no cache folder
-    file: Path | None  # the extension, if it exists and is trusted
+    file: Path | None  # the extension, or None if it does not exist or is not trusted
     problem: str | None  # why the folder is missing or not trusted
 
     def miss(self) -> str:
-        """Describe why the folder has no usable file."""
+        """Return the message about a folder that contains no usable file."""
         if self.problem is not None:
             return f"{self.name}: {self.problem}"
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Search all folders for a file with the key of `recipe`, in order of preference."""
+    """Search all folders for a file with the recipe's key, in order of preference."""
     trusted = [("package", PREBUILT)]
     wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
     trusted += [("torchop-native", folder) for folder in wheels if folder.is_dir()]
@@ -81,7 +82,7 @@ def _in_cache(recipe: Recipe) -> Place:
 
 
 def keys_in(folder: Path | None) -> str:
-    """Return the keys of the extensions in a folder as text, at most three."""
+    """Return a text that lists the keys of the extensions in a folder, at most three."""
     names = [] if folder is None else names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
@@ -98,8 +99,8 @@ def make_cache_folder() -> Path:
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # Create one folder at a time, because `parents=True` would ignore the mode for folders
-            # above the cache, which must be private too.
+            # Create each folder separately, because the folders above the cache must be private
+            # too, but `parents=True` would create them without this mode.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -116,7 +117,8 @@ def check_folders_above(path: Path) -> None:
     """Raise if another user could replace the cache by renaming a folder above it."""
     if not hasattr(os, "geteuid"):
         return
-    for folder in reversed(path.parents):  # from the root: nobody can replace a checked folder
+    # Start at the root, because then nobody can replace a folder that was already checked.
+    for folder in reversed(path.parents):
         try:
             info = folder.lstat()
         except FileNotFoundError:
@@ -138,7 +140,8 @@ def check_folders_above(path: Path) -> None:
 
 def check_private(path: Path) -> None:
     """Raise unless the cache is a folder that only the user can write to."""
-    # Use lstat to reject symbolic links, because a link could change between the check and the use.
+    # Use lstat, which does not follow symbolic links. A link must be rejected, because the target
+    # could change after the check.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(
@@ -161,9 +164,10 @@ def _refuse(problem: str, remedy: str = "") -> NoReturn:
 
 @functools.cache
 def _is_users_own_group(number: int) -> bool:
-    """Return whether a group has the name of the user and no other members.
+    """Return whether a group has the same name as the user, and no other members.
 
-    Some Linux distributions create such a group for each user, and make folders writable for it.
+    Some Linux distributions create such a group for each user, and let it write to the user's
+    folders.
     """
     import grp  # missing on some platforms
     import pwd
@@ -176,7 +180,7 @@ def _is_users_own_group(number: int) -> bool:
 
 
 def load(file: Path) -> ModuleType:
-    """Load the extension from a file, or return the module if the file is loaded already.
+    """Load the extension from a file. If the file is loaded already, return the existing module.
 
     Raises:
         UnusableFileError: the dynamic linker cannot load the file.

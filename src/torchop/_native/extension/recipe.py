@@ -1,7 +1,8 @@
-"""The sources, flags and compiler of the extension, and the key in the file name.
+"""Determine the sources, flags and compiler of the extension, and the key in the file name.
 
-The key covers the PyTorch build, the C++ and Python ABIs, the platform, the sources and the flags.
-A process loads a file only if the file's key matches this configuration.
+The key identifies everything that a compiled file depends on: the PyTorch build, the C++ and Python
+ABIs, the platform, the C++ sources and the flags. A process loads a file only if the key in the
+file's name is the process's own key.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-# The fields of `THPFunction` (torch/csrc/autograd/python_function.h) in PyTorch 2.11 to 2.15. The
-# extension uses the first group and may ignore the second. If a release adds a field, the
-# dispatcher records gradients, because native calls might have to set that field.
+# The fields of `THPFunction`, PyTorch's struct for a Python autograd node
+# (torch/csrc/autograd/python_function.h), in PyTorch 2.11 to 2.15. Native calls fill in this
+# struct. The extension uses the fields in the first list and may ignore those in the second. If a
+# release has another field, native calls might have to set it, so on this release the dispatcher
+# records all gradients.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -36,13 +39,13 @@ _OTHER_FIELDS = (
     "clear_saved_tensors_on_access saved_tensors_accessed_and_cleared output_grad_dtypes"
 )
 _COMPILERS = ("c++", "g++", "clang++")
-# Whether the extension needs the GIL. Free-threaded reference counting differs between Python
-# releases, so the extension runs without the GIL only on releases that were tested.
+# Whether the extension needs the GIL. In free-threaded Python, reference counting differs between
+# releases, so the extension runs without the GIL only on the releases that it was tested on.
 NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 
 
 class Recipe(NamedTuple):
-    """The sources of the extension, and the key of the compiled file."""
+    """The sources of the extension, and the key in the name of the compiled file."""
 
     source: Path
     key: str
@@ -55,12 +58,13 @@ class Recipe(NamedTuple):
 def make_recipe(source: Path | None = None) -> Recipe:
     """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, so that users can identify the files in the cache. It does not depend on
-    paths or the compiler, so files can be compiled on another machine. But it depends on the flags
-    in `$CXX`, because they may select a processor.
+    The key is readable, so users can identify the files in the cache. It does not depend on paths
+    or on the compiler, so a file can be compiled on another machine. It does depend on the flags in
+    `$CXX`, because they may select a processor.
     """
     source = source or CSRC
-    # Path.glob would compile a regular expression, which slows down the start of programs.
+    # Do not use `Path.glob`, because it compiles a regular expression, which slows down the start
+    # of programs.
     names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
     if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
@@ -71,13 +75,13 @@ def make_recipe(source: Path | None = None) -> Recipe:
         with open(os.path.join(source, name), "rb", buffering=0) as file:
             text = file.read()
         for part in (name.encode(), text):
-            # Hash the length too, because otherwise moving a line from the end of one file to the
-            # start of the next would not change the hash.
+            # Hash the length of each part too. Otherwise the hash would stay the same if a line is
+            # moved from the end of one file to the start of the next.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # The key includes PyTorch's commit, because source builds with the same version may have
+    # The key includes PyTorch's commit, because two source builds with the same version may have
     # different headers.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
@@ -99,47 +103,50 @@ def names_in(folder: Path) -> list[str]:
 
 
 def lock_problem() -> str | None:
-    """Return why loading the extension would turn the GIL on, or None if it would not.
+    """Return a message if loading the extension would turn the GIL on, otherwise None.
 
-    Free-threaded Python turns the GIL on when it loads an extension that needs it, unless the GIL
-    is on already because of PYTHON_GIL=1 or another extension.
+    When free-threaded Python loads an extension that needs the GIL, it turns the GIL on for the
+    whole process. This is no problem if the GIL is on already, because of PYTHON_GIL=1 or another
+    extension.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
     return None if may_load else "native calls need the GIL, and this Python runs without it"
 
 
 def compile_flags() -> list[str]:
-    """Return the compiler flags, without flags that contain paths."""
+    """Return the compiler flags, except flags that contain paths."""
     flags = [
-        # Required by the headers of PyTorch 2.13. The headers of 2.11 compile with it too.
+        # The headers of PyTorch 2.13 need C++20. The headers of 2.11 can be compiled with it too.
         "-std=c++20",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        # Without this flag, the autograd headers include all operators, through ATen/ExpandUtils.h
-        # and ATen/Functions.h.
+        # Without this flag, the autograd headers would include the headers of all operators
+        # (through ATen/ExpandUtils.h and ATen/Functions.h), which takes long to compile.
         "-DAT_PER_OPERATOR_HEADERS",
-        # Without this flag, `python_error` acquires the GIL through pybind11, which instantiates
-        # pybind11's type registry.
+        # Without this flag, PyTorch's class `python_error` would acquire the GIL through pybind11,
+        # which would create pybind11's type registry.
         "-DPYBIND11_SIMPLE_GIL_MANAGEMENT",
         f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
-        # Debug assertions in PyTorch's headers call functions that release builds do not export.
+        # Turn off debug assertions in PyTorch's headers, because they call functions that release
+        # builds do not export.
         flags.append("-DNDEBUG")
     return flags
 
 
 def unknown_nodes() -> str | None:
-    """Return why the dispatcher must record gradients, or None if native calls can record them.
+    """Return why native calls cannot record gradients with this PyTorch, or None if they can.
 
-    Native calls fill in the struct of an autograd node, so all its fields must be known.
+    Native calls fill in the struct of an autograd node, so the extension must know all fields.
     """
     fields = node_fields()
     if fields is None:
-        return None  # without headers, only a prebuilt extension can be loaded
+        # Without headers, nothing can be compiled, and only a prebuilt extension can be loaded.
+        return None
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
     if not added and not missing:
@@ -153,7 +160,7 @@ def unknown_nodes() -> str | None:
 
 @functools.cache
 def node_fields() -> frozenset[str] | None:
-    """Return the fields of `THPFunction` in PyTorch's header, or None if there is no header."""
+    """Return the fields of `THPFunction` in PyTorch's header, or None if the header is missing."""
     file = os.path.join(_headers(), "torch", "csrc", "autograd", "python_function.h")
     try:
         with open(file, encoding="utf-8") as header:
@@ -171,9 +178,9 @@ def _headers() -> Path:
 
 
 def link_flags() -> list[str]:
-    """Return the linker flags, without flags that contain paths.
+    """Return the linker flags, except flags that contain paths.
 
-    They set no run path, because the extension must use the PyTorch that is already loaded.
+    The flags set no run path, because the extension must use the PyTorch that is already loaded.
     """
     shared = (
         ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
@@ -184,7 +191,7 @@ def link_flags() -> list[str]:
 def include_flags() -> list[str]:
     """Return the flags for the headers of PyTorch and Python.
 
-    The flags declare system headers, so the compiler prints no warnings about them.
+    They are declared as system headers, so the compiler prints no warnings about them.
     """
     import sysconfig  # takes 0.5 ms, and is only needed to compile
 
@@ -207,13 +214,16 @@ def library_flags() -> list[str]:
     """Return the flags for PyTorch's libraries, and for the C++ library that PyTorch has loaded.
 
     Some compilers link the C++ library statically by default. The extension would then have its own
-    copy of streams and exceptions, and crash when it shares these with PyTorch.
+    copy of the library, and would crash when it passes streams or exceptions to PyTorch.
     """
     return [f"-L{Path(torch.__file__).parent / 'lib'}", *_cpp_library()]
 
 
 def _cpp_library() -> list[str]:
-    """Return a list with the path of the libstdc++ that this process has loaded."""
+    """Return the path of the libstdc++ that this process has loaded, as a list of one item.
+
+    The list is empty if the path is unknown.
+    """
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -223,7 +233,7 @@ def _cpp_library() -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of the C++ compiler: `$CXX`, or the first compiler that is installed.
+    """Return the command of the C++ compiler: `$CXX`, or else the first installed compiler.
 
     `$CXX` may contain arguments, as in `ccache g++`. Relative folders in the PATH are ignored.
 
@@ -270,9 +280,9 @@ def _flags_of_user() -> list[str]:
 
 
 def _which(program: str) -> str | None:
-    """Return the path of a program, ignoring relative folders in the PATH.
+    """Return the path of a program. Relative folders in the PATH are ignored.
 
-    Relative folders depend on the working directory, which may contain other users' files.
+    A relative folder depends on the working directory, which may contain other users' files.
     """
     folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
@@ -280,8 +290,8 @@ def _which(program: str) -> str | None:
 
 
 def _python_and_platform() -> str:
-    # A tag such as "cpython-311-x86_64-linux-gnu". Reading it from sysconfig would take several
-    # milliseconds.
+    # The tag is, for example, "cpython-311-x86_64-linux-gnu". Reading it from sysconfig instead
+    # would take several milliseconds.
     tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
-    machine = platform.machine()  # not part of the tag on macOS
+    machine = platform.machine()  # on macOS, it is not part of the tag
     return tag if machine in tag else f"{tag}-{machine}"

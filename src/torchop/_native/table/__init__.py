@@ -1,1 +1,4 @@
-"""Native calls to operators that `custom_op` did not create, based on the dispatcher's table."""
+"""Native calls to operators that `torchop.custom_op` did not create.
+
+The kernels of these operators are found in the dispatcher's table of kernels.
+"""

@@ -1,11 +1,14 @@
-"""Native calls to operators that `custom_op` did not create.
+"""Native calls to operators that `torchop.custom_op` did not create.
 
 Any package may register kernels for such an operator, so call plans are compiled from the
-dispatcher's table of kernels. Kernels registered with torchop, for example by `Library.impl`, are
-always called natively. Other packages' Python kernels are called natively while
-`torchop.accelerate` applies to the operator. If `torch.library.custom_op` registered the kernel, a
-native call skips the wrappers and does their work itself. All other calls fall back to the
-dispatcher.
+dispatcher's table of kernels. It depends on the kernel whether a call is native:
+
+- If the kernel was registered with torchop, for example with `Library.impl`, calls are always
+  native.
+- If another package registered a Python kernel, calls are native while `torchop.accelerate` applies
+  to the operator. If this was done with `torch.library.custom_op`, a native call skips PyTorch's
+  wrappers around the kernel and does their work itself.
+- All other calls go through the dispatcher.
 """
 
 from __future__ import annotations
@@ -42,16 +45,18 @@ if TYPE_CHECKING:
 
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
+# The operators of other packages to which `torchop.accelerate` applies.
 accelerated: dict[OpName, TableCalls] = {}
-# All existing TableCalls, by operator name. The function in `OpOverload._op` keeps them alive.
+# All existing TableCalls objects, by operator name. The function in `OpOverload._op` keeps a
+# TableCalls object alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
 class TableCalls(NativeCalls):
-    """Native calls to an operator that `custom_op` did not create.
+    """Native calls to an operator that `torchop.custom_op` did not create.
 
     Attributes:
-        problem: the reason why the latest plan has no kernel, or None if it has one.
+        problem: why the latest plan has no kernel, or None if it has one.
     """
 
     __slots__ = ("__weakref__", "_library", "_overload", "problem")
@@ -65,10 +70,12 @@ class TableCalls(NativeCalls):
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
-        """Call other packages' kernels natively until `release` is called or `library` is closed.
+        """Make calls to other packages' kernels native.
+
+        This ends when `release` is called, or when `library` is closed.
 
         Args:
-            library: the library that defined the operator, or None if unknown.
+            library: the library that defined the operator, or None if it is unknown.
         """
         accelerated[self.name] = self
         self._library = library
@@ -78,7 +85,7 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`. Keep the function in `OpOverload._op` if other code replaced it."""
+        """Undo `accelerate`. If other code has replaced the function of the OpOverload, keep it."""
         with registration_lock:
             if accelerated.get(self.name) is not self:
                 return
@@ -93,19 +100,19 @@ class TableCalls(NativeCalls):
             self.outdate()
 
     def _take_exchanged(self) -> None:
-        """Replace `OpOverload._op` again, after PyTorch has set it to a new function."""
+        """Replace the OpOverload's function again, because PyTorch has set a new one."""
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
             self._take_calls(self._overload)
 
     def _compile(self) -> Plan:
-        from torchop._native.table import gradients, others  # slow to import; first calls need them
+        from torchop._native.table import gradients, others  # only needed once operators are called
 
         native, name, overload, schema = self._native, self.name, self._overload, self._schema
         if accelerated.get(name) is self and not has_own_kernels(native, name):
             kernels, self.problem = others.find_kernels(native, name, overload, schema)
         else:
-            # The plan contains only torchop's kernels, because other packages' kernels need a
-            # different check of results, and a plan has only one.
+            # Use only torchop's kernels. Other packages' kernels need a different check of results,
+            # and a plan can have only one.
             kernels, self.problem = ours.find_kernels(native, name, schema), None
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         sources = (*kernels.sources, *sources, *foreign_operators.dispatcher_source(overload))
@@ -118,7 +125,7 @@ class TableCalls(NativeCalls):
             finish=kernels.finish,
             convert=kernels.convert,
             sources=sources if kernels.pairs else (),
-            is_foreign=True,  # a closed library may reveal a kernel of another package
+            is_foreign=True,  # a closed library may leave another package's kernel in place
             as_dispatched=kernels.as_dispatched,
         )
         if kernels.pairs and plan.unknown_parameter is not None:
@@ -129,7 +136,7 @@ class TableCalls(NativeCalls):
 def has_own_kernels(native: Any, name: OpName) -> bool:
     """Return whether a kernel at a backend key was registered with torchop.
 
-    Kernels at Autograd keys do not count, because they may redispatch to another package's kernel.
+    Kernels at Autograd keys are ignored, because they may redispatch to another package's kernel.
     """
     return bool(ours.registered_kernels(native, name, [ours.BACKEND]))
 
@@ -146,8 +153,8 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
     """Make calls to another package's operator native, or return why that is not possible.
 
     Args:
-        name: the operator.
-        library: the library that defined it, or None if unknown.
+        name: the operator's name.
+        library: the library that defined it, or None if it is unknown.
     """
     with registration_lock:
         native = switch.native_module()
@@ -176,7 +183,7 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
 
 
 def release(name: OpName) -> None:
-    """Undo `accelerate` for an operator. Does nothing if it is not accelerated."""
+    """Undo `accelerate` for an operator. If it is not accelerated, do nothing."""
     calls = accelerated.get(name)
     if calls is not None:
         calls.release()
@@ -189,14 +196,14 @@ def _patch_handle_calls(native: Any) -> None:
 
 
 def calls_of(name: OpName) -> TableCalls | None:
-    """Return the `TableCalls` of an operator, or None if its calls are not native."""
+    """Return an operator's `TableCalls`, or None if calls to the operator are not native."""
     if (calls := accelerated.get(name) or _calls.get(name)) is None:
         return None
     return calls if name in accelerated or entry_of(name) is calls.entry else None
 
 
 def entry_of(name: OpName) -> Entry | None:
-    """Return the entry that calls through `torch.ops` use, or None."""
+    """Return the entry that receives an operator's calls through `torch.ops`, or None."""
     native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None
@@ -214,9 +221,10 @@ def outdate(name: OpName) -> None:
 def attach(name: OpName, overload: OpOverload) -> None:
     """Make calls to kernels that were registered with torchop native.
 
-    A kernel registered with torchop calls this function when it first runs, because the operator is
-    complete and in use at that time. A kernel that is registered later calls it again. The packet's
-    other overloads become native too, because PyTorch tries the overloads in order.
+    A kernel registered with torchop calls this function when it runs for the first time, because by
+    then the operator is complete and in use. If another kernel is registered later, it does so
+    again. The other overloads of the packet become native too, because a packet tries all overloads
+    in order.
     """
     if not _may_take(name):
         return
@@ -245,13 +253,17 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # Exclude PyTorch's own operators. A kernel registered with torchop may override one of theirs.
+    # Exclude PyTorch's own operators, for which torchop may have registered a kernel too.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 
 
 class Follower:
-    """Observes the plan of a definition that holds rules for another package's operator."""
+    """Makes native calls follow the rules that a definition has for another package's operator.
+
+    The definition calls `attach` when it has compiled a plan, and `outdate` when the plan is
+    invalid.
+    """
 
     __slots__ = ("_name",)
 
@@ -261,8 +273,8 @@ class Follower:
     def attach(self) -> None:
         """Make calls native if torchop defined the operator.
 
-        Another package's operator may have that package's kernels, so only `accelerate` makes calls
-        to it native.
+        If another package defined it, that package may have kernels for it, so calls become native
+        only with `accelerate`.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:

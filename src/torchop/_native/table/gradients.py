@@ -1,12 +1,13 @@
-"""Record gradients in native calls to operators that `custom_op` did not create.
+"""Record gradients in native calls to operators that `torchop.custom_op` did not create.
 
-If `torchop.register_autograd` registered the backward formula, it is in the operator's definition.
-If `torch.library.register_autograd` registered it, PyTorch creates an `autograd.Function`, whose
-inputs are the arguments that the dispatcher passes, with lists of tensors flattened.
+A backward formula that was registered with `torchop.register_autograd` is in the operator's
+definition. For a formula that was registered with `torch.library.register_autograd`, PyTorch has
+created an `autograd.Function`. Its inputs are the arguments that the dispatcher passes to kernels,
+with lists of tensors flattened.
 
-Before the dispatcher calls a Python kernel, it drops arguments that equal the default in the
-schema: at the end of the positional arguments, and anywhere among the keyword-only arguments. In
-native calls, C++ drops these arguments for kernels, and this module drops them for formulas.
+The dispatcher drops some arguments before it calls a Python kernel: positional arguments at the end
+and keyword-only arguments, if they equal their default in the schema. In native calls, C++ drops
+these arguments for kernels, and this module drops them for formulas.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def find(
     """Return the Autograd kernel that native calls skip, and arguments for a call plan.
 
     Returns:
-        (kernel, gradient, sources). `gradient` is how native calls record gradients, or the reason
-        why the dispatcher must record them. `sources` are the containers that were read.
+        (kernel, gradient, sources). `gradient` says how native calls record gradients, or why only
+        the dispatcher can record them. `sources` are the containers that were read; if one of them
+        changes, the plan is invalid.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
@@ -56,7 +58,7 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Return whether the kernel at Autograd, if any, was registered by torchop or torch.library."""
+    """Return whether the kernel at Autograd, if any, is from torchop or torch.library."""
     kernel, formula = _kernel_and_formula(native, name, overload)
     is_ours = ours.definition_of_gradient(kernel) is not None
     return kernel is None or formula is not None or is_ours
@@ -72,9 +74,9 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """Return a function that calls the user's `setup_context` as PyTorch does."""
+    """Return a function that calls the user's `setup_context` as PyTorch does, or None."""
     function = formula.setup_context
-    if not function:  # the same test as in torch/_library/autograd.py
+    if not function:  # the condition is copied from torch/_library/autograd.py
         return None
     is_simple, takes_keywords = _has_simple_defaults(schema), formula.takes_keywords
 
@@ -92,11 +94,11 @@ def _setup_context(
 def _inputs(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
-    """Return a function that flattens the positional arguments, or None if there are no lists.
+    """Return a function that flattens the positional arguments, or None if none of them is a list.
 
-    The returned function computes two values: the flat inputs, and a second function. The second
-    function takes the operator's result and computes `ctx._pt_metadata`, in which PyTorch describes
-    the lists in the arguments and the result.
+    The function returns the flat arguments and a second function. The second one receives the
+    operator's result and computes `ctx._pt_metadata`, in which PyTorch stores the structure of the
+    lists in the arguments and in the result.
     """
     note_lists = formula.note_lists
     if note_lists is None:
@@ -108,7 +110,7 @@ def _inputs(
     return inputs
 
 
-# Types for which equal values are interchangeable.
+# Types whose values can be replaced with an equal value without any difference.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -117,8 +119,8 @@ def _as_filled(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that torch.library passes to `setup_context`.
 
-    For arguments that the dispatcher dropped, torch.library passes the default as the schema stores
-    it, for example a number for a dtype.
+    For an argument that the dispatcher dropped, torch.library passes the default in the form in
+    which the schema stores it. For a dtype, for example, this is a number.
     """
     defaults = schema.raw_defaults
     passed = _count_passed(args, schema)
@@ -132,7 +134,7 @@ def _as_filled(
 def _has_simple_defaults(schema: Schema) -> bool:
     """Return whether the schema stores all defaults unchanged, as simple values.
 
-    If so, replacing an argument with an equal default makes no difference.
+    If it does, an argument can be replaced with an equal default without any difference.
     """
     return all(
         type(stored) in _SIMPLE and stored == argument.default
@@ -151,12 +153,12 @@ def _count_passed(args: Sequence[Any], schema: Schema) -> int:
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
-    """Return whether the dispatcher drops an argument because it equals its default."""
+    """Return whether the dispatcher drops an argument because it equals the default."""
     if not argument.has_default:
         return False
     if value is argument.default:
         return True
-    # The schema stores a device default as a str, and no torch.device equals a str.
+    # Skip devices, because the schema stores the default as a str, which no torch.device equals.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

@@ -1,4 +1,4 @@
-"""Find kernels that other packages registered, and convert results as the dispatcher does."""
+"""Find the kernels that other packages registered, and convert results as the dispatcher does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
-# For a backend without a kernel, the dispatcher uses a kernel at one of these keys.
+# If a backend has no kernel, the dispatcher uses a kernel at one of these keys.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
     "CompositeExplicitAutogradNonFunctional",
@@ -34,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the kernels in the dispatcher's table, and why no call can be native, or None."""
+    """Return the dispatcher's Python kernels, and why no call can be native, or None."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -56,8 +56,8 @@ def find_kernels(
         else:
             plain.append(kernel)
     if stock:
-        # The plain kernels are left out, because they need a different check of results, and a call
-        # plan has only one.
+        # Leave out kernels that were not created by `torch.library.custom_op`, because they need a
+        # different check of results, and a call plan can have only one.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         return _stock(name, schema, overload, stock), problem
     plain += _at_autograd(native, name, overload, plain)
@@ -72,7 +72,7 @@ def _stock(
     overload: OpOverload,
     stock: Sequence[tuple[Any, stock_kernels.StockKernel]],
 ) -> Kernels:
-    """Return the user's functions that `torch.library.custom_op` has wrapped in kernels."""
+    """Return the kernels that `custom_op` of torch.library created, with the user's functions."""
     latest = stock[-1][1]
     finish, convert = _finish(name, schema, overload, latest)
     must_return = foreign_operators.returns_what_it_writes(latest.definition)
@@ -91,8 +91,8 @@ def _finish(
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
     """Return the fields `finish` and `convert` of `Kernels`.
 
-    The C++ dispatcher converts results, but `OpOverload` returns them unchanged if it dispatches in
-    Python.
+    If the call goes through the C++ dispatcher, the dispatcher converts the results. If PyTorch
+    dispatches the call in Python, `OpOverload` returns the results unchanged.
     """
     convert = _conversion(str(name), schema)
     check = _unchecked if stock is None else stock.check
@@ -102,8 +102,8 @@ def _finish(
         return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
     if stock is None:
         return lambda args, kwargs, result: convert(result), None
-    # The dispatcher converts the result twice, because it passes through two kernels: at Autograd
-    # and below it. The second conversion may reject what the first one returns.
+    # Convert the result twice, as the dispatcher does: the result passes through two kernels, one
+    # at Autograd and one below it. The second conversion may reject the result of the first.
     return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 
@@ -112,7 +112,7 @@ def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> An
 
 
 def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
-    """Return the kernel at ADInplaceOrView if PyTorch registered it, otherwise None."""
+    """Return the kernel that bumps version counters if PyTorch registered it, otherwise None."""
     kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
     return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
 
@@ -131,7 +131,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return the kernels at Autograd keys. If a kernel does not redispatch, calls end there."""
+    """Return the Python kernels at Autograd keys. Calls end there unless a kernel redispatches."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -161,10 +161,10 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 
 
 def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
-    """Return the conversion that the dispatcher applies to a Python kernel's results.
+    """Return a function that converts a kernel's result as the dispatcher would.
 
-    Results that have exactly the schema's types are returned unchanged. PyTorch converts or rejects
-    all others.
+    The function returns a result unchanged if it has exactly the schema's types. It lets PyTorch
+    convert or reject any other result.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.written)])
@@ -176,7 +176,7 @@ def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
         if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
-            # PyTorch reads past the end of the schema's types here, so raise an error instead.
+            # Raise an error, because PyTorch would read past the end of the schema's list of types.
             _by_dispatcher(name, form, result[: len(kinds)])
             raise RuntimeError(
                 f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
@@ -196,16 +196,16 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Let PyTorch check and convert a result, by returning it from an operator with these types.
+    """Let PyTorch check and convert a result, by returning it from another operator.
 
-    `form` is the schema's part after the arrow: the return types.
+    `form` is the part of the schema after the arrow, which has the return types.
     """
     identity = _identity(form)
     _passing.result = result
     try:
         return identity()
     except RuntimeError as error:
-        # The message names the operator that converts, so insert the called operator's name.
+        # PyTorch's message names that other operator, so insert the name of the called operator.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
         if message == str(error):
             raise
@@ -216,7 +216,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """Define an operator that returns `_passing.result` with these return types."""
+    """Define an operator with these return types, which returns `_passing.result`."""
     library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
     libraries.define(library, f"{local}() -> {form}", ())
     libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)

@@ -1,7 +1,8 @@
-"""Find kernels and formulas registered with torchop for operators that it did not create.
+"""Find kernels and formulas that were registered with torchop for operators it did not create.
 
-`Library.impl` registers the user's function in a wrapper. `register_kernel` and `register_autograd`
-store their functions in a definition, which registers dispatcher kernels.
+`Library.impl` registers a wrapper that contains the user's function. `register_kernel` and
+`register_autograd` store the user's function in a `Definition`, which registers kernels with the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of dispatch keys. A call ends at a backend's key, such as "CPU", or at its Autograd key,
-# such as "AutogradCPU", if the kernel there does not redispatch.
+# Prefixes of dispatch keys. A call ends at the key of a backend, such as "CPU". It may also end at
+# the backend's Autograd key, such as "AutogradCPU", if the kernel there does not redispatch.
 BACKEND, AUTOGRAD = "", "Autograd"
 
-# The attribute in which the wrapper that `Library.impl` registers stores the user's function.
+# The attribute in which the wrapper of `Library.impl` stores the user's function.
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
 class Kernels(NamedTuple):
     """An operator's kernels for native calls, and how to check and convert their results.
 
-    All attributes except `pairs` are arguments of `Plan`; see `_call_path.pyi`.
+    All attributes except `pairs` are arguments of the extension's class `Plan` (see
+    `_call_path.pyi`).
 
     Attributes:
-        pairs: (function in the dispatcher's table, function to call).
-        finish: checks and converts results.
-        convert: converts a result of `finish` if PyTorch would run the call in the C++ dispatcher.
-        sources: containers from which the functions to call were read; see `StockKernel`.
-        returned_parameters: the positions of the parameters that a kernel must return.
+        pairs: for each kernel, the function in the dispatcher's table and the function to call
+            instead.
+        finish: a function that checks and converts results.
+        convert: a function that converts a result of `finish` further, if PyTorch would run the
+            call in the C++ dispatcher.
+        sources: the containers from which the functions to call were read (see `StockKernel`).
+        returned_parameters: the positions of the arguments that a kernel must return.
         are_fresh: whether results must not alias arguments.
-        as_dispatched: whether to drop arguments that equal their default.
+        as_dispatched: whether to drop arguments that equal their default, as the dispatcher does.
     """
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
@@ -69,8 +73,8 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
             as_dispatched=False,
         )
     check = result_check(schema.returns)
-    # Kernels registered with `Library.impl` must not receive arguments that equal their default. A
-    # definition's dispatcher kernels add these arguments themselves.
+    # As in the dispatcher, arguments that equal their default are not passed to kernels from
+    # `Library.impl`. The kernels of a definition add these arguments themselves.
     return Kernels(
         tuple(
             (kernel, function if kernel in places else checked(name, schema, function))
@@ -85,8 +89,8 @@ def registered_kernels(
 ) -> dict[Any, Callable[..., Any]]:
     """Map each torchop kernel in the dispatcher's table to the function that native calls run.
 
-    If `Library.impl` registered the kernel, that is the user's function. If a definition registered
-    it, that is the kernel itself.
+    For a kernel that `Library.impl` registered, this is the user's function. For a kernel that a
+    definition registered, it is the kernel itself.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -104,11 +108,11 @@ def _is_of_definition(kernel: Any) -> bool:
 
 
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
-    """Return the Autograd kernel that `register_autograd` installed, and its gradient recording.
+    """Return the Autograd kernel that `register_autograd` installed, and how to record gradients.
 
     Returns:
-        (kernel, gradient). `gradient` tells a call plan how to record gradients; see
-        `gradient_of`. Both are None if no formula was registered with torchop.
+        (kernel, gradient). `gradient` is the result of `gradient_of`. Both are None if no formula
+        was registered with torchop.
     """
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")
