@@ -58,7 +58,7 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    # In 2.11, the Python fallback asserts that this key is set when a mode handles a call
+    # Before 2.13, the Python fallback asserts that this key is set when a mode handles a call
     # (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). A transform may have excluded
     # the key, so include it again.
     include = include.add(DispatchKey.PythonTLSSnapshot)
@@ -105,7 +105,7 @@ def is_finding_mutations() -> bool:
     return any(frame.f_code is _FINDS_MUTATIONS for frame, _ in callers)
 
 
-def are_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
+def overlap_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether any of `tensors` is or overlaps an input of the traced graph."""
     inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
     memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}

@@ -85,7 +85,7 @@ def checking_regions(definition: Definition) -> Callable[..., Any]:
             for name, value in passed(schema.mutated_places, args, kwargs):
                 if name in kwargs:
                     tensors = [tensor for _, _, tensor in named_tensors([(name, value)])]
-                    problem = functional.are_inputs(mode, tensors) and "passed by keyword"
+                    problem = functional.overlap_inputs(mode, tensors) and "passed by keyword"
                 else:
                     problem = not isinstance(value, Tensor) and "a list or None"
                 if problem:
