@@ -1,1 +1,4 @@
-"""Make calls to other packages' operators native: run them without PyTorch's dispatcher."""
+"""`torchop.accelerate`: make calls to operators of other packages native.
+
+A native call bypasses PyTorch's dispatcher.
+"""

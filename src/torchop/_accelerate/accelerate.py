@@ -1,4 +1,7 @@
-"""accelerate: make calls to operators of other packages native."""
+"""`accelerate`: make calls to operators of other packages native.
+
+A native call runs the kernel from C++, without PyTorch's dispatcher.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,23 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The accelerations in effect. An operator is accelerated as long as one of them matches it.
+# The accelerations that are in effect. An operator is accelerated as long as it matches one of
+# them.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str | None] = {}  # why matching operators are not accelerated
+# Maps matching operators to why they are not accelerated, or None.
+_problems: dict[OpName, str | None] = {}
 _stop_watching: registries.RegistrationHook | None = None
 
 
 class AcceleratedOperator(NamedTuple):
-    """A row in the table of an `Acceleration`.
+    """The state of one operator, a row in the table of an `Acceleration`.
 
     Attributes:
         op: the name of the operator.
-        accelerated: whether native calls are enabled.
-        reason: the reason if native calls are not enabled, else an empty string.
-        constants: the arguments of type `int`. `torch.compile` compiles again for each value of
-            these, unless the schema declares them as `SymInt`.
+        accelerated: whether calls to the operator can be native.
+        reason: why the operator is not accelerated. Empty if it is accelerated.
+        constants: the names of the arguments of type `int`. `torch.compile` compiles again for each
+            new value of these. To avoid this, declare them as `SymInt` in the schema.
 
     Example:
         >>> import torch, torchop
@@ -58,9 +63,9 @@ class AcceleratedOperator(NamedTuple):
 
 
 class Acceleration:
-    """The result of `accelerate`. Print it for a table of the operators.
+    """The result of `accelerate`. Printing it shows a table of the operators.
 
-    It is in effect until `undo` is called, or until the end of a `with` block.
+    The acceleration ends when `undo` is called, or at the end of a `with` block.
 
     Example:
         >>> import torch, torchop
@@ -96,7 +101,7 @@ class Acceleration:
         """Stop accelerating the matching operators. Calling it again has no effect.
 
         Operators that match another active `Acceleration` stay accelerated. If other code has
-        replaced a function in `torch.ops` in the meantime, that replacement stays in place.
+        replaced a function in `torch.ops` since, the replacement is not overwritten.
         """
         with registration_lock:
             if self in _active:
@@ -144,12 +149,13 @@ class Acceleration:
 
 
 def accelerate(*patterns: str) -> Acceleration:
-    """Make calls to operators of other packages native.
+    """Make calls to operators of other packages native, so that they bypass PyTorch's dispatcher.
 
-    Applies to operators with Python kernels that were registered with `torch.library.custom_op`, or
-    with `define` and `impl` of a `torch.library.Library`. A call through a handle, through
-    `torch.ops` or from a compiled graph becomes native if the dispatcher would only run the kernel
-    and the wrappers of `custom_op`. All other calls fall back to the dispatcher.
+    This works for operators with Python kernels that were registered with
+    `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. A call
+    through a handle, through `torch.ops` or from a compiled graph is native if the dispatcher would
+    do nothing but run the kernel and the wrappers of `custom_op`. All other calls fall back to the
+    dispatcher.
 
     Operators that are registered later are accelerated too, so the order of imports does not
     matter.
@@ -159,17 +165,18 @@ def accelerate(*patterns: str) -> Acceleration:
             `[...]`, such as `"mylib::*"` or `"*"`. A name without an overload means all overloads.
 
     Returns:
-        An `Acceleration`, which prints as a table of the operators, with the reason for each that
-        is not accelerated. Call its `undo`, or use it in a `with` statement.
+        An `Acceleration`. Print it to see a table of the operators, and the reason why an operator
+        is not accelerated. To end the acceleration, call `undo`, or use the object in a `with`
+        statement.
 
     Raises:
         ValueError: no pattern was given, or a pattern matches no valid name.
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: a pattern is probably misspelled: it matches no registered
-            operator, but the namespace or a similar one exists. Or all matching operators were
-            defined in C++.
+        NothingToAccelerateWarning: a pattern is probably misspelled, because it matches no
+            registered operator, but its namespace or a similar one exists. Or all matching
+            operators were defined in C++, so they cannot be accelerated.
 
     Example:
         >>> import torch, torchop
@@ -193,7 +200,7 @@ def accelerate(*patterns: str) -> Acceleration:
             switch.request(_adopt_all)
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
-    except BaseException:  # such as a warning that a filter turned into an error
+    except BaseException:  # for example a warning that a filter turned into an error
         acceleration.undo()
         raise
     return acceleration
@@ -206,7 +213,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return why calls to an operator are not native, or None for torchop's operators."""
+    """Return why torchop has not made calls to an operator native, or None if it has."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason
@@ -273,7 +280,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif (calls := table.accelerated.get(name)) is None:
         reason = _problems.get(name) or "it was deregistered"
     else:
-        calls.outdate()  # another package may have registered a kernel since the last call
+        calls.outdate()  # check again, because another package may have registered a kernel
         calls()
         reason = calls.problem
     constants = find_schema(name).constants

@@ -15,7 +15,7 @@ from torchop.extend import OpName, short_repr, short_text
 
 Value = TypeVar("Value")
 
-# Namespaces that wildcards do not match.
+# Internal namespaces of PyTorch and torchop. Wildcards such as "*" do not match them.
 _INTERNAL = naming.RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
@@ -33,7 +33,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # The suggestion also handles names as PyTorch prints them, such as
+            # Suggest a valid pattern even for names as PyTorch prints them, such as
             # torch.ops.mylib.crop.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
@@ -45,7 +45,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    # Internal operators match only if the pattern starts with their namespace.
+    # An operator in an internal namespace matches only if the pattern starts with the namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     if not naming.is_match(name, pattern):
@@ -70,7 +70,7 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
     def holds_match(names: Iterable[OpName]) -> bool:
         return any(is_match(name, pattern) for name in names)
 
-    # `all_names` is slow, so it is called last.
+    # Call `all_names` last, because it is slow.
     if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)

@@ -126,7 +126,7 @@ def decomposes_for_backends() -> bool:
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which `wrap_triton` returns the Triton kernel itself.
 
-    The block must not run in a trace, because a trace could then not capture the kernel.
+    Don't use it while tracing: the trace could not capture the kernel.
     """
     return triton.set_wrap_triton_enabled(False)
 

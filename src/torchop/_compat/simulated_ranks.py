@@ -70,8 +70,9 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
     """Return the factor by which to multiply a value to get a rank's share of the value.
 
-    The shares of all ranks sum up to the value. On two ranks, the factors are 1/3 and 2/3. For an
-    average, they are larger by the number of ranks.
+    The shares of all ranks add up to the value. They differ, so that mixed-up ranks are noticed: on
+    two ranks, the factors are 1/3 and 2/3. For an average, each factor is multiplied by the number
+    of ranks, so that the average of the shares is the value.
     """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0

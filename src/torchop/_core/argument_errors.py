@@ -1,4 +1,4 @@
-"""Turn the dispatcher's errors about invalid arguments into errors that also suggest a fix."""
+"""Add a suggested fix to the dispatcher's errors about invalid arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchop._schema.naming import OpName
 
 
 def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """Return the error to raise instead of `error`, or None if it is not about the arguments."""
+    """Return the error to raise instead of `error`, or None if `error` is not about arguments."""
     if type(error) is not RuntimeError:
         return None
     if dtensor.is_mixed(error):
@@ -38,8 +38,8 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     )
 
 
-# Messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h), which calls
-# FunctionSchema::findErrorInKwargs.
+# Patterns for the error messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h).
+# Some of the messages come from FunctionSchema::findErrorInKwargs.
 _COUNT = re.compile(
     r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
     r"Declaration: (?P<schema>.*)"
@@ -64,7 +64,6 @@ _VALUE = re.compile(
 
 
 def _fix_of_argument(sentence: str, value: str) -> str:
-    """Return a hint for an argument of the wrong type, or an empty string."""
     match = _VALUE.match(sentence)
     if match is None:
         return ""

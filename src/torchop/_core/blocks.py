@@ -11,9 +11,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Block(contextlib.ContextDecorator):
-    """A context manager and decorator that rejects generator and coroutine functions.
+    """A context manager that can also decorate functions, except generators and coroutines.
 
-    The body of such a function runs after the call returns, when the block is already closed.
+    A call to a generator or coroutine function returns before the function's body runs. So the
+    block would be closed too early.
     """
 
     def __call__(self, function: _Function) -> _Function:

@@ -23,14 +23,15 @@ def cache_folder() -> Path:
 
 def _caches_of_user() -> Path:
     path = os.environ.get("XDG_CACHE_HOME")
-    # The XDG specification says to ignore relative paths.
+    # Ignore relative paths, as the XDG Base Directory Specification requires.
     if path and Path(path).is_absolute():
         return Path(path)
     try:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    if not home.is_absolute():  # never trust the working directory: it may belong to someone else
+    # A relative path would be in the working directory, which may belong to another user.
+    if not home.is_absolute():
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":
         return home / "Library" / "Caches"

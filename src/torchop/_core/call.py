@@ -1,4 +1,4 @@
-"""Utilities for a call's arguments: name the arguments, find tensors, and replace values."""
+"""Functions that find tensors in a call's arguments and results, and replace arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 def values_by_name(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments that a call passes, by name.
+    """Return a dict of the arguments that a call passes, by name.
 
     Args:
         schema: a `Schema` of the operator.
@@ -37,9 +37,9 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the name and value of each argument in `places` that the call passes.
+    """Return (name, value) of each argument in `places`, unless the call omits it.
 
-    `places` holds pairs of position and name, such as `Schema.mutated_places`.
+    `places` contains (position, name) of arguments, as `Schema.mutated_places` does.
     """
     return [
         (name, args[index] if index < len(args) else kwargs[name])
@@ -75,7 +75,7 @@ def mutated_tensors(
 def returned_arguments(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments that an in-place or out= operator must return."""
+    """Return the arguments that an in-place or out= operator must return as its results."""
     if schema.form is Form.INPLACE:
         return (args[0],)
     return tuple(kwargs[name] for name in schema.mutated)
@@ -175,7 +175,7 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """Return a call's arguments after applying `replaced` to each."""
+    """Return a call's arguments after calling `replaced` on each."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
@@ -198,7 +198,10 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """Replace arguments as `map_arguments` does, but only tensors, including tensors in lists."""
+    """Return a call's arguments, with each tensor replaced with `change(argument, tensor)`.
+
+    Tensors in lists are replaced too.
+    """
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

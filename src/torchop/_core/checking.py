@@ -1,8 +1,9 @@
 """The hook through which `torchop.testing.checking` checks kernels and formulas.
 
-An operator's call plan holds the kernels that calls run. Plans contain checking kernels only while
-some thread is inside a `with torchop.testing.checking()` block, so calls have no overhead at other
-times. Entering the first block and exiting the last one invalidates all plans.
+An operator's call plan contains the kernels that calls run. While any thread is inside a `with
+torchop.testing.checking()` block, plans contain wrappers that also check each call. At other times,
+calls have no overhead. To switch, all plans are invalidated when the first block is entered, and
+when the last block is exited.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps a plan's functions. The wrappers check calls made inside a `checking` block."""
+    """Wraps the functions of a call plan. The wrappers check calls made in a `checking` block."""
 
     def kernel(
         self,
@@ -53,7 +54,7 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Invalidate `plan` whenever checking starts or stops. Stores only a weak reference to it."""
+    """Invalidate `plan` whenever checking starts or stops. Only a weak reference is stored."""
     with registration_lock:
         _plans.add(plan)
 

@@ -1,4 +1,4 @@
-"""Check the results of kernels: their number, types and aliasing."""
+"""Check that the results of kernels match the schema in number and type, and alias no input."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torchop._schema.schema import Schema
 class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
-    The check is needed because PyTorch does not check the number of results and would read out of
-    bounds. PyTorch reports other mistakes as a failed C++ cast.
+    PyTorch itself does not check the number of results, and would read out of bounds. It reports
+    other mistakes as a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -31,8 +31,9 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # One of several tensors may be None, because a C++ kernel may leave it undefined. If
-            # the only result is None, the kernel has no `return`.
+            # If there are several results, accept None in place of a tensor, as C++ kernels may
+            # return undefined tensors. If there is only one, None means that the `return` is
+            # missing.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
@@ -43,7 +44,7 @@ class ResultCheck:
             if checks[0](result):
                 return result
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
-                return self(list(result), name, what)  # PyTorch also accepts iterators
+                return self(list(result), name, what)  # as PyTorch does
         elif not checks:
             if result is None:
                 return None
@@ -61,7 +62,7 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """Return the check for these return types. Cached, because operators share return types."""
+    """Return the check for these return types. It is cached, because many operators share it."""
     return ResultCheck(returns)
 
 
@@ -83,14 +84,14 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# `hasattr` excludes strings, because `float` would convert them.
+# Strings have no `__float__`, so `hasattr` rejects them. `float` would convert them.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Strings and None have a truth value, but returning them is a mistake. None usually means that the
-# kernel has no `return`.
+# Reject strings and None although they have a truth value, because returning them is a mistake.
+# None usually means that the `return` is missing.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -109,7 +110,7 @@ def _string(value: Any) -> bool:
         return False
     try:
         return str.encode(value) is not None
-    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 encoding, which C++ strings use
+    except UnicodeEncodeError:  # a lone surrogate cannot be converted to UTF-8 for C++
         return False
 
 
@@ -134,7 +135,7 @@ def _spell_returns(returns: Sequence[str]) -> str:
 
 
 def spell_result(result: Any) -> str:
-    """Describe a result for a message, such as "a tuple of 2 (torch.Tensor, int)"."""
+    """Return a description for messages, such as "a tuple of 2 (torch.Tensor, int)"."""
     if isinstance(result, (tuple, list)):
         kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
         return f"a {type(result).__name__} of {len(result)} ({kinds})"
@@ -142,7 +143,6 @@ def spell_result(result: Any) -> str:
 
 
 def _fix_of_result(returns: Sequence[str], result: Any) -> str:
-    """Return a hint for a result that does not match the schema, or an empty string."""
     if result is None:
         return " Is a return statement missing?"
     if not returns:
@@ -182,12 +182,12 @@ def check_returned_arguments(
 def alias_error(
     name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> AliasError:
-    """Return the error for a result that aliases an input or has aliasing outputs."""
+    """Return the error for outputs that share memory with an input or with each other."""
     tensors = list(named_inputs(schema, args, kwargs))
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # The reverse order makes messages name the first of several identical inputs.
+    # If an input is passed twice, messages should name the first one, so add it last.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two outputs share memory, or an output and an input do"
@@ -218,7 +218,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Describe the input shapes for a message, because a kernel may alias only for some shapes."""
+    """Return the input shapes, for messages, because a kernel may alias only for some shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -228,9 +228,9 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return an id for the storage of a tensor.
+    """Return a number that identifies the storage of a tensor.
 
-    Sparse tensors and functorch wrappers have no storage. For these, return the tensor's id.
+    Sparse tensors and functorch wrappers have no storage, so return the `id` of the tensor itself.
     """
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
@@ -242,7 +242,7 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def version_of(tensor: Tensor) -> int | None:
     """Return the version counter of a tensor, or None if it does not count writes exactly."""
-    # Under no_grad, reading a compressed sparse tensor also bumps its version.
+    # Under no_grad, even reading a compressed sparse tensor increments its version.
     is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
     return None if is_uncounted else tensor._version
 

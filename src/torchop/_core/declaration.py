@@ -1,4 +1,4 @@
-"""`Declaration`: the properties of an operator before it is defined."""
+"""`Declaration`: everything that is known about an operator before it is registered."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Site(NamedTuple):
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object: its `__module__` is the class's module.
+            # A partial or a callable object. Its `__module__` would be the module of its class.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name, which stay equal if the same code defines it again."""
+        """The function's module and name. If a module is reloaded, these stay the same."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -52,19 +52,19 @@ class Declaration(NamedTuple):
     Attributes:
         function: the kernel, which takes the arguments of the schema.
         site: the source location of the definition.
-        devices: the device types that `function` supports; None in it means every device.
-        fake: a fake kernel whose signature is known to be valid.
+        devices: the device types that `function` supports. `(None,)` means every device.
+        fake: a fake kernel whose signature was already checked, or None.
         guard: checks the arguments of each call before any kernel runs.
-        effect: the side effect; see `_rules.effect`.
-        inlined: the compilers that trace into the function; see `_rules.inlining`.
-        launch: for `triton_op`, the function that eager calls run. Compilers trace `function`.
-        residuals: the declared residuals (`residuals.declared.Declared`), which are kernel outputs
-            that only the backward uses; None without any.
+        effect: the declared side effect, or None; see `_rules.effect`.
+        inlined: the compilers that may trace into the function; see `_rules.inlining`.
+        launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`.
+        residuals: the declared residuals (kernel outputs that only the backward uses), as a
+            `residuals.declared.Declared`. None if there are no residuals.
         convention: converts between the author's arguments and the arguments of the schema.
         is_helper: True for a helper operator, which replaces another operator in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. Like the registration helpers of
-            inference engines, they may return aliases of their inputs, and use PyTorch's autograd
-            fallback if no formula is registered.
+        is_lenient: True for operators of `torchop.compat`. Like operators of the inference engines
+            whose helpers it replaces, they may return aliases of their inputs, and use PyTorch's
+            autograd fallback if no formula is registered.
     """
 
     name: OpName

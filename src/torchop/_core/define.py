@@ -19,16 +19,17 @@ from torchop._core.registry import deregister_existing
 Result = TypeVar("Result")
 
 
-# The function that creates a new operator's handle, the object that users call. `_define` sets it,
-# because handles import all rules, and the rules import this package.
+# The function that creates the handle of a new operator, the object that users call. `_define` sets
+# this variable. An import would be circular, because handles import all rules, and the rules import
+# this package.
 make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
-    """Define a validated operator.
+    """Register a validated operator with PyTorch.
 
-    If `custom_op` created an operator with the same name, the new operator replaces it. Closing
-    `lib` deregisters the new operator.
+    If `custom_op` created an operator with the same name, the new operator replaces it. If `lib` is
+    closed, the new operator is deregistered.
 
     Raises:
         RuntimeError: an operator with the same name exists, and `custom_op` did not create it.
@@ -36,8 +37,8 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     name = declaration.name
 
     def build() -> Definition:
-        # This is a `with` statement instead of a decorator, because warnings would report the
-        # decorator's wrapper as the caller.
+        # This must not be a decorator, because warnings would then report the decorator's wrapper
+        # as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
@@ -46,19 +47,20 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
     name, site = declaration.name, declaration.site
-    assert site is not None  # only declarations of other packages' operators have none
+    assert site is not None  # it is None only for operators of other packages
     deregister_existing(name, site)
     deregistration.before_definition(*name)
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # This must come before any rule is registered, so that closing the library removes all rules,
-    # even after a failure or if `torch.library.custom_op` replaces the operator.
+    # This must come before any rule is registered. Then all rules are removed when the library is
+    # closed, even if the definition fails halfway, or if `torch.library.custom_op` replaces the
+    # operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # This must come after the kernels are installed, because it lets other threads call the
-    # operator.
+    # This must come after the kernels are installed, because other threads can call the operator
+    # from here on.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:
@@ -72,13 +74,13 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
-    """Run `build`. If it raises, deregister all operators that it defined.
+    """Run `build`. If it raises an exception, deregister all operators that it defined.
 
-    Holds the registration lock, so no other thread can register anything in the meantime.
+    The call holds the registration lock, so no other thread can register anything in the meantime.
 
     Args:
-        what: a description of the new operators for error messages, such as a name.
-        build: a function without arguments that defines operators and registers rules.
+        what: the name or a description of the new operators, for error messages.
+        build: a function without parameters that defines operators and registers rules.
 
     Returns:
         The result of `build`.
@@ -105,7 +107,8 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         try:
             return build()
         except BaseException:
-            # ExitStack runs the callbacks in reverse order, and all of them even if one raises.
+            # ExitStack runs the callbacks in reverse order, and continues even if one of them
+            # raises.
             with contextlib.ExitStack() as stack:
                 for definition in definitions:
                     stack.callback(definition.deregister, f"The definition of {what} failed.")
@@ -114,15 +117,18 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
             _blocks.pop()
 
 
-# One list for each running call to `all_or_nothing`: the definitions that it has created. Guarded
-# by `registration_lock`.
+# Contains one list for each running call to `all_or_nothing`: the definitions that were created
+# during the call. Guarded by `registration_lock`.
 _blocks: list[list[Definition]] = []
 
 
 def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Deregister an operator when `library` is closed. Stores only a weak reference to it."""
+    """Arrange that an operator is deregistered when `library` is closed.
+
+    The library gets only a weak reference to the definition.
+    """
     reference = weakref.ref(definition)
 
     def deregister() -> None:

@@ -1,7 +1,8 @@
 """`Definition`: an operator with its rules and its call plan.
 
-The call plan contains the compiled rules that calls read. A registration changes a rule and
-invalidates the plan, so the next call compiles a new plan from all rules.
+A rule holds what was registered for one subsystem of PyTorch, such as the kernels or the backward
+formula. The call plan is compiled from all rules, and calls read only the plan. A registration
+changes a rule and invalidates the plan, so the next call compiles a new plan.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# An empty mapping, for rules without registrations. Each registration creates a new mapping,
-# because call plans reference the old one.
+# The initial value of mappings in rules. A registration never changes a mapping, but creates a new
+# one, because call plans reference the old mapping.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
     """The rule of one operator for one subsystem of PyTorch, such as autograd.
 
-    Subclasses are defined in `_rules`, next to their registration function, checks, dispatcher
-    kernels and errors.
+    The subclasses are in the package `_rules`, next to their registration function, checks,
+    dispatcher kernels and errors.
     """
 
     __slots__ = ("definition",)
@@ -42,11 +43,11 @@ class CompiledRule(Generic[Compiled]):
         self.definition = definition
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Set attributes, then call `install` for missing dispatcher kernels. Undo both on error.
+        """Set attributes of the rule, then call `install` to add missing dispatcher kernels.
 
-        A call in another thread may reach a new dispatcher kernel before this function returns.
-        That call must compile a plan, and waits for `registration_lock` to do so. Therefore it sees
-        the whole update.
+        If `install` raises, restore the attributes. A call in another thread may reach a new
+        dispatcher kernel before this method returns. But it first needs a new plan, and waits for
+        `registration_lock` to compile one, so it never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -71,17 +72,17 @@ class CompiledRule(Generic[Compiled]):
         self.definition.outdate_plan()
 
     def retract(self) -> None:
-        """Remove the rule from PyTorch's registries. Called when the operator is deregistered."""
+        """Remove the rule from PyTorch's registries, when the operator is deregistered."""
 
     def cache_parts(self) -> Iterator[object]:
-        """Yield the parts of the rule that compilers bake into graphs.
+        """Yield the parts of the rule that compilers bake into graphs, for cache keys.
 
         A part is a function, or a value with a stable `repr`.
         """
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return an immutable form of the rule, to store in the call plan."""
+        """Return an immutable object for the call plan, with the data that calls need."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
@@ -89,7 +90,7 @@ class CompiledRule(Generic[Compiled]):
         return ()
 
     def repr_text(self) -> str | None:
-        """Describe the registrations in a few words for the handle's `repr`; None without any."""
+        """Return a few words about the registrations for the handle's `repr`, or None."""
         return None
 
 
@@ -108,19 +109,19 @@ class CallPlan:
 
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
-# The rule classes, in the order in which a `repr` lists them. Each definition has one instance of
-# each class. `_rules` sets this variable, because the rules import this module.
+# All rule classes, in the order in which a handle's `repr` lists them. Each definition has one
+# instance of each class. The package `_rules` sets this variable, because it imports this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# Installs a new operator's initial dispatcher kernels and its rules for modes. May return a
-# function to call once the schema is defined in the dispatcher.
+# An installer registers dispatcher kernels and rules for modes of a new operator. It may return a
+# function to call after the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# `_rules` sets this variable, as it sets `kinds`.
+# The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """Observes a definition's plan: `attach` when it is compiled, `outdate` when invalidated."""
+    """Observes a call plan. `attach` runs when it is compiled, `outdate` when it is invalidated."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
@@ -129,9 +130,10 @@ class Follower(Protocol):
 class Definition:
     """An operator with its rules and its call plan.
 
-    If `custom_op` created the operator, it has one definition, and all its dispatcher kernels are
-    installed when it is defined. Another package's operator has one definition for each library
-    that registers rules for it, and a dispatcher kernel is installed when a rule first needs it.
+    If `custom_op` created the operator, the operator has one definition, and all its dispatcher
+    kernels are registered when it is defined. An operator of another package has one definition for
+    each library that registers rules for it, and each dispatcher kernel is registered when a rule
+    first needs it.
     """
 
     __slots__ = (
@@ -161,20 +163,21 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. Afterwards, the error message that calls raise.
+        # None while the operator is registered. Afterwards, the message of the error that calls
+        # raise.
         self.deregistration_reason: str | None = None
         # The reference is weak, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Compiled graphs guard on this number. It is incremented when something changes that
-        # compilers bake into graphs.
+        # Compiled graphs guard on this number. It is incremented when a registration changes
+        # something that compilers bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Rules are created on first use, because most operators of a package are never called. A
-        # list needs a third of the memory of a dict.
+        # Rules are created on first use, because a program never calls most operators of a package.
+        # This is a list, because a dict would need three times as much memory.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
-        # Dispatcher kernels that this definition registered, by dispatch key.
+        # The dispatcher kernels that this definition registered, by dispatch key.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
 
@@ -193,17 +196,17 @@ class Definition:
 
     @property
     def is_being_defined(self) -> bool:
-        """True until a new operator has a handle. Before that, no other thread can call it."""
+        """True until a new operator has a handle. Until then, no other thread can call it."""
         return self.is_ours and self.handle is None
 
     @property
     def convention(self) -> Convention:
-        """The conversion between the author's arguments and the schema's arguments."""
+        """Converts between the arguments of the author's functions and of the schema."""
         return self.declaration.convention
 
     @property
     def structure(self) -> Any:
-        """A description of structured arguments, such as dataclasses, or None."""
+        """How structured arguments, such as dataclasses, are flattened. None if there are none."""
         return self.convention.structure
 
     @property
@@ -212,7 +215,7 @@ class Definition:
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel so that it returns only the result, without residuals.
+        """If the operator declares residuals, wrap a kernel so that it returns only the result.
 
         Residuals are extra kernel outputs that only the backward uses.
         """
@@ -223,7 +226,7 @@ class Definition:
 
     @property
     def entry(self) -> Any:
-        """The C++ entry point of native calls, or None."""
+        """The C++ object that runs calls without the dispatcher, or None."""
         return getattr(self.follower, "entry", None)
 
     @property
@@ -248,7 +251,10 @@ class Definition:
 
     @property
     def overload(self) -> OpOverload:
-        """The OpOverload. Not cached for another package's operator, which may be redefined."""
+        """The OpOverload. It is cached only if `custom_op` created the operator.
+
+        Operators of other packages may be redefined.
+        """
         if self._overload is not None:
             return self._overload
         overload = torch_ops.lookup_overload(*self.name)
@@ -261,10 +267,10 @@ class Definition:
             if type(rule) is kind:
                 return rule
         self._rules.append(kind(self))
-        return self.rule(kind)  # look it up again, because another thread may append it first
+        return self.rule(kind)  # another thread may have appended it first, so return the first one
 
     def install(self) -> list[Callable[[], None]]:
-        """Install a new operator's initial dispatcher kernels and its rules for modes.
+        """Register the dispatcher kernels and the rules for modes of a new operator.
 
         Returns:
             Functions to call once the schema is defined in the dispatcher.
@@ -280,8 +286,8 @@ class Definition:
     def plan(self) -> CallPlan:
         """The call plan. The first call after a registration compiles it.
 
-        Compiling a plan after each registration would slow down the import of a package that
-        registers many operators, of which a program calls few.
+        It is not compiled at the registration itself, because a program calls only a few of the
+        operators that a package registers. Compiling all their plans would slow down the import.
         """
         plan = self._plan
         if plan is None:
@@ -300,7 +306,7 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return `plan[kind]`, the compiled rule of this class. Faster, for the backward pass."""
+        """Return `plan[kind]`, but faster. The backward uses this."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 

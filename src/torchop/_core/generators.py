@@ -1,4 +1,4 @@
-"""Find the random number generators that a call may use."""
+"""Find the random number generators that an operator may use in a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._core.call import tensors_in
 
 
 class Generator(NamedTuple):
-    """Access to the state of a random number generator."""
+    """Functions that get, set and measure the state of a random number generator."""
 
     get: Callable[[], Tensor]
     set: Callable[[Tensor], object]
@@ -22,14 +22,16 @@ class Generator(NamedTuple):
 
 
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
-    """Yield the CPU generator, the generators of the call's devices, and generator arguments.
+    """Yield the random number generators that a call with these arguments may use.
 
-    The generators of the accelerator's first `count` devices are always included.
+    These are the CPU's generator, the generators of all devices among the arguments and of the
+    first `count` devices of the accelerator, and the generators among the arguments.
     """
-    # Modes would trace torch.get_rng_state and torch.set_rng_state, so read the generator itself.
+    # Use the generator itself, because modes would trace torch.get_rng_state and
+    # torch.set_rng_state.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # Sort by device index, because `pack_plain` does so in C++. Text order would put "cuda:10"
+    # Sort by device index, as `pack_plain` does in C++. Sorting by text alone would put "cuda:10"
     # before "cuda:2".
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):

@@ -1,4 +1,4 @@
-"""Libraries that own operators and rules. Closing a library deregisters both."""
+"""Libraries that own operators and rules. When a library is closed, both are deregistered."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class that `process_library` instantiates. `_define.library` replaces it with
-# `torchop.Library`.
+# The class that `process_library` instantiates. `_define.library` sets it to `torchop.Library`,
+# because that module imports this one.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
 
 def process_library(namespace: str) -> Any:
-    """Return the library that owns a namespace's registrations without `lib=`. Never closed."""
+    """Return the library that owns registrations without `lib=`. It is never closed."""
     with registration_lock:
         if namespace not in _process_libraries:
             _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
         return _process_libraries[namespace]
 
 
-# The attribute of a library that maps other packages' operator names to definitions.
+# The name of a library's attribute that maps the names of other packages' operators to definitions.
 DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Return the definitions for other packages' operators that `process_library` owns."""
+    """Return the definitions that `process_library` owns, by operator name.
+
+    They store rules that were registered without `lib=` for operators of other packages.
+    """
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})
 
@@ -58,12 +61,12 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# The attribute of a library that maps operator names to source locations.
+# The name of a library's attribute that maps operator names to source locations.
 _PLACES = "_torchop_places"
 
 
 def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Store the user's current source line as the place where an operator is defined."""
+    """Record the line of the user's code that is running as the place that defines an operator."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 

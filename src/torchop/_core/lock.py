@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 
-# Registrations hold this lock, because defining an operator changes several of PyTorch's
-# registries, and these are plain dicts and sets. The lock has its own class because the C++
-# extension replaces the class's `__enter__`, and RLock is immutable.
+# Each registration holds this lock, because it changes several of PyTorch's registries, which are
+# plain dicts and sets without locks. The lock is an instance of a subclass of RLock because the C++
+# extension replaces `__enter__`, which is impossible for the built-in class.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 
 def _release_after_fork() -> None:
-    """Reset the lock in a forked child, unless the thread that forked holds it."""
+    """Reset the lock in a forked child process, unless the forking thread holds the lock."""
     if not registration_lock._is_owned():
         registration_lock._at_fork_reinit()
 

@@ -1,4 +1,4 @@
-"""Check and adapt user functions that take the arguments of an operator, such as cost formulas."""
+"""Check and wrap users' functions that take an operator's arguments, such as cost formulas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from torchop._schema.schema import Schema
 
 
 def call_signature(op: OpOverload) -> inspect.Signature:
-    """Return the signature for calls to an operator."""
+    """Return the signature of an operator, with the author's parameters instead of the schema's.
+
+    The two differ if the operator takes structured arguments, such as dataclasses.
+    """
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
         return inspect.signature(definition.authors_function)
@@ -46,8 +49,10 @@ def check_arguments(
         what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
         function: the user's function.
-        leading: names of arguments before the operator's arguments.
-        without_first: whether the function omits the first argument of the operator.
+        leading: the names of additional parameters that `function` has before the operator's
+            arguments.
+        without_first: whether `function` does not take the operator's first argument, as an inverse
+            does not.
 
     Raises:
         RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
@@ -69,19 +74,20 @@ def observer(
     leading: tuple[str, ...] = (),
     result: str | None = None,
 ) -> Callable[..., Any]:
-    """Adapt a user's function that takes an operator's arguments, so PyTorch can call it.
+    """Wrap a user's function that takes an operator's arguments, so that PyTorch can call it.
 
-    PyTorch passes the schema's arguments, but omits arguments that equal their default. The user's
-    function receives `leading` and all arguments. Structured arguments, such as dataclasses, are
-    rebuilt from the values that PyTorch passes, which may be shapes instead of tensors.
+    PyTorch passes the arguments of the schema, and omits arguments that equal their default value.
+    The wrapper adds the omitted arguments. If the operator takes structured arguments, such as
+    dataclasses, the wrapper rebuilds these objects from the values that PyTorch passes.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.
         op: the operator, an `OpOverload`.
         function: the user's function.
-        leading: names of arguments before the operator's arguments.
-        result: the keyword by which PyTorch passes the operator's result. `function` receives it
-            only if it has a parameter with this name.
+        leading: the names of additional parameters that `function` has before the operator's
+            arguments.
+        result: the name of the keyword argument with the operator's result. `function` receives the
+            result only if it has a parameter of this name.
 
     Returns:
         A function for PyTorch to call.

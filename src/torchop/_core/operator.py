@@ -1,4 +1,4 @@
-"""`Operator`: read the properties of any operator, for tools."""
+"""`Operator`: the properties of an operator of any package, for tools."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from torchop._schema.schema import Schema
 
 
 class Operator:
-    """The properties of an operator, for tools. The operator may come from any package.
+    """The properties of an operator of any package, for tools.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        caller: the name of the calling function, for messages.
+        caller: the name of the calling function. Error messages start with it.
 
     Attributes:
         name: an `OpName`.
-        exists: whether the operator is registered; otherwise most other attributes raise.
+        exists: whether the operator is registered. If it is not, most other attributes raise.
         schema: a `Schema`.
         overload: the `torch._ops.OpOverload`.
-        handle: the `CustomOp`, or None if torchop's `custom_op` did not create the operator.
-        function: the function passed to `custom_op`, torchop's or PyTorch's, called with the
-            schema's arguments; None for other operators.
-        site: where torchop's `custom_op` was called: `module`, `file` and `line`; None for other
-            operators.
-        effect: an `EffectType`, or None.
-        kernels: device types with a kernel registered through torchop.
-        rules: descriptions of the other rules registered through torchop.
+        handle: the `CustomOp` that `torchop.custom_op` returned; None for other operators.
+        function: the function that was passed to `custom_op` of torchop or PyTorch; None for other
+            operators. It takes the schema's arguments.
+        site: the place where `torchop.custom_op` was called, with the attributes `module`, `file`
+            and `line`; None for other operators.
+        effect: the declared side effect, an `EffectType`, or None.
+        kernels: the device types that have a kernel registered through torchop.
+        rules: a short description of each other rule that was registered through torchop.
         signature: the `inspect.Signature` of a call.
-        takes_structures: whether the function takes or returns objects that no schema type can
-            hold.
+        takes_structures: whether the function takes or returns objects that the schema cannot
+            express, such as dataclasses.
 
     Raises:
         ValueError: `op` is not an operator.
@@ -130,10 +130,10 @@ class Operator:
         return dispatch.has_kernel(str(self.name), key)
 
     def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """Convert the arguments of a call to the schema's arguments, flattening structures.
+        """Return the schema's arguments for a call, with structured arguments flattened.
 
         Args:
-            args: the positional arguments; with structures only if `op` was the handle.
+            args: the positional arguments. They may contain structures only if `op` was the handle.
             kwargs: the keyword arguments.
         """
         if self._structure is None or not self._is_handle:
@@ -142,7 +142,7 @@ class Operator:
         return flat
 
     def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Adapt a function that takes the author's arguments to take the schema's arguments."""
+        """Wrap a function that takes structures, so that it takes the schema's flat arguments."""
         if self._definition is None:
             return function
         return self._definition.convention.kernel(function)

@@ -1,4 +1,4 @@
-"""Look up the definition of an operator by handle, name, OpOverload or packet."""
+"""Look up the definition of an operator, given a handle, a name, an OpOverload or a packet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
-    """Return the definition to which a new rule for an operator belongs.
+    """Return the definition that must store a new rule for an operator.
 
     An operator created by `custom_op` has one definition. Another package's operator has one
     definition for each library that registers rules for it.
@@ -55,10 +55,10 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     Args:
         op: the operator.
         caller: the name of the calling function, for messages.
-        lib: the library that owns the registration; by default the operator's own library, or one
-            that is never closed.
+        lib: the library that owns the registration. The default is the library that the operator
+            belongs to, or for operators of other packages, a library that is never closed.
     """
-    if isinstance(op, Handle):  # the fast path of registrations through a handle's methods
+    if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
         op._definition.check_defined()
         if lib is None:
             return op._definition
@@ -73,7 +73,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
-    """Return the name of an operator. Messages start with `caller`, the calling function."""
+    """Return the name of an operator. Error messages start with `caller`, the calling function."""
     if isinstance(op, str):
         return OpName.parse(op)
     if isinstance(op, CustomOpDef):
@@ -135,14 +135,14 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except those that a library passed as `lib=` owns."""
+    """Return an operator's definitions, except those for rules registered with `lib=`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
 
 
 def known_names() -> set[str]:
-    """Return the names of all operators that have a handle, or rules registered with torchop."""
+    """Return the names of all operators that have a handle, or rules registered through torchop."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
@@ -151,8 +151,9 @@ def find_schema(name: OpName) -> Schema:
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # An in-place or out= operator must have both the tag and a matching schema, because PyTorch
-    # uses the tags also for other schemas, such as operators that write into a list.
+    # Treat an operator as in-place or out= only if it has both the tag and a matching schema.
+    # PyTorch also uses the tags for operators with other schemas, for example operators that write
+    # into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -176,8 +177,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    The dispatcher's own record is the last resort, because it is the line that created the library,
-    which may be in torchop or PyTorch.
+    The dispatcher's own record is used only as the last resort. It names the line that created the
+    library, and this line may be in torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -198,7 +199,7 @@ def defining_module(name: OpName) -> str | None:
 
 
 def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
-    """Return the error for defining an operator that exists already."""
+    """Return the error for the definition of an operator that already exists."""
     return RuntimeError(
         f"{name} cannot be defined at {site}: it exists already, registered at "
         f"{registration_site(name)}. Rename one of them{advice}."
@@ -206,9 +207,9 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """Return the definition that holds the rules that a library registered for an operator."""
+    """Return the definition that stores a library's rules for an operator."""
     schema = find_schema(name)
-    # The library owns the definitions, because they must live as long as the library.
+    # Store the definitions in the library, because they must live as long as it does.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -221,14 +222,15 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
 
 
 def deregister_existing(name: OpName, site: Site) -> None:
-    """Deregister an existing operator with this name, and warn about the redefinition.
+    """If an operator with this name exists, deregister it, and warn about the redefinition.
 
-    Raises RuntimeError if the operator was not created by `custom_op`.
+    Raise RuntimeError if the existing operator was not created by `custom_op`.
     """
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        deregistration.refuse_running([name])  # raises before the warning: nothing was replaced yet
+        # This comes before the warning, because it may raise, and then nothing is replaced.
+        deregistration.refuse_running([name])
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
         if before.origin != site.origin:
@@ -243,9 +245,9 @@ def deregister_existing(name: OpName, site: Site) -> None:
 
 
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
-    """Return both locations as text. Add the module names if the locations are equal.
+    """Return both locations as text, with the module names if the locations are equal.
 
-    The locations are equal if one file was imported under two module names.
+    This happens if the same file was imported under two module names.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)
@@ -265,7 +267,6 @@ def _warn_of_redefinition(
 
 
 def _deregister_torch_operator(name: OpName, library: torch.library.Library, site: Site) -> None:
-    """Deregister an operator that `torch.library.custom_op` created."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
     deregistration.invalidate([name], lambda name: reason)
     registries.unpublish(str(name), library)
@@ -279,14 +280,14 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     Only operators created by torchop's or PyTorch's `custom_op` can be replaced.
 
     Returns:
-        (definition, library) of the operator to replace. The definition is None unless torchop's
-        `custom_op` created the operator.
+        (definition, library) of the operator to replace. The definition is None if PyTorch's
+        `custom_op` created the operator, and both are None if there is no operator to replace.
     """
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # Test `has_entry` first, because `is_registered` makes TorchScript index all new operators,
-    # which is slow.
+    # Call `has_entry` first, because `is_registered` is slow: it makes TorchScript index all new
+    # operators.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

@@ -1,7 +1,8 @@
 """`Rule`: the base class for new kinds of registrations, such as inverses or cost formulas.
 
-A `CompiledRule` belongs to one operator, and calls read it. A `Rule` holds the registrations of all
-operators. Calls do not read it, so a registration does not invalidate call plans.
+A `Rule` stores the registered values of all operators. Calls do not use these values, so a
+registration does not invalidate call plans. In contrast, a `CompiledRule` belongs to one operator,
+and is part of what calls to the operator run.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Functions that return True for names that a rule must not have, such as members of the class form.
+# Functions that return True for names that a rule must not have. For example, the name must not
+# clash with a member that a class decorated with `torchop.operator` may have.
 reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """A registered value: the operator, and the definition that was used to register it."""
+    """A registered value, with the operator and the definition that it was registered for."""
 
     definition: Definition
     op: OpOverload
@@ -52,16 +54,17 @@ _origins: dict[OpOverload, Origin] = {}
 class Rule(Generic[Value]):
     """A new kind of registration for operators, such as a cost formula.
 
-    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users
-    register values with `op.register_cost(fn)`, `op.register("cost", fn)`, or a member `cost` of
-    the class form, and read them with `cost.lookup(op)`. Deregistering the operator, or closing the
-    library that was passed to the registration, removes the value.
+    Create one instance for each kind, at module level: `cost = torchop.Rule("cost")`. Users can
+    then register values with `op.register_cost(fn)`, with `op.register("cost", fn)`, or with a
+    member `cost` of a class decorated with `torchop.operator`. They read values with
+    `cost.lookup(op)`. A value is removed when the operator is deregistered, or when the library
+    that was passed as `lib` is closed.
 
     By default, a value is a function that takes the operator's arguments. Override `validate` to
     accept other values, and `missing` to return a default for operators without a value.
 
     Args:
-        name: an identifier, used by `op.register` and the class form.
+        name: an identifier, for `op.register(name, ...)` and for members of classes.
 
     Raises:
         ValueError: `name` is not an identifier, or it is already used.
@@ -89,10 +92,10 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Computed here and not in `lookup`, because compilers trace `lookup`.
+        # This is computed here, because compilers trace `lookup`, where it is needed.
         self._derives_values = type(self).of_derived is not Rule.of_derived
-        # By operator name, oldest entry first. Lookups take no lock, so the tuples are replaced and
-        # never modified.
+        # Maps the names of operators to entries, oldest first. Lookups take no lock, because the
+        # tuples are replaced and never modified.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
@@ -103,7 +106,8 @@ class Rule(Generic[Value]):
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                self._entries = existing._entries  # the module that creates the rule was reloaded
+                # The module that creates the rule is being reloaded, so preserve the values.
+                self._entries = existing._entries
             _rules[name] = self
 
     def __repr__(self) -> str:
@@ -117,21 +121,22 @@ class Rule(Generic[Value]):
 
         Args:
             op: the operator, an `OpOverload`.
-            value: the value passed to `register`. An override may add keyword arguments with
-                defaults, which become options of `register`.
+            value: the value passed to `register`. An override may have additional keyword
+                parameters with defaults. Users can then pass these to `register`.
 
         Returns:
             The value that `lookup` returns.
 
         Raises:
             RuleSignatureError: a `TypeError`: `value` does not take the operator's arguments. An
-                override may raise any `TypeError` or `ValueError`; nothing is registered then.
+                override may raise any `TypeError` or `ValueError`. If it raises, nothing is
+                registered.
         """
         check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
         return typing.cast(Value, value)
 
     def missing(self, op: OpOverload) -> Value:
-        """Return the default that `lookup` returns for operators without a value, or raise.
+        """Return the default value for an operator without a registered value, or raise an error.
 
         Args:
             op: the operator, an `OpOverload`.
@@ -148,18 +153,19 @@ class Rule(Generic[Value]):
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
         """Compute the value of a derived operator from the value of its origin.
 
-        Called if the derived operator has no value of its own. `attach`, `replaced` and `detach`
-        are called for derived operators too.
+        This method is called if no value was registered for the derived operator itself. If an
+        override returns a value, `attach`, `replaced` and `detach` are called for the derived
+        operator too.
 
         Args:
             op: the derived operator, an `OpOverload`.
-            kind: how it was derived. `"inplace"` or `"out"`: a form from `CustomOp.derive_inplace`,
-                `CustomOp.derive_out` or `out_op`. Otherwise it is a helper operator for compiled
-                graphs: `"training"` (also returns the tensors that the backward needs) or
-                `"backward"` of `CustomOp.derive_autograd`, `"backward_kernel"` of
-                `register_autograd`, `"mutable"` or `"functional"` of an operator that mutates its
-                arguments.
-            origin: the operator that it was derived from, an `OpOverload`.
+            kind: how the operator was derived. `"inplace"` and `"out"` are the in-place and out=
+                forms from `CustomOp.derive_inplace`, `CustomOp.derive_out` or `out_op`. The other
+                kinds are helper operators in compiled graphs. `CustomOp.derive_autograd` creates
+                `"training"` (a forward that also returns the tensors that the backward needs) and
+                `"backward"`. `register_autograd` creates `"backward_kernel"`. Operators that mutate
+                their arguments have `"mutable"` and `"functional"`.
+            origin: the operator that `op` was derived from, an `OpOverload`.
             value: the value registered for `origin`.
 
         Returns:
@@ -183,7 +189,7 @@ class Rule(Generic[Value]):
         return typing.cast(Value, NotImplemented)
 
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first value, for example to update another registry."""
+        """Called when an operator gets its first value, for example to add it to a registry."""
 
     def replaced(self, op: OpOverload) -> None:
         """Called when a value is replaced, for example to drop caches of the old value."""
@@ -198,7 +204,7 @@ class Rule(Generic[Value]):
             value: the value that `validate` returned.
 
         Returns:
-            Functions, and values with a stable `repr`; by default, none.
+            Functions, and values with a stable `repr`. By default, there are none.
         """
         return ()
 
@@ -214,15 +220,16 @@ class Rule(Generic[Value]):
         lib: torch.library.Library | None = None,
         **options: Any,
     ) -> Registered:
-        """Register a value for an operator, replacing an earlier one. A decorator without `value`.
+        """Register a value for an operator. This replaces an earlier value.
 
         Args:
             op: an operator of any package: a handle, `"ns::name"`, `"ns::name.overload"`, an
                 `OpOverload`, or a packet with one overload.
-            value: a value that `validate` accepts, usually a function.
-            lib: the library that owns the registration; by default it lasts as long as the
-                operator.
-            options: keyword arguments for `validate`.
+            value: a value that `validate` accepts, usually a function. Omit it to use `register` as
+                a decorator.
+            lib: the library that owns the registration: closing it removes the registration. By
+                default, the registration lasts as long as the operator.
+            options: additional keyword arguments for `validate`.
 
         Returns:
             `value`.
@@ -266,7 +273,7 @@ class Rule(Generic[Value]):
 
     @staticmethod
     def origin(op: OpOverload) -> tuple[OpOverload, str] | None:
-        """Return the operator from which torchop derived `op`, and the kind, or None."""
+        """Return (operator that `op` was derived from, kind), or None if `op` was not derived."""
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
@@ -283,10 +290,10 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # Skip entries of an earlier operator with the same name.
+        # Skip entries of an earlier operator that had the same name and was redefined.
         entries = self._entries.get(op._name, ())
         last = None
-        for entry in entries:  # a plain loop, because compilers trace it in torchop.inverse
+        for entry in entries:  # a plain loop, because compilers trace it (torchop.inverse calls it)
             if entry.op is op:
                 last = entry
         return last
@@ -314,14 +321,14 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return `op`, and all derived operators with a value computed from the value of `op`."""
+        """Return `op` and all operators whose value is computed from the value of `op`."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Replace an operator's entries. Call `attach`, `replaced` or `detach` where affected."""
+        """Replace an operator's entries. Call `attach`, `replaced` or `detach` as required."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         self._store(op._name, entries)
@@ -344,17 +351,20 @@ class Rule(Generic[Value]):
 
 def _remove(name: str, op: OpOverload, definition: Definition) -> None:
     with registration_lock:
-        rule = _rules[name]  # looked up by name, because reloading a module replaces the rule
+        rule = _rules[name]  # by name, because reloading its module replaces the rule
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
         if len(after) < len(before):
-            # If `detach` raises, nothing is rolled back, because the operator is being
+            # If `detach` raises, the entries stay removed, because the operator is being
             # deregistered.
             rule._put(op, after, [])
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
-    """Let a derived operator use the values of its origin, until it is deregistered."""
+    """Let a derived operator use the values of the operator that it was derived from.
+
+    This ends when the derived operator is deregistered.
+    """
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
@@ -380,9 +390,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return (rule, operator) for each rule through which a derived operator has a value.
+    """Return (rule, operator) for each value that `op` takes over from its origin.
 
-    Includes operators that were derived from `op`, from these operators, and so on.
+    This includes the values of operators that were derived from `op`, directly or indirectly.
     """
     return [
         (rule, each)
@@ -396,17 +406,17 @@ def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
 def get_rule(name: str) -> Rule[Any]:
     """Return the rule with this name.
 
-    The reference lists the rules that torchop provides, such as `"inverse"`. Rules for subsystems
-    of PyTorch, such as fake kernels, are not included.
+    The reference documentation lists the rules that torchop provides, such as `"inverse"`. Rules
+    for subsystems of PyTorch, such as fake kernels, are not instances of `torchop.Rule`.
 
     Args:
         name: the name passed to `torchop.Rule`.
 
     Returns:
-        The rule, for registering and looking up values of operators without a handle.
+        The rule. Its methods `register` and `lookup` also work for operators without a handle.
 
     Raises:
-        ValueError: there is no such rule; the message proposes the nearest name.
+        ValueError: there is no rule with this name. The message suggests the most similar name.
 
     Example:
         >>> import torch, torchop
@@ -431,7 +441,7 @@ def rule_names() -> tuple[str, ...]:
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """Return the names of all rules through which `definition` has registered a value."""
+    """Return the names of all rules that have a value registered through `definition`."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

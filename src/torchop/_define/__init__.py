@@ -1,4 +1,4 @@
-"""Functions and classes that define operators, and the handles through which users call them."""
+"""Define operators, and create their handles: the objects that users call."""
 
 from torchop import _hooks
 from torchop._compat import dynamo_variables

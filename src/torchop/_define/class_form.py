@@ -1,7 +1,7 @@
-"""operator: define an operator and its rules with a class.
+"""`operator`: define an operator and its rules with a class.
 
-`read_class` collects and checks the class's members. Afterwards, the operator is defined as
-`custom_op` defines it, and the rules are registered through its handle.
+First, `read_class` collects and checks the members of the class. Then the operator is defined in
+the same way as by `custom_op`, and the rules are registered through its handle.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """The decorator's type, from which type checkers infer the handle's signature."""
+        """The type of the decorator. Type checkers use it to infer the handle's signature."""
 
-        # The overloads overlap on purpose. Type checkers use the first match.
+        # The overloads overlap on purpose: type checkers use the first one that matches.
         @typing.overload
         def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
         @typing.overload
@@ -53,43 +53,48 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     """Define an operator with a class that has kernels and rules as members.
 
     The decorator replaces the class with the operator's handle, a `CustomOp`. Members are inherited
-    from base classes, so operators can share rules. To remove an inherited member, set it to None.
-    Names with a leading underscore are ignored.
+    from base classes, so several operators can share rules. To remove an inherited member, set it
+    to None. Members whose names start with an underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
-        lib: the library that owns the operator; by default the operator lives as long as the
+        lib: the library that owns the operator. By default, the operator lives as long as the
             process.
 
-    Members are static functions, unless stated otherwise:
+    The class may have the following members. They are static functions, unless stated otherwise:
 
     - `forward`: the kernel for all devices. The schema is inferred from the annotations.
     - `cpu`, `cuda` and all other device types: kernels for these devices. Without `forward`, the
-      schema comes from the string `schema`, or from the annotations of a function `signature`,
-      which is never called.
-    - `fake`, `vmap`, `backward`, `jvp` and `setup_context`: see the methods `register_fake` and so
-      on. `fake` may also be a dict of arguments of `register_fake`, `backward` may be
-      `torchop.derived`, and `vmap` may be `"sequential"`.
+      class must also define the schema: as a string `schema`, or by the annotations of a function
+      `signature`, which is never called.
+    - `fake`, `vmap`, `backward`, `jvp` and `setup_context`: the functions for the methods
+      `register_fake`, `register_vmap` and so on. `fake` may also be a dict of keyword arguments of
+      `register_fake`, `backward` may be `torchop.derived`, and `vmap` may be `"sequential"`.
     - `backward_kernel`, instead of `backward` and `setup_context`: see `register_autograd`.
-    - `contiguous_grads`: True if `backward` or `backward_kernel` ignores strides.
+    - `contiguous_grads`: True if `backward` or `backward_kernel` ignores strides, so it must
+      receive contiguous gradients.
     - `autocast`: a dtype, or a dict from device types to dtypes.
     - `torch_dispatch`: a dict from modes or Tensor subclasses to functions.
-    - `inplace`, `out`: True or a name, to derive this form; see `derive_inplace`, `derive_out`.
-    - `examples`: yields sample inputs for `opcheck`, as tuples of arguments or dicts by name.
-    - `valid`: returns whether arguments are valid, for inputs that are generated from `examples`.
-    - `inverse`, `checkpoint_policy` and every other `torchop.Rule`, by name.
-    - `providers`: a dict from provider names to dicts of arguments of `register_kernel`, with
-      `device_types` and `function`.
-    - `mutates_args` (default: `()`), `schema`, `tags`, `effects`, `compile`, `priority`,
-      `residuals`: see `custom_op`.
+    - `inplace`, `out`: True, or a name, to also define the in-place or the out= form; see
+      `derive_inplace` and `derive_out`.
+    - `examples`: a function that yields sample inputs for `opcheck`, each as a tuple of arguments
+      or a dict of arguments by name.
+    - `valid`: a function that returns whether arguments are valid. It filters the inputs that tools
+      generate from `examples`.
+    - `inverse`, `checkpoint_policy` and the name of every other `torchop.Rule`: the value to
+      register for this rule.
+    - `providers`: a dict from the names of providers to dicts of arguments of `register_kernel`.
+      Each dict must contain `device_types` and `function`, the kernel.
+    - `mutates_args` (by default `()`), `schema`, `tags`, `effects`, `compile`, `priority` and
+      `residuals`: options of `custom_op`.
 
     Returns:
         A decorator, which returns the `CustomOp`.
 
     Raises:
         TypeError: a member is unknown, not static, or missing. Nothing is defined.
-        TypeError, ValueError: see `custom_op` and the registration methods. The operator is
-            deregistered again.
+        TypeError, ValueError: see `custom_op` and the registration methods. If one of these raises,
+            the operator is deregistered again.
 
     Example:
         >>> import torch, torchop
@@ -142,7 +147,15 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
 
 class ClassReading(NamedTuple):
-    """The members of a class, grouped by the way they are registered."""
+    """The members of a class, grouped by how they are registered.
+
+    Attributes:
+        function: the function that defines the operator, usually the member `forward`.
+        attributes: the options of `custom_op`.
+        kernels: the kernels, by device type.
+        members: the members that `MEMBERS` describes.
+        rules: the values for instances of `torchop.Rule`, by the name of the rule.
+    """
 
     function: Callable[..., Any]
     attributes: Mapping[str, Any]
@@ -179,7 +192,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         elif is_device_type(name):
             _check_member(what, name, value, Member())
             kernels[name] = value
-        elif name == "device_types":  # an option of custom_op
+        elif name == "device_types":  # a likely mistake, because custom_op has this option
             raise TypeError(
                 f"{what} has the member 'device_types'. Name the kernel for one device after the "
                 "device, such as 'cpu'. The member 'forward' is the kernel for all devices."
@@ -207,8 +220,8 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    Members that are None are omitted, so None removes an inherited member, as `__hash__ = None`
-    does.
+    Members that are None are omitted. So a class can set an inherited member to None to remove it,
+    as with `__hash__ = None`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -243,7 +256,10 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the function that defines the operator: `forward`, or else a function that raises."""
+    """Return the function that defines the operator: `forward`, or a function that raises.
+
+    The latter is for classes without `forward`. It takes its annotations from `signature`.
+    """
     if "forward" in members:
         if "signature" in members:
             raise TypeError(
@@ -273,7 +289,7 @@ def _function(
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
-    if code is not None:  # messages show the file and line of this code object
+    if code is not None:  # messages locate the operator by this code object
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
@@ -283,8 +299,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. The copy replaces a wrapper, which would
-    add a frame to every call.
+    The handle takes these attributes from the function. A wrapper with these attributes would add a
+    frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

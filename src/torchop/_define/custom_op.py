@@ -1,4 +1,4 @@
-"""custom_op and triton_op: turn a function into an operator."""
+"""`custom_op` and `triton_op`: turn a function into an operator."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default of required arguments, so that torchop can raise its own error: Python's error would
-# not show how to write the decorator.
+# The default value of required arguments. Without it, Python itself would raise the error for a
+# missing argument, and would not show how to write the decorator.
 MISSING: Any = object()
 
 
@@ -68,48 +68,49 @@ def custom_op(
     residuals: Mapping[str, Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Turn a function into an operator, as a decorator or with a direct call.
+    """Turn a function into an operator. Use it as a decorator, or call it with the function.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the kernel. The schema is inferred from the annotations. Structured types, such as
-            dataclasses, Enums and tuples, become several schema arguments; the function receives
-            the objects.
-        mutates_args: the names of the tensor arguments that the function writes into; `()` for
-            none, `"unknown"` for all.
-        device_types: the device types that the function supports; None for all.
+        fn: the kernel. The schema is inferred from its annotations. An argument of a structured
+            type, such as a dataclass or a tuple, becomes several arguments of the schema, but the
+            function still receives the object.
+        mutates_args: the names of the tensor arguments that the function writes into. `()` means
+            none, and `"unknown"` means that it may write into all of them.
+        device_types: the device types that the function supports. None means all.
         schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the inferred one. It
             must match the annotations.
         tags: a `torch.Tag`, or several.
-        effects: `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
+        effects: pass `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
             schema does not show, such as logging. Compilers then preserve all calls and their
-            order. `"none"` if the function returns nothing and compilers may remove calls.
-        compile: `"inline"` if compilers may trace into the function and optimize the operators in
-            it. A mapping such as `{"inductor": "inline"}` selects backends. The function is then
-            also the default fake kernel. Exported programs still contain the operator, and
-            gradients use the registered formula.
-        priority: an order of providers, by name. A call runs the kernel of the first provider that
-            supports it; see `register_kernel`.
-        residuals: the names and types of extra kernel results for the backward, such as
-            `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the result
-            with `torchop.Residuals`.
-        lib: the library that owns the operator; by default the operator lives as long as the
+            order. If the function returns nothing, and compilers may remove calls to it, pass
+            `"none"`.
+        compile: pass `"inline"` to let compilers trace into the function and optimize the operators
+            in it. A mapping such as `{"inductor": "inline"}` does so only for some backends. The
+            function is then also the default fake kernel. Exported programs still contain the
+            operator, and gradients still use the registered formula.
+        priority: the names of providers (alternatives to the kernel), in the order that calls try
+            them. The first provider that supports a call runs it; see `register_kernel`.
+        residuals: the names and types of extra results of the kernel that only the backward uses,
+            such as `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the
+            result with `torchop.Residuals`.
+        lib: the library that owns the operator. By default, the operator lives as long as the
             process.
 
     Returns:
-        The handle of the operator, which is called like the function.
+        The handle of the operator, a `CustomOp`. Call it like the function.
 
     Raises:
-        TracingError: the operator was already compiled with another effect.
+        TracingError: an operator of this name was already compiled with another effect.
         ValueError: the name, an annotation, the schema, `mutates_args`, `effects` or `compile` is
             invalid. The operator is then not defined.
         NotImplementedError: a tensor is keyword-only.
         RuntimeError: an operator with this name exists, but `custom_op` did not define it.
 
     Warns:
-        SchemaWarning: the function returns nothing and mutates nothing, and `effects` is not
-            given. `torch.compile` will raise an error.
+        SchemaWarning: the function neither returns nor mutates anything, and `effects` is not
+            given. `torch.compile` will raise an error for calls to it.
         RedefinitionWarning: another function already defined an operator with this name. Running
             the same definition again, in a reloaded module or a notebook cell, does not warn.
 
@@ -150,7 +151,7 @@ def custom_op(
 
 
 def _missing_arguments(caller: str, name: object) -> TypeError:
-    """Return the error for missing arguments, for example if `@custom_op` is not called."""
+    """Return the error for missing arguments, as in `@custom_op` without parentheses."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
     return TypeError(
         f"{caller} needs the name of the operator, and mutates_args, the tensor arguments that the "
@@ -182,17 +183,20 @@ def triton_op(
     """Turn a function that launches Triton kernels into an operator.
 
     `torch.compile` traces into the function, so Inductor can optimize the kernels together with the
-    surrounding code. Exported programs contain the operator. Launch kernels with
-    `wrap_triton(kernel)[grid](...)`, which compilers can trace; eager calls launch them directly.
-    On a device with a kernel of its own, such as the CPU, compiled programs call that kernel, and
-    need a fake kernel if Triton is not installed.
+    surrounding code. Exported programs contain the operator itself.
+
+    In the function, launch kernels with `wrap_triton(kernel)[grid](...)`, which compilers can
+    trace. Eager calls launch the kernels directly.
+
+    If you register another kernel for some devices, such as the CPU, compiled programs call that
+    kernel on these devices. They then need a fake kernel if Triton is not installed.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
         fn: a function that calls Triton kernels and PyTorch operators. It is the kernel for all
             devices, and the default fake kernel.
-        mutates_args: the names of the tensor arguments that the function writes into; `()` for
-            none, `"unknown"` for all.
+        mutates_args: the names of the tensor arguments that the function writes into. `()` means
+            none, and `"unknown"` means that it may write into all of them.
         schema: a schema instead of the inferred one, as in `custom_op`.
 
     Returns:
@@ -217,7 +221,7 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # This PyTorch function may raise, so call it before the operator is defined.
+        # Do this before the operator is defined, because this function of PyTorch may raise.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

@@ -1,4 +1,4 @@
-"""Build the declaration of an operator from a function and the options of `custom_op`."""
+"""Create the `Declaration` of an operator from a function and the options of `custom_op`."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def declare(
     launches: bool = False,
     is_lenient: bool = False,
 ) -> Declaration:
-    """Validate a function and the options of `custom_op`, and return a declaration.
+    """Check a function and the options of `custom_op`, and return the operator's declaration.
 
-    Runs all checks that are possible before the operator exists.
+    All checks that are possible before the operator exists are made here.
 
     Args:
         name: the name of the operator.
         function: the author's function.
-        place: the user's source line that defines the operator.
+        place: the line of the user's code that defines the operator.
         mutates_args, device_types, schema, tags, effects, compile, residuals: see `custom_op`.
         launches: whether the function launches Triton kernels, as a `triton_op` does.
-        is_lenient: see `Declaration`.
+        is_lenient: True for operators of `torchop.compat`; see `Declaration`.
     """
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
@@ -83,7 +83,7 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize in-place and out= operators by their tags.
+        # Compilers recognize in-place and out= operators by their tags, so add these.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,
@@ -95,7 +95,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so `wrap_triton` launches kernels directly instead of tracing them."""
+    """Wrap a function so that `wrap_triton` launches kernels directly instead of tracing them."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, set the order in which providers run its calls, and return the handle."""
+    """Define an operator, set the order of its providers, and return its handle."""
 
     def build() -> Any:
         handle = define(declared, lib).handle

@@ -1,4 +1,4 @@
-"""CustomOp: the handle of an operator."""
+"""`CustomOp`: the handle of an operator, the object that users call."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """A descriptor for `__signature__` that returns the signature of the operator's function."""
+    """A descriptor for `__signature__` that returns the signature of the author's function."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # TorchScript would compare this signature with the parameters of `__call__`, but
-                # the two differ.
+                # TorchScript would compare the returned signature with the parameters of
+                # `__call__`, but these are only `*args` and `**kwargs`.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -60,18 +60,19 @@ class CustomOp(Registrations, Generic[P, R]):
     `torch._library.custom_ops.CustomOpDef`, so Dynamo, Inductor's autotuning and
     `torch.library.register_*` accept handles.
 
-    The methods `register_*` work like the functions with the same names in `torch.library`. Each
-    can be used as a decorator.
+    The methods `register_*` work like the functions of the same name in `torch.library`, and can be
+    used as decorators.
 
     Attributes:
         overload: the `torch._ops.OpOverload` of the operator.
         schema: the schema, a `torch.FunctionSchema`.
         name: the qualified name, `"ns::name"`.
         tags: the `torch.Tag` members of the operator, including `pt2_compliant_tag`.
-        inplace: the `CustomOp` from the last `derive_inplace`; None before.
-        out: the `CustomOp` from the last `derive_out`; None before.
-        source: the generated code that flattens structured arguments; None if the function takes
-            the schema's arguments.
+        inplace: the in-place form that `derive_inplace` has defined, a `CustomOp`; None before
+            that.
+        out: the out= form that `derive_out` has defined, a `CustomOp`; None before that.
+        source: the source code of the generated function that flattens structured arguments, such
+            as dataclasses; None if there are no structured arguments.
 
     Example:
         >>> import torch, torchop
@@ -84,8 +85,9 @@ class CustomOp(Registrations, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
-    # The C++ extension (csrc/handle.cpp) stores the vectorcall function and the Entry in these
-    # slots. `_native_call` holds a raw pointer instead of an object, so Python must not read it.
+    # The C++ extension (csrc/handle.cpp) uses these slots to store a vectorcall function and an
+    # `Entry`, the object that runs native calls. Python code must not read `_native_call`, because
+    # it contains a raw pointer instead of an object.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
@@ -95,7 +97,8 @@ class CustomOp(Registrations, Generic[P, R]):
         # CustomOpDef.__init__ is not called, because it would define the operator again.
         function = definition.authors_function
         self._definition = definition
-        # functools.wraps is not used, because partials and callable objects have no `__name__`.
+        # This does not use functools.wraps, because partials and callable objects have no
+        # `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -107,8 +110,8 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # Declared as an attribute, because Jedi shows (*args, **kwargs) for a method with a
-        # ParamSpec.
+        # This is an attribute instead of a method, because for a method with a ParamSpec, Jedi
+        # shows (*args, **kwargs) as the parameters.
         __call__: Callable[P, R]
     else:
 
@@ -150,8 +153,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Handles are copied and pickled by reference, as functions are. A pickle contains the names of
-    # the operator and of the module that defines it.
+    # Like functions, handles are copied and pickled by reference. A pickle contains the name of the
+    # operator and the name of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -175,13 +178,13 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # The overload is not cached here: Dynamo would guard on the cache, so it would recompile
-        # after the first call fills it. torch.ops caches the overload anyway.
+        # Do not cache the overload here. Dynamo would guard on the cache, so it would recompile
+        # once the first call has filled the cache. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
         finally:
-            # Another thread may have redefined the operator during the lookup.
+            # Check again, because another thread may have redefined the operator during the lookup.
             definition.check_defined()
 
     _opoverload: Any = overload
@@ -209,7 +212,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
         Args:
             rule: the name of a rule of torchop or of another package.
-            value: the value; without it, return a decorator.
+            value: the value to register. Omit it to use `register` as a decorator.
             options: see `torchop.Rule.register`.
 
         Returns:
@@ -233,13 +236,13 @@ class CustomOp(Registrations, Generic[P, R]):
                 )
             return functools.partial(self.register, rule)
 
-    def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
+    def set_kernel_enabled(  # type: ignore[override]  # the base class returns a private type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
-        """Enable or disable the kernel of a device type inside a `with` block, in all threads.
+        """Enable or disable the kernel of a device type inside a `with` block, for all threads.
 
-        While a kernel is disabled, calls run the function that defines the operator. Logs a message
-        if the device type has no kernel, or if nothing changes.
+        While a kernel is disabled, calls run the function that was passed to `custom_op` instead.
+        If the device type has no kernel, or if nothing changes, a message is logged.
 
         Args:
             device_type: a device type such as `"cpu"`.
@@ -254,12 +257,13 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the in-place form of this functional operator: it overwrites the first argument.
 
-        The in-place form calls this operator and copies the result, so it needs no kernel, fake
-        kernel or formula.
+        The in-place form calls this operator and copies the result into the argument. So you need
+        not register a kernel, a fake kernel or a formula for it.
 
         Args:
-            name: the name of the new operator; by default `"ns::name_"`.
-            lib: the library that owns the new operator; by default the library of this operator.
+            name: the name of the new operator. The default is `"ns::name_"`.
+            lib: the library that owns the new operator. The default is the library of this
+                operator.
 
         Returns:
             The handle of the new operator. A call raises `MutationError`, and leaves the first
@@ -292,13 +296,15 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the out= form of this functional operator: it writes the results into `out=`.
 
-        The out= form calls this operator and copies the results. If the kernel can write into a
-        buffer itself, use `torchop.out_op`.
+        The out= form calls this operator and copies the results. To save the copies, use
+        `torchop.out_op` if your kernel can write into the output tensors itself.
 
         Args:
-            name: the name of the new operator; by default `"ns::name.out"`.
-            outputs: the names of the outputs; by default `out`, or `out0`, `out1` and so on.
-            lib: the library that owns the new operator; by default the library of this operator.
+            name: the name of the new operator. The default is `"ns::name.out"`.
+            outputs: the names of the output arguments. The default is `out`, or `out0`, `out1` and
+                so on if there are several results.
+            lib: the library that owns the new operator. The default is the library of this
+                operator.
 
         Returns:
             The handle of the new operator. A call raises `MutationError`, and leaves the outputs
@@ -320,7 +326,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # Private attributes of CustomOpDef that PyTorch and other packages read.
+    # Private attributes of PyTorch's CustomOpDef, because PyTorch and other packages read them.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)
@@ -363,7 +369,7 @@ _unpickle.__module__ = "torchop"  # so pickles stay loadable if this module move
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Create a definition's handle, and make its calls native once the extension is loaded."""
+    """Create the handle of an operator. Its calls become native once the extension is loaded."""
     make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -372,9 +378,9 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 
 
 class StructuredOp(CustomOp[P, R]):
-    """The handle of an operator with structured arguments.
+    """The handle of an operator with structured arguments, such as dataclasses.
 
-    A call flattens the structures, and calls `overload` with the arguments of the schema.
+    A call flattens the structures, and passes the resulting schema arguments to `overload`.
     """
 
     @property
@@ -383,9 +389,10 @@ class StructuredOp(CustomOp[P, R]):
 
 
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
-    """Create a class with a generated `__call__` for the operator, and return an instance.
+    """Create a class for the operator, with a generated `__call__`, and return an instance.
 
-    Forwarding `*args` and `**kwargs` in a shared `__call__` would take a fifth of a call's time.
+    All operators could share one `__call__` that forwards `*args` and `**kwargs`, but forwarding
+    takes a fifth of a call's time.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -395,7 +402,7 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # Remove the class from Dynamo's global table, which would keep it alive.
+    # Dynamo's global table would keep the class alive, so remove it from the table.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

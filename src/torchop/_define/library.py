@@ -1,4 +1,4 @@
-"""Library: define operators and register kernels, and deregister them together."""
+"""`Library`: a group of operators and kernels that are deregistered together."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class Library(OwnLibrary):
 
     Args:
         ns: the namespace.
-        kind: `"DEF"` for the main library of a namespace (at most one), `"FRAGMENT"` for a library
-            that adds operators, `"IMPL"` for a library that only registers kernels.
+        kind: `"FRAGMENT"` for a library that defines operators and registers kernels, `"IMPL"` for
+            a library that only registers kernels, or `"DEF"` for the main library of a namespace. A
+            namespace can have only one.
         dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
@@ -70,8 +71,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # The checks are in __new__, because overriding __init__ would add a frame: PyTorch's __init__
-    # records the line of its calling frame, which must be the user's.
+    # Check the arguments in __new__ instead of __init__. PyTorch's __init__ records the line of its
+    # caller, and this would be our __init__ instead of the user's code.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -115,9 +116,9 @@ class Library(OwnLibrary):
         """Define an operator from a schema.
 
         Args:
-            schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may
-                include the namespace of this library.
-            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema declares all aliasing,
+            schema: a schema with the name of the operator, such as `"add.Tensor(Tensor self, Tensor
+                other) -> Tensor"`. The name may include the namespace of this library.
+            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema declares all aliasing;
                 `"CONSERVATIVE"` if results may alias any argument.
             tags: a `torch.Tag`, or several.
 
@@ -133,8 +134,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Otherwise, PyTorch's `define` would record the name as "ns::ns::name", so `_destroy` would
-        # fail in _clear_torch_ops_cache (torch/library.py).
+        # Remove the namespace, because PyTorch's `define` would record the name as "ns::ns::name".
+        # Then `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -157,9 +158,10 @@ class Library(OwnLibrary):
         Args:
             op_name: the operator, by name (with or without the namespace) or as an object.
             fn: the kernel, or `fallthrough_kernel` to skip this key.
-            dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default the library's key.
-            with_keyset: whether to pass the `DispatchKeySet` of the call to the kernel as the
-                first argument, for redispatching.
+            dispatch_key: a dispatch key such as `"CPU"`, `"Meta"` or `"Autograd"`. The default is
+                the library's key.
+            with_keyset: whether the kernel receives the `DispatchKeySet` of the call as an
+                additional first argument, in order to redispatch the call.
             allow_override: whether to replace an existing kernel at this key.
 
         Raises:
@@ -194,16 +196,17 @@ class Library(OwnLibrary):
     def fallback(
         self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
     ) -> None:
-        """Register a fallback at a dispatch key, for all operators without a kernel there.
+        """Register a fallback at a dispatch key, for all operators without a kernel at this key.
 
         Args:
-            fn: the fallback, which receives the `OpOverload` and then the arguments of the call;
-                or `fallthrough_kernel`.
-            dispatch_key: the key; by default the library's key.
-            with_keyset: whether to pass the `DispatchKeySet` of the call as the first argument.
+            fn: the fallback, or `fallthrough_kernel`. It receives the `OpOverload`, followed by the
+                arguments of the call.
+            dispatch_key: the dispatch key. The default is the library's key.
+            with_keyset: whether the fallback receives the `DispatchKeySet` of the call as an
+                additional first argument.
 
         Raises:
-            RuntimeError: the namespace of this library is not `"_"`, which means all namespaces.
+            RuntimeError: the namespace of this library is not `"_"` (all namespaces).
             TypeError: `fn` is not callable.
             ValueError: neither this call nor the library has a dispatch key.
             OperatorGoneError: this library is closed.
@@ -231,12 +234,12 @@ class Library(OwnLibrary):
 
 
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
-    """Define an operator in a torchop or PyTorch library, and return the result of `define`.
+    """Define an operator in a library of torchop or PyTorch, and return the result of `define`.
 
     Args:
         library: the library that owns the operator.
-        schema: the schema, starting with the name. `define` validates it.
-        define: passes the schema to the dispatcher.
+        schema: the schema, starting with the operator's name. `define` checks that it is valid.
+        define: a function that defines the operator in the dispatcher and returns its name.
     """
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
@@ -281,7 +284,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check results, because PyTorch does not check that they fit the schema."""
+    """Wrap a kernel, to check that its results fit the schema, as PyTorch does not."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)
@@ -292,7 +295,8 @@ def checked_kernel(
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # Look up the operator on each call: it may be defined or redefined after its kernel.
+        # Look up the operator in each call, because it may be defined or redefined after its kernel
+        # is registered.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check
@@ -303,10 +307,11 @@ def checked_kernel(
                 check_now = result_check(schema.returns)
                 if current is not None:
                     attach(name, current)
-                # `run` is set before the check, because a thread that sees the new check must not
-                # see the old `run`.
+                # Set `run` before `check`, because another thread that sees the new `check` must
+                # not use the old `run`.
                 check, checked_schema = check_now, current_schema
-        # Kernels that receive a keyset redispatch explicitly, so they run as they are.
+        # A kernel that receives a keyset redispatches the call explicitly, so do not change the
+        # dispatcher's state around it.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)
@@ -325,7 +330,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """Wrap a fallback to check results, as `checked_kernel` does for a kernel."""
+    """Wrap a fallback, to check that its results fit the schema of the called operator."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

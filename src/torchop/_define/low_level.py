@@ -1,4 +1,4 @@
-"""define and impl: define operators from schemas, and register kernels for any operator."""
+"""`define` and `impl`: define operators from schemas, and register kernels for any operator."""
 
 from __future__ import annotations
 
@@ -51,14 +51,16 @@ def define(
 ) -> Decorator | None:
     """Define an operator from a schema, without a kernel.
 
-    The older form, `define(library, "name(Tensor x) -> Tensor", alias_analysis="")`, is a decorator
-    that also registers the function as the kernel for all devices and for autograd.
+    As in PyTorch, there is an older way to call this function. `define(library, "name(Tensor x) ->
+    Tensor")` is a decorator. It also registers the decorated function as the kernel for all devices
+    and for autograd.
 
     Args:
-        qualname: `"namespace::name"` or `"namespace::name.overload"`.
+        qualname: the name of the operator: `"namespace::name"` or `"namespace::name.overload"`. In
+            the older way, the library.
         schema: the schema without a name, such as `"(Tensor x) -> Tensor"`.
-        alias_analysis: only for the older form; see `torchop.Library.define`.
-        lib: the library that owns the operator; by default the operator lives as long as the
+        alias_analysis: only for the older way; see `torchop.Library.define`.
+        lib: the library that owns the operator. By default, the operator lives as long as the
             process.
         tags: a `torch.Tag`, or several.
 
@@ -127,16 +129,17 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | Decorator:
-    """Register a kernel for an operator that `define` or C++ defines, before or after this call.
+    """Register a kernel for an operator that is defined with `define` or in C++.
 
-    The older form, `impl(library, name, dispatch_key="")`, is a decorator.
+    The kernel may be registered before the operator is defined. As in PyTorch, there is an older
+    way to call this function: `impl(library, name, dispatch_key)` is a decorator.
 
     Args:
         qualname: the operator.
-        types: one or several device types such as `"cpu"` or dispatch keys such as `"Autograd"`;
-            `"default"` for all devices.
-        func: the kernel; without it, return a decorator.
-        dispatch_key: only for the older form.
+        types: a device type such as `"cpu"`, a dispatch key such as `"Autograd"`, or a sequence of
+            these. `"default"` means all devices.
+        func: the kernel. Omit it to use `impl` as a decorator.
+        dispatch_key: only for the older way to call `impl`.
         lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
@@ -174,8 +177,9 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# The library may be a `torch.library.Library`. If so, the functions below check kernel results, and
-# invalidate operators when the library is destroyed, as `torchop.Library` does.
+# `library` may be a plain `torch.library.Library`. If so, the functions below add what
+# `torchop.Library` does: they check the results of kernels, and make calls raise an error once the
+# library is closed.
 
 
 def _define_in(

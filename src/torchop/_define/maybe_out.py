@@ -1,4 +1,4 @@
-"""maybe_out: combine a functional and an out= operator into one Python function."""
+"""`maybe_out`: combine a functional and an out= operator into one Python function."""
 
 from __future__ import annotations
 
@@ -28,19 +28,20 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 
-    A single operator cannot have an optional `out`, because a schema cannot express that the result
-    is either fresh or `out`. The function calls one of the two operators, and `torch.compile` and
-    `torch.export` trace into it.
+    A single operator cannot have an optional argument `out`, because a schema cannot express that
+    the result is either a fresh tensor or `out`. So the returned function calls one of the two
+    operators, depending on its arguments. `torch.compile` and `torch.export` trace into it.
 
     Args:
         functional: the operator that allocates the results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that writes into the outputs, and returns them or None. It must take the
-            arguments of `functional`, and the outputs.
+        out: the operator that writes the results into output arguments, and returns these or None.
+            It must take the arguments of `functional`, followed by the outputs.
 
     Returns:
-        A function with the parameters of `functional`, and the outputs as keyword-only parameters
-        with the default None. Callers pass all outputs or none.
+        A function with the parameters of `functional`, and with the outputs as additional
+        keyword-only parameters, whose default is None. Callers must pass either all outputs or
+        none.
 
     Raises:
         OperatorNotFoundError: one of the operators is not defined.

@@ -1,7 +1,7 @@
-"""The members that a class passed to `torchop.operator` may have, such as `forward` and `fake`.
+"""The members that a class decorated with `torchop.operator` may have, such as `forward`.
 
-To add a member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda`, ...) and instances of
-`torchop.Rule` are members too, but need no entry.
+To support another member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda` and so on) and
+instances of `torchop.Rule` need no entry.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
-# A function register(handle, value of the member, all members of the class). Its result is ignored.
+# A function that registers the value of a member. It takes the operator's handle, the value, and
+# all members of the class. Its result is ignored.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
 class Member(NamedTuple):
-    """A member of the class form.
+    """A member that a class decorated with `torchop.operator` may have.
 
     Attributes:
-        registers: registers the member's value; None if another member's registration uses it.
-        takes: describes valid values in messages.
-        accepts: returns whether a value is valid. Receives a static method as a plain function.
-        needs: names of other members, of which the class must have at least one; may be empty.
+        registers: a function that registers the member's value with the operator. None if the value
+            is used otherwise, as an argument in the registration of another member.
+        takes: a phrase for error messages that describes the valid values.
+        accepts: returns whether a value is valid. A static method is passed as a plain function.
+        needs: the names of other members. If there are any, the class must have at least one of
+            them.
     """
 
     registers: Registers | None = None
@@ -145,12 +148,12 @@ MEMBERS: Mapping[str, Member] = {
     "inplace": _form("derive_inplace", "in-place operator"),
     "out": _form("derive_out", "operator with out="),
 }
-# Members that are passed to `custom_op` as keyword arguments.
+# Members of the class that are options of `custom_op`.
 ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority", "residuals")
 
 
 def is_device_type(name: str) -> bool:
-    """Return whether `name` is a device type. Such a member is a kernel."""
+    """Return whether `name` is a device type. If so, the member with this name is a kernel."""
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:
@@ -159,7 +162,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a `torchop.Rule` with this name would clash with a member or handle method."""
+    """Return whether a `torchop.Rule` may not have this name, because a member or method has it."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

@@ -1,4 +1,4 @@
-"""out_op: define the functional, out= and in-place forms of an operator from one kernel."""
+"""`out_op`: define the functional, out= and in-place forms of an operator from one kernel."""
 
 from __future__ import annotations
 
@@ -98,21 +98,23 @@ def out_op(
             write into all outputs without reading them, and must return them or None. The schema is
             inferred from the other parameters. Outputs may have any strides; their shape, dtype and
             device are checked.
-        like: the name of the argument that all results are like, in the sense of
-            `torch.empty_like`.
-        allocate: instead of `like`, a function that takes the arguments without the outputs, and
-            returns an empty tensor for each output. It is also the fake kernel, so it must not
-            read data.
-        inplace: whether to define the in-place form.
-        elementwise: whether the kernel reads each element before it writes to that position. An
-            output may then also be an input, and the in-place form allocates no memory.
-        device_types: the device types that the kernel supports; None for all.
-        tags: a `torch.Tag`, or several, for all forms, in addition to the tag of each form.
-        lib: the library that owns the operators; by default the operators live as long as the
+        like: the name of an argument with the same shape, dtype and device as all results. They are
+            allocated by `torch.empty_like` of this argument.
+        allocate: a function that allocates the results, instead of `like`. It takes the arguments
+            without the outputs, and returns an empty tensor for each output. It is also the fake
+            kernel, so it must not read the data of tensors.
+        inplace: whether to define the in-place form too.
+        elementwise: whether the kernel reads each input element before it writes the output element
+            at the same position. Callers may then pass an input as an output, and the in-place form
+            needs no temporary memory.
+        device_types: the device types that the kernel supports. None means all.
+        tags: a `torch.Tag` or several. All forms get these tags in addition to their own.
+        lib: the library that owns the operators. By default, the operators live as long as the
             process.
 
     Returns:
-        The family. A call runs the functional operator, or the out= operator if `out=` is given.
+        An `OperatorFamily` with the handles of the operators. Calling it runs the functional
+        operator, or the out= operator if `out=` is given.
 
     Raises:
         ValueError: a name, an annotation, `like` or `allocate` is invalid. Nothing is defined.
@@ -190,8 +192,9 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # Inductor should replace the functional form only to save an allocation. An in-place
-            # form that is not elementwise allocates a temporary result, so it is left out.
+            # Let Inductor replace the functional form with forms that save an allocation. The
+            # in-place form saves none if the operator is not elementwise, because it then allocates
+            # a temporary result.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -224,14 +227,15 @@ def _define_form(
     ).handle
 
 
-# `_compat.planned_outputs.plan`, which registers the forms of an operator with Inductor.
-# `torchop/__init__.py` sets this variable, because this module must not import tools.
+# This is `_compat.planned_outputs.plan`, which registers the forms of an operator with Inductor.
+# `torchop/__init__.py` sets this variable, because this package must not import torchop's tools.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator with a form that writes into its own buffer."""
-    # The references are weak, because Inductor's table would otherwise keep the forms alive.
+    """Let Inductor replace the functional operator with a form that writes into its buffer."""
+    # Inductor's table holds `overload`, so use weak references. Otherwise the forms could not be
+    # freed.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -247,15 +251,17 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return a form's kernels by device, for a comparison with another form's kernels."""
+    """Return a form's kernels by device, to compare them with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        return form  # each call selects a kernel, so the result must differ for another form
+        # Each call chooses a kernel, so two forms may run different kernels. The form itself is
+        # returned, because it is equal to no result for another form.
+        return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
-    """Split a kernel's signature into the functional operator's signature and the output names."""
+    """Return the functional operator's signature, and the names of the kernel's outputs."""
     signature = signatures.signature(kernel)
     where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
@@ -289,7 +295,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with this signature and, for messages, with the kernel's name."""
+    """Return a function with this signature. It has the kernel's name, for error messages."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -303,7 +309,6 @@ def _with_signature(function: Kernel, signature: inspect.Signature) -> Kernel:
 
 
 def _like_index(name: OpName, schema: Schema, like: str) -> int:
-    """Return the position of the argument `like`."""
     places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
     if like not in places:
         raise SchemaError(
@@ -314,14 +319,15 @@ def _like_index(name: OpName, schema: Schema, like: str) -> int:
 
 
 class OperatorFamily(Generic[P, R]):
-    """The forms of an operator that `torchop.out_op` defines.
+    """The functional, out= and in-place forms of an operator that `torchop.out_op` defined.
 
-    A call runs the functional operator, or the out= operator if `out=` is given.
+    Calling the family runs the functional operator, or the out= operator if `out=` is given.
 
     Attributes:
-        functional: the `CustomOp` that allocates its results.
-        out: the `CustomOp` that writes the results into keyword-only outputs.
-        inplace: the `CustomOp` that overwrites its first argument; None without `inplace=True`.
+        functional: the operator that allocates the results, a `CustomOp`.
+        out: the operator that writes the results into the caller's tensors, a `CustomOp`.
+        inplace: the operator that overwrites its first argument, a `CustomOp`. None if `out_op` was
+            called without `inplace=True`.
 
     Example:
         >>> import torch, torchop
@@ -344,8 +350,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The type is not `| None`, because type checkers would demand a check even with
-        # inplace=True.
+        # The type is `Any` instead of None, because type checkers would otherwise demand a check
+        # for None even after inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`
@@ -371,14 +377,14 @@ class OperatorFamily(Generic[P, R]):
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
     ) -> Function:
-        """Register a kernel that writes into its outputs, for all forms.
+        """Register a kernel for all forms. It must write into outputs, as in `out_op`.
 
-        To register a kernel for one form only, use the handle of the form, such as
+        To register a kernel for one form only, use the handle of this form, as in
         `family.functional.register_kernel("cuda", ...)`.
 
         Args:
-            device_types: the device types that the kernel supports; None for all.
-            fn: the kernel; without it, return a decorator.
+            device_types: the device types that the kernel supports. None means all.
+            fn: the kernel. Omit it to use `register_kernel` as a decorator.
 
         Returns:
             `fn`.
@@ -404,10 +410,10 @@ class OperatorFamily(Generic[P, R]):
     ) -> Function:
         """Register the backward formula of the functional and the in-place operator.
 
-        As in PyTorch, the out= operator raises for tensors that require grad.
+        As in PyTorch, the out= operator raises an error for tensors that require grad.
 
         Args:
-            backward: see `torchop.register_autograd`; without it, return a decorator.
+            backward: see `torchop.register_autograd`. Omit it to use this method as a decorator.
             setup_context: see `torchop.register_autograd`.
 
         Returns:

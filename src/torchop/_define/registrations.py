@@ -1,7 +1,7 @@
-"""The functions that register rules, as methods of operator handles.
+"""The methods of operator handles that register rules, such as `register_fake`.
 
-Each function takes the operator as the first parameter, so assigning it to a class attribute makes
-it a method.
+Each method is also a function in `_rules`. The function takes the operator as its first parameter,
+so it becomes a method when it is assigned to a class attribute.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class SameAs(Generic[Function]):
-    """Decorator that replaces a stub method with a function.
+    """A decorator that replaces a stub method with a function.
 
-    Used for methods that the base class, `CustomOpDef`, declares too. This is a workaround for
-    Pyright. A plain assignment does not work, because Pyright ignores its
-    types if the base class declares the attribute. A function as the decorator does not work,
-    because Pyright would lose the type variables.
+    This is a workaround for Pyright. It is needed for methods that the base class `CustomOpDef`
+    also declares. If the function were assigned to a class attribute, Pyright would use the types
+    of the base class instead. If this decorator were a function, Pyright would lose the type
+    variables.
     """
 
     def __init__(self, function: Function) -> None:
@@ -37,7 +37,7 @@ class SameAs(Generic[Function]):
 
 
 class Registrations(Handle):
-    """Methods of handles that register rules."""
+    """The methods of operator handles that register rules."""
 
     @SameAs(kernels.register_kernel)
     def register_kernel(self) -> None: ...

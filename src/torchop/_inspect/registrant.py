@@ -117,9 +117,9 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return the devices of the kernels, and the names of the rules, that the dispatcher has.
+    """Return the devices and the names of rules for which the dispatcher has kernels.
 
-    Unlike torchop's registry, the dispatcher also has the registrations of other libraries.
+    Unlike torchop's registry, the dispatcher also knows what other libraries registered.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}

@@ -97,7 +97,7 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # Schemas do not support lists of strings or of lists. Suggest the type of an item then.
+    # Schemas support neither lists of strings nor nested lists, so suggest the item type instead.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 

@@ -161,7 +161,7 @@ class FunctionTree:
         )
 
     def _missing(self, declared: inspect.Parameter) -> str:
-        """Return the fix for a missing annotation, as part of an error message."""
+        """Return the part of an error message that says how to fix a missing annotation."""
         is_first = declared.name == next(iter(inspect.signature(self.function).parameters))
         if is_first and declared.name == "ctx":
             return ". Remove 'ctx', and save tensors in setup_context(ctx, inputs, output)."

@@ -1,8 +1,8 @@
 """Derive the in-place and out= forms of a functional operator.
 
-A derived form calls the functional operator and copies the result. Compilers trace these two steps,
-so they need no special support for forms. All forms share the functional operator's formula and
-fake kernel.
+A form calls the functional operator, and copies the result into its argument. Compilers trace these
+two steps, so they need no special support for forms. The forms use the backward formula and the
+fake kernel of the functional operator.
 """
 
 from __future__ import annotations
@@ -56,18 +56,20 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # One kernel serves all devices, because the functional operator dispatches on the device.
+    # The form needs only one kernel for all devices, because the kernel calls the functional
+    # operator, and that dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because outputs are written after the result was computed.
+        # An output may also be an input, because outputs are written only after the results were
+        # computed.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Raise SchemaError if an operator with this schema cannot have the derived form."""
+    """Raise SchemaError if an operator with this schema cannot have this form."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
         problem = (
             "forms need a functional operator, which mutates nothing and returns fresh tensors"
@@ -86,7 +88,10 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """Check the output names and return them. The default is `out`, or `out0`, `out1` and so on."""
+    """Return the names of the outputs, after checking them.
+
+    The default is `out`, or `out0`, `out1` and so on if there are several results.
+    """
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -119,14 +124,14 @@ def define_member(
         name: the name of the form.
         schema: the schema of the form.
         kernel: the kernel, which returns the mutated arguments.
-        guard: see `Declaration`.
-        lib: the caller's library that owns the form.
+        guard: checks the arguments of each call before the kernel runs; see `Declaration`.
+        lib: the library of the caller that owns the form, or None.
         devices: the device types that the kernel supports.
         tags: tags in addition to the form's own tag.
     """
-    # The out= form does not get `torch.Tag.out`, because Inductor would replace the functional
-    # operator with the tagged overload, and pass wrong arguments for most signatures. Instead,
-    # `_compat.planned_outputs` registers a correct replacement.
+    # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
+    # with an overload that has this tag, but would pass wrong arguments for most signatures.
+    # Instead, `_compat.planned_outputs` registers a correct replacement.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
@@ -158,7 +163,8 @@ def writing_result(
 ) -> Callable[..., Any]:
     """Return a kernel that calls the functional operator and copies the results into the outputs.
 
-    With `copies=False`, return the fake kernel, which only checks the outputs.
+    With `copies=False`, the kernel does not copy, but only checks the outputs. This is the fake
+    kernel.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -186,7 +192,8 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Pass a clone, because the formula may save the input, and `x` is overwritten below.
+        # Pass a clone, because the formula may save the input for the backward, but `x` is
+        # overwritten below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

@@ -1,7 +1,8 @@
-"""Create an operator's functional, out= and in-place kernels from one kernel that writes outputs.
+"""Create the kernels of the functional, out= and in-place forms from one kernel.
 
-Outputs are checked before the kernel runs. If PyTorch's own operators reject such an output, the
-message is the same as theirs.
+The one kernel writes its results into output arguments. The outputs are checked before it runs. If
+an output is one that PyTorch's own operators reject too, the error message is the same as
+PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Tensor metadata. An output must have the metadata of the result written into it."""
+    """Tensor metadata. A result and the output that it is written to must have the same."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -48,8 +49,8 @@ def described_results(
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # The results are on the meta device, because `allocate` received meta tensors here. Report
-        # the device of the real inputs.
+        # The results are on the meta device only because `allocate` received meta tensors. With the
+        # real inputs, they would be on the device of the inputs.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -68,7 +69,7 @@ def _to_meta(value: Any) -> Any:
 def check_fits(
     name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
-    """Raise unless `tensor` has the metadata of the result that would be written into it."""
+    """Raise unless `tensor` has the metadata of the result that will be written into it."""
     actual = metadata(tensor)
     if actual == expected:
         return
@@ -97,9 +98,11 @@ def check_outputs(
     *,
     may_be_an_input: bool,
 ) -> None:
-    """Raise if an output is None, or overlaps an input unless `may_be_an_input`.
+    """Raise if an output is None, or if it overlaps an input.
 
-    The mutation rule has already rejected tensors that no operator may mutate.
+    If `may_be_an_input` is True, outputs may overlap inputs. Tensors that no operator may mutate,
+    such as expanded tensors, need no check here, because the mutation rule has already rejected
+    them.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -113,7 +116,7 @@ def check_outputs(
 
 
 def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return a cache key for a call: the metadata of all arguments and outputs."""
+    """Return a cache key for a call, with the metadata of all tensors and the other arguments."""
     key: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -121,9 +124,9 @@ def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         elif isinstance(value, (list, tuple)):
             key.append(_call_key(value, {}))
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
-            key += type(value), value  # the type, because 1 == True
+            key += type(value), value  # include the type, because 1 == True
         else:
-            key.append(object())  # equal to no other key, so the call is not cached
+            key.append(object())  # a new object is equal to no other, so the call is not cached
     return key
 
 
@@ -138,7 +141,13 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Turns a kernel that writes into outputs into functional, out= and in-place kernels."""
+    """Creates the kernels of the three forms from a kernel that writes into output arguments.
+
+    Attributes:
+        name: the name of the functional operator.
+        outputs: the names of the kernel's output parameters.
+        elementwise: whether an output may also be an input.
+    """
 
     def __init__(
         self,
@@ -152,12 +161,13 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        get: Callable[..., Any] = operator.itemgetter(*outputs)  # returns no tuple for one name
+        # For one name, it returns the value instead of a tuple.
+        get: Callable[..., Any] = operator.itemgetter(*outputs)
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
-        self.elementwise = elementwise  # whether an output may also be an input
+        self.elementwise = elementwise
         self._schema = functional
         self._allocate = bind(allocate, functional)
-        self._like = like  # the position of the argument `like`; None with `allocate`
+        self._like = like  # the position of the argument to allocate results from, or None
 
     def out(self, kernel: Kernel) -> Kernel:
         """Return the kernel of the out= form, which returns the caller's outputs."""
@@ -230,12 +240,14 @@ class WritingKernels:
         """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # No check is needed if `overwrite` copies, because it then checks the metadata itself, or
-        # if the result is like the overwritten argument, because an argument always fits itself.
+        # The in-place form needs no guard in two cases. If it copies the result (see `overwrite`),
+        # it checks the metadata itself. And if the result is allocated like the first argument, it
+        # always fits this argument.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # The key of the last valid call. This cache exists because running `allocate` takes longer
-        # than most kernels. Threads need no lock, because the list is replaced and never modified.
+        # The `_call_key` of the last valid call. A call with the same key does not run `allocate`
+        # again, because that takes longer than most kernels. Threads need no lock, because the list
+        # is replaced and never modified.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -245,8 +257,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # `is_fresh` needs no keyword arguments, because keyword-only tensors are outputs,
-                # so `read` contains all input tensors.
+                # Pass no keyword arguments to `is_fresh`: all keyword-only tensors are outputs, so
+                # `read` already contains all input tensors.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
@@ -282,12 +294,12 @@ class WritingKernels:
 
     def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results = self._results(*args, **kwargs)
-        if shares_memory(args, kwargs, results):  # the kernel would overwrite inputs
+        if shares_memory(args, kwargs, results):  # the kernel would overwrite an input
             raise alias_error(str(self.name), self._schema, args, kwargs, results)
         return results
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results with `torch.empty_like` from the argument at position `place`."""
+    """Allocate `count` results by `torch.empty_like` of the argument at the position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

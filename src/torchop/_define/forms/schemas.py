@@ -55,7 +55,10 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Set the name, docstring and signature of a form's kernel, derived from `original`."""
+    """Set the name, docstring and signature of a form's kernel, based on `original`.
+
+    `original` is the handle of the functional operator.
+    """
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."

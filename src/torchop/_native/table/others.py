@@ -205,7 +205,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
     try:
         return identity()
     except RuntimeError as error:
-        # PyTorch's message names that other operator, so insert the name of the called operator.
+        # PyTorch's message names the internal operator, so insert the name of the called operator.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
         if message == str(error):
             raise

@@ -1,1 +1,1 @@
-"""Fake kernels, which compute output metadata for FakeTensor and meta tensors."""
+"""Fake kernels: they compute the metadata of outputs, for FakeTensor and meta tensors."""

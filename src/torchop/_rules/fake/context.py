@@ -1,4 +1,4 @@
-"""`get_ctx`: fake kernels use this context to create data-dependent sizes."""
+"""`get_ctx`: return the context that a fake kernel uses to create data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context of a fake kernel that runs on meta tensors. It cannot create dynamic sizes."""
+    """The context of a fake kernel that runs on meta tensors. They cannot have dynamic sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
 
     def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
-        """Raise as `new_dynamic_size` does. This name is deprecated."""
+        """Raise an error, as `new_dynamic_size` does. PyTorch has deprecated this older name."""
         return self.new_dynamic_size()
 
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
@@ -57,8 +57,8 @@ def innermost() -> Any:
 def get_ctx() -> FakeImplCtx:
     """Return the context of the fake kernel that is running in this thread.
 
-    Call the context's method `new_dynamic_size(*, min=0, max=None)` to create a data-dependent
-    size, in elements.
+    To create a size that depends on data, call the context's method `new_dynamic_size(*, min=0,
+    max=None)`.
 
     Raises:
         RuntimeError: no fake kernel is running.

@@ -1,4 +1,4 @@
-"""Fake kernels made from declarations of each output's shape, dtype and memory format."""
+"""Create fake kernels from a declaration of each output's shape, dtype and memory format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# The types of the options of `register_fake`. If there are several outputs, an option is a sequence
-# with one entry per output, and otherwise a single value.
+# The types of the options of `register_fake`. An option is a single value if the operator has one
+# output, and otherwise a sequence with one entry per output.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
@@ -27,7 +27,7 @@ Format = torch.memory_format | Sequence["torch.memory_format | None"] | None
 class _Output(NamedTuple):
     like: str
     is_list: bool
-    # A function that returns the shape. `parameters` are the names of the arguments it takes.
+    # Computes the shape from the operator arguments named in `parameters`.
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
@@ -65,7 +65,11 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 
 
 class DeclaredFake(functools.partial[Any]):
-    """A fake kernel made from a declaration. Cache keys include the arguments of the partial."""
+    """A fake kernel that was created from a declaration.
+
+    The cache keys of compiled graphs contain the arguments of this partial, and thereby the
+    declaration.
+    """
 
     is_declared = True
 

@@ -13,13 +13,13 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# Otherwise FakeTensor would log a traceback for this exception, although the message contains the
-# fix.
+# Otherwise FakeTensor would log a traceback for this exception. Users do not need it, because the
+# message already contains the fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """Return the error for a missing fake kernel. Its message contains a fake kernel template."""
+    """Return the error for a missing fake kernel. Its message contains a template to fill in."""
     missing = f"There was no fake impl registered for {definition}"
     if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
@@ -36,7 +36,7 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
     """Return the error for a fake kernel that reads the data of a tensor."""
-    # Quote only the first line of PyTorch's message, because the other lines are advice about logs.
+    # Quote only the first line of PyTorch's message. The other lines advise users to enable logs.
     reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
@@ -44,7 +44,7 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
     if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
-        # Keep the exception type, because Dynamo handles it as a graph break.
+        # Keep the type of the exception: Dynamo turns exceptions of these types into graph breaks.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 
@@ -56,7 +56,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 
 def _suggested(definition: Definition) -> tuple[str, str]:
-    """Return the parameters and the returned expression for the template of a fake kernel."""
+    """Return the parameters and the return expression of the fake kernel that messages suggest."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
     positional, keyword_only = schema.parameters

@@ -1,4 +1,7 @@
-"""The fake kernel rule. Fake kernels compute output metadata without data."""
+"""`FakeRule`: an operator's fake kernel.
+
+A fake kernel computes the metadata of outputs without data.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-# The source location that PyTorch reports for a fake kernel that no user wrote.
+# PyTorch stores a source location with each fake kernel, for messages. This is the location of fake
+# kernels that torchop itself provides.
 NO_FUNCTION = "torchop"
 
 
@@ -42,10 +46,11 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """An operator's fake kernel, which also runs for calls on meta tensors."""
+    """An operator's fake kernel. It runs for calls with fake tensors and with meta tensors."""
 
     function: Callable[..., Any] | None = None
-    # Whether the Meta key has a kernel: the kernel of this rule, or the operator's own meta kernel.
+    # Whether the operator has a kernel at the Meta dispatch key. This is `FakeRule.kernel`, or a
+    # meta kernel that the operator's author wrote.
     is_installed = False
     registration: registries.FakeRegistration | None = None
     warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
@@ -54,27 +59,28 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
             self.is_installed = True
-            return  # the operator's own meta kernel also runs on fake tensors
-        # Install this kernel even without a fake kernel, because otherwise a kernel for every
-        # device would run on meta tensors.
+            return  # FakeTensor runs the author's meta kernel instead
+        # Install `FakeRule.kernel` even if no fake kernel is registered yet, because otherwise a
+        # kernel for every device would run on meta tensors too.
         definition.implement("Meta", self.kernel)
         self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
-            # These operators need no fake kernel. Without a registration, FakeTensor would run the
+            # In-place operators, out= operators and operators that return nothing need no fake
+            # kernel, but register `fake_kernel` for them anyway. Otherwise FakeTensor would run the
             # kernel at the Meta key, and reject calls with tensors on several devices.
             self._push(NO_FUNCTION)
 
     def reject_data_access(self) -> None:
         """Raise MissingFakeError if FakeTensor runs the kernel for every device on fake tensors.
 
-        FakeTensor does so for sparse tensors, because the dispatcher skips the kernel at the Meta
+        FakeTensor runs it for sparse tensors, because the dispatcher skips the kernel at the Meta
         key.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """Let FakeTensor run a newly registered meta kernel if the operator has no fake kernel."""
+        """Let FakeTensor run a newly registered meta kernel, unless a fake kernel is registered."""
         if self.function is None:
             self.retract()
 
@@ -96,7 +102,7 @@ class FakeRule(CompiledRule[Fake]):
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
         definition = self.definition
         schema = definition.schema
-        if not getattr(function, "is_declared", False):  # a declaration has no author's function
+        if not getattr(function, "is_declared", False):  # a declared fake kernel needs no wrapper
             function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
@@ -114,15 +120,15 @@ class FakeRule(CompiledRule[Fake]):
             self.replace(function)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Set the fake kernel, without checking it as `register` does."""
+        """Set the fake kernel without the checks of `register`."""
         self.update(self._install, function=function)
 
     def _install(self) -> None:
         if not self.is_installed:
             self.install()
         assert self.function is not None
-        # Register each function again with PyTorch, because PyTorch's messages contain its
-        # location.
+        # Register with PyTorch again for each new function, because PyTorch's messages contain the
+        # location of the function.
         self._push(source_of(self.function))
         if self.definition.is_ours:
             self.definition.rule(EffectRule).watch()
@@ -132,7 +138,7 @@ class FakeRule(CompiledRule[Fake]):
         registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
         if self.registration is not None:
             self.registration.remove()
-        elif definition.is_ours:  # deregistering the operator removes this rule
+        elif definition.is_ours:  # deregistering the operator also removes what is registered here
             registries.register_default_torch_dispatch(
                 str(definition), FakeTensorMode, self.run_at_once
             )
@@ -150,8 +156,9 @@ class FakeRule(CompiledRule[Fake]):
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the fake kernel directly, instead of `FakeTensorMode.dispatch`.
 
-        That method first checks for special cases, and looks the call up in a cache that contains
-        only PyTorch's own operators. This takes longer than a typical fake kernel.
+        `FakeTensorMode.dispatch` first checks for special cases, and looks up the call in a cache
+        that only contains calls to PyTorch's own operators. Together, this takes longer than a
+        typical fake kernel.
         """
         kwargs, used = kwargs or {}, self.registration
         tensors = tensors_in((*args, *kwargs.values()))
@@ -162,7 +169,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the fake kernel for FakeTensor."""
+        """Run the fake kernel on fake tensors. FakeTensor calls this method."""
         definition, mode = self.definition, fake_tensors.active_fake_mode()
         constants = definition.plan[FakeRule].constants
         if len(constants) > len(self.warned) and mode is not None and mode.shape_env is not None:
@@ -218,7 +225,11 @@ class FakeRule(CompiledRule[Fake]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the meta kernel. Return a function that registers the declared fake kernel."""
+    """Install the meta kernel of a new operator.
+
+    If the operator was declared with a fake kernel, return a function that registers the fake
+    kernel.
+    """
     rule, fake = definition.rule(FakeRule), definition.declaration.fake
     rule.install()
     return None if fake is None else functools.partial(rule.replace, fake)
@@ -262,10 +273,10 @@ def _check_outputs(definition: Definition, result: Any) -> None:
 
 
 def _fresh(result: Any, taken: set[int]) -> Any:
-    """Replace each output that is an input or a repeated output with a new tensor.
+    """Replace each output that is also an input, or that occurs twice, with a new tensor.
 
-    A fake kernel may return an input to say that the output has the same metadata. But a compiler
-    would treat this output as an alias of the input.
+    As a shorthand, a fake kernel may return an input to say that the output has the same metadata.
+    Without the replacement, a compiler would treat the output as an alias of the input.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:
@@ -322,36 +333,40 @@ def register_fake(
     _stacklevel: int = 1,
     allow_override: bool = True,
 ) -> Function | None:
-    """Register the fake kernel of an operator, which computes output metadata without data.
+    """Register an operator's fake kernel, which computes the metadata of outputs without data.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        func: takes the operator's arguments, and returns tensors with the same shape, dtype,
-            device, strides and storage offset as the results of the kernel. It must not read data.
-            Without `func` and without a declaration, a decorator is returned.
-        like: declares the output instead of `func`: the name of an argument with the same metadata,
-            except for the options below. For an output that is a list, the name of a list. If there
-            are several outputs, a tuple of names. With `shape`, the default is the first Tensor.
+        func: the fake kernel. It takes the operator's arguments, and returns tensors with the same
+            shape, dtype, device, strides and storage offset as the results of the kernel. It must
+            not read the data of tensors. Omit it to use `register_fake` as a decorator, or to
+            declare the output with the options below.
+        like: declares the output, instead of `func`. This is the name of an argument that has the
+            same metadata as the output, except for the properties that the options below set. If
+            the output is a list, this is the name of a list argument. If there are several outputs,
+            pass a tuple of names. If only `shape` is given, the default is the first Tensor
+            argument.
         shape: a function that returns the shape of the output as a tuple of ints. Its parameters
-            have the names of arguments of the operator. The output is contiguous. Without `shape`,
-            the output has the strides of `torch.empty_like`. If there are several outputs, a tuple
-            of functions or None.
-        dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is a dtype
-            or a Tensor. If there are several outputs, a tuple of these or None.
+            are named like the arguments of the operator that it needs. The output is then
+            contiguous. Without `shape`, the output has the shape of `like`, and the strides of
+            `torch.empty_like`. If there are several outputs, pass a tuple of functions or None.
+        dtype: the dtype of the output. This is a `torch.dtype`, or the name of an argument that is
+            a dtype or a Tensor. If there are several outputs, pass a tuple of these or None.
         memory_format: the memory format of the output, as in `torch.empty_like`. Use
             `torch.contiguous_format` if the output is contiguous for any strides of `like`. If
-            there are several outputs, a tuple of memory formats or None.
-        lib: the library that owns the registration. By default, it is permanent.
+            there are several outputs, pass a tuple of memory formats or None.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration is permanent.
         allow_override: whether to replace an existing fake kernel.
 
     Returns:
-        `func`, or a decorator if `func` is omitted. None for a declaration.
+        `func`, a decorator if `func` is omitted, or None if the options declare the output.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: `func` does not accept the operator's arguments, or the declaration
-            does not fit the schema.
+        RuleSignatureError: `func` does not accept the operator's arguments, or the declaration does
+            not fit the schema.
         RuntimeError: a fake kernel exists and `allow_override` is False, or the operator decomposes
             into other operators.
 
@@ -367,8 +382,8 @@ def register_fake(
         torch.Size([3])
         >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
 
-    Based on `torch.library.register_fake`. `_stacklevel` is ignored, because messages name the
-    location of the function.
+    Based on `torch.library.register_fake`. `_stacklevel` is ignored, because messages contain the
+    location of the function instead.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
     if like is None and shape is None and dtype is None and memory_format is None:

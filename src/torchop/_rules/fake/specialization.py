@@ -1,4 +1,8 @@
-"""Warn about arguments that cause a recompilation for each new value."""
+"""Warn about `int` arguments that make `torch.compile` recompile for each new value.
+
+This happens if a program passes a symbolic size, but the schema declares the argument as `int`
+instead of `SymInt`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from torchop._errors import SchemaWarning, warn
 
 
 def symbolic_arguments(definition: Definition, names: tuple[str, ...]) -> list[str]:
-    """Return those of `names` whose arguments are symbolic in the call that Dynamo is tracing."""
+    """Return the arguments among `names` that are symbolic in the call that Dynamo is tracing."""
     call = compilers.call_traced_by_dynamo(definition.overload)
     values = {} if call is None else values_by_name(definition.schema, *call)
     return [name for name in names if _is_symbolic(values.get(name))]

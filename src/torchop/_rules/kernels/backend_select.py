@@ -1,8 +1,9 @@
-"""Select a backend for calls if the dispatcher cannot infer it from the arguments.
+"""Select the backend of calls if the dispatcher cannot infer it from the arguments.
 
-These are calls to factory functions, and calls with tensors in optional lists, which the dispatcher
-ignores. A kernel at the BackendSelect key runs after autograd and modes, and redispatches the call
-to the right backend.
+This concerns factory functions, because they take a device instead of tensors, and operators with
+optional lists of tensors (`Tensor[]?`). The dispatcher ignores such lists when it computes the
+dispatch keys. For both kinds of operators, a kernel at the BackendSelect key redispatches the call
+to the right backend, after autograd and modes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Make calls to a factory function select the backend by their `device` argument."""
+    """If the operator takes no tensors, make its `device` argument select the backend."""
     schema = definition.schema
     if any(argument.holds_tensors for argument in schema.arguments):
         return
@@ -36,7 +37,10 @@ def install_for_factory(definition: Definition) -> None:
 
 
 def install_for_optional_lists(definition: Definition) -> None:
-    """Make tensors in `Tensor[]?` and `Tensor?[]?` arguments take part in backend selection."""
+    """Let tensors in arguments of type `Tensor[]?` and `Tensor?[]?` take part in the dispatch.
+
+    The dispatcher itself ignores these tensors.
+    """
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(functorch.ENTRY, _check_transforms(definition), with_keyset=True)
@@ -52,8 +56,8 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
         return None
     values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
     device = values.get(argument.name, argument.default)
-    # None means the CPU even inside `with torch.device(...)`. That block changes the default device
-    # of functions such as torch.zeros, but not of operators in torch.ops.
+    # None means the CPU, even inside a block `with torch.device(...)`: such a block changes the
+    # default device of functions such as torch.zeros, but not of operators in torch.ops.
     return "cpu" if device is None else dispatch.device(device).type
 
 
@@ -85,8 +89,9 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # functorch transforms run before BackendSelect, so the kernel at that key runs too late to help
-    # them.
+    # The BackendSelect kernel cannot find out whether a transform wraps the tensors, because
+    # functorch's kernels run before it, and pass over the operator if they see no wrapped tensor.
+    # So this check runs at functorch's own dispatch key, before the transforms.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
@@ -112,10 +117,10 @@ def _check_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """Return a function that yields some of a call's tensors.
+    """Return a function that yields the tensors of a call, either the overlooked or the other ones.
 
-    With `are_overlooked`, it yields the tensors that the dispatcher ignores when it computes
-    dispatch keys. Otherwise, it yields the other tensors.
+    Overlooked tensors are the tensors in optional lists. The dispatcher ignores them when it
+    computes the dispatch keys.
     """
     places = [
         (index, argument.name)

@@ -14,7 +14,7 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """Return a list of the device types without duplicates. In it, None stands for every device."""
+    """Return the device types as a list without duplicates. None in the list means every device."""
     if device_types is None:
         return [None]
     try:

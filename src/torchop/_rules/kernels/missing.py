@@ -1,4 +1,8 @@
-"""Handle calls on a device without a kernel: use the backend's fallback, or raise an error."""
+"""Handle calls on devices without a kernel.
+
+If the backend has a fallback, such as one that runs every operator on the CPU, the call uses the
+fallback. Otherwise the call raises an error that lists the supported devices.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +26,18 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
-    At first, one kernel at CompositeExplicitAutograd covers every device. But it hides a backend's
-    own fallback, such as a fallback that runs every operator on the CPU. So the first call on a
-    device with a fallback replaces this kernel with one kernel for each of the other backends.
+    At first, a single raising kernel at CompositeExplicitAutograd covers every device. But the
+    dispatcher prefers it to a backend's own fallback, such as one that runs every operator on the
+    CPU. So the first call on a device with a fallback removes the single kernel, and registers a
+    raising kernel for each of the other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._kernel = kernel
-        # Maps each dispatch key with such a kernel to a function that removes it.
+        # Maps each dispatch key that has a raising kernel to a function that removes this kernel.
         self._places: dict[str, Callable[[], None]] = {}
-        # Removed kernels, which must stay alive because other threads may still be running them.
+        # Removed kernels. They must stay alive, because other threads may still be running them.
         self._held: list[Any] = []
         self._raise_at(EVERY_DEVICE)
 
@@ -40,16 +45,17 @@ class RaisingKernels:
         self._places[key] = self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
-        """Remove the raising kernels, because a kernel for every device was registered."""
+        """Remove the raising kernels. Called when a kernel for every device is registered."""
         for key in list(self._places):
             self._remove(key)
 
     def expose_fallback_of_call(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> DispatchKeySet | None:
-        """If the call's backend has a fallback, remove the raising kernel that hides it.
+        """If the call's backend has a fallback, remove the raising kernel that hides the fallback.
 
-        Return the dispatch keys with which to redispatch the call to the fallback, or None.
+        Return the dispatch keys to redispatch the call with, so that it reaches the fallback.
+        Return None if there is no fallback.
         """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
@@ -69,14 +75,14 @@ class RaisingKernels:
         return keyset
 
     def _expose(self, key: str) -> None:
-        # Another thread may have looked up the kernel, but not called it yet.
+        # Keep the kernel alive: another thread may have looked it up, but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
                     self._raise_at(other)
             self._remove(EVERY_DEVICE)
-        if key in self._places:  # unless another thread has removed it
+        if key in self._places:  # another thread may have removed it already
             self._remove(key)
 
     def _remove(self, key: str) -> None:
@@ -115,5 +121,5 @@ def raise_missing_kernel(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return a tensor's layout or "quantized", which together with its device selects a backend."""
+    """Return "quantized" or the tensor's layout. With the device, this selects the backend."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

@@ -1,4 +1,8 @@
-"""`register_kernel`: register an operator's reference kernels and its providers' kernels."""
+"""`register_kernel`: register the kernel of an operator for some device types.
+
+The kernel is either the operator's reference kernel on these devices, or a named alternative to the
+reference, called a provider.
+"""
 
 from __future__ import annotations
 
@@ -29,37 +33,43 @@ def register_kernel(
     configs: Sequence[Mapping[str, Any]] = (),
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Register the implementation of an operator for some device types.
+    """Register a kernel of an operator for some device types.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
-            written `"default"`) for all devices without their own kernel. For an operator that
-            `custom_op` did not define, also a dispatch key, except with `provider`.
-        func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
-        provider: the name of the library or technique that provides this kernel, such as
-            `"triton"`. The kernel is then an alternative to the reference, used when a priority
-            names the provider: see `CustomOp.set_priority`, `torchop.set_priority` and
-            `torchop.priority`. Without `provider`, the kernel becomes the reference on these
-            devices. The arguments below, except `lib`, require `provider`.
-        supported: whether the kernel can run in this process: a bool, or a function without
-            parameters that is called once, when it is first needed.
-        supports: a function of the operator's arguments that returns whether the kernel supports
-            the call. Tensors are passed without data. It may read shapes, strides, dtypes, devices
-            and plain values; its result is cached for all calls in which these are equal.
-        batch_invariant: whether each row of the result is bitwise independent of the other rows in
-            the batch.
+        device_types: a device type such as `"cpu"` or `"cuda"`, or a sequence of device types. None
+            (or `"default"`) means all devices that have no kernel of their own. For an operator
+            that `custom_op` did not define, this may also be a dispatch key, unless `provider` is
+            given.
+        func: the kernel. It takes the operator's arguments. Omit it to use `register_kernel` as a
+            decorator.
+        provider: the name of the library or technique that the kernel comes from, such as
+            `"triton"`. The kernel is then an alternative to the reference kernel. Calls use it only
+            if an order of providers names it; see `CustomOp.set_priority`, `torchop.set_priority`
+            and `torchop.priority`. Without `provider`, the kernel becomes the reference kernel on
+            these devices. Except for `lib`, the arguments below are only allowed together with
+            `provider`.
+        supported: whether the kernel can run in this process, for example because a package is
+            installed. Either a bool, or a function without parameters that returns a bool. The
+            function runs once, when its answer is first needed.
+        supports: a function that takes the operator's arguments and returns whether the kernel
+            supports the call. It receives tensors without data, and may read only shapes, strides,
+            dtypes, devices and plain values, because the answer is cached for all calls with the
+            same shapes, strides and so on.
+        batch_invariant: whether each row of the result is bitwise the same, whatever the other rows
+            of the batch are.
         deterministic: whether equal inputs give bitwise equal results. If not, the kernel is
             skipped under `torch.use_deterministic_algorithms`.
-        tolerance: the allowed difference from the reference, a dict from dtype to `(rtol, atol)`.
+        tolerance: the allowed difference from the result of the reference kernel in tests, as a
+            dict from dtypes to `(rtol, atol)`.
         configs: a list of dicts of additional keyword arguments for this kernel, such as tile
-            sizes. The first dict is the default.
+            sizes. `torchop.testing.tune` measures all of them. Untuned calls use the first dict.
         lib: the library that owns the registration. Closing it removes the kernel. By default, the
             registration is permanent.
 
     Returns:
-        `func`; without it, a decorator.
+        `func`, or a decorator if `func` is omitted.
 
     Raises:
         OperatorNotFoundError: the operator is not defined.
@@ -67,12 +77,14 @@ def register_kernel(
             has other names or defaults for them.
         ProviderError: a `ValueError`: the provider's name is invalid.
         RuntimeError: PyTorch does not know a device type.
-        NotImplementedError: a provider, for an operator that torchop did not define.
-        ValueError: the operator has no argument that could select the device.
+        NotImplementedError: `provider` is given, but torchop did not define the operator.
+        ValueError: the operator takes neither a tensor nor a `device`, so a call could not select a
+            device type.
         TypeError: an argument for providers has the wrong type, or is passed without `provider`.
 
     Warns:
-        RedefinitionWarning: another module registered a kernel of this provider.
+        RedefinitionWarning: this replaces a kernel of the same provider that another module
+            registered.
 
     Example:
         >>> import torch, torchop
@@ -101,7 +113,7 @@ def register_kernel(
         "tolerance": tolerance,
         "configs": configs,
     }
-    devices = device_list(device_types)  # raise here, not when the decorator is applied
+    devices = device_list(device_types)  # raises now instead of when the decorator is applied
     if provider is None:
         rule = resolve(op, "register_kernel", lib).rule(KernelRule)
         _check_options(rule.definition, options)
@@ -111,8 +123,8 @@ def register_kernel(
     )
 
 
-# A function that takes the operator, the device types, the function, the provider, the library and
-# the options. `_rules/providers` sets it, because that package imports this one.
+# The function that registers the kernel of a provider. `_rules/providers` sets this variable,
+# because that package imports this module.
 register_provider: Any = None
 
 

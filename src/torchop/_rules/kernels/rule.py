@@ -1,4 +1,4 @@
-"""The kernel rule: an operator's kernels by device type."""
+"""`KernelRule`: an operator's kernels by device type, and the dispatcher kernels that run them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,13 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """The kernels that calls use, by device type. The key None stands for all other devices."""
+    """The part of a call plan that contains the kernels, by device type.
+
+    The key None stands for all devices without an entry.
+    """
 
     functions: Mapping[str | None, Callable[..., Any]]
-    # The kernels that were registered without a provider (a named alternative implementation).
+    # The reference kernels (those registered without the name of a provider).
     references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -50,7 +53,7 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Check the result of a kernel against the schema, and return it."""
+        """Check a kernel's result against the schema, and return the result."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -63,16 +66,10 @@ class Kernels(NamedTuple):
 
 
 class ProviderTable(Protocol):
-    """An immutable table of an operator's providers (named alternatives to the reference kernel).
+    """The interface of the table of an operator's providers: named alternatives to its kernels.
 
-    Attributes:
-        names: the names of the providers.
-        functions: takes the operator's name, the reference kernels, the disabled device types and a
-            function that wraps kernels. Returns the function to run for each device type.
-        choice: takes the operator's name, a device type, the reference kernels and a function that
-            wraps kernels. Returns the object that chooses the provider of each call.
-        cache_parts: takes the operator's name. Yields parts of the cache key of graphs that inline
-            kernels.
+    `_rules.providers.table.ProviderTable` implements and documents it. This module cannot import
+    that class, because the package `_rules.providers` imports this module.
     """
 
     names: list[str]
@@ -84,33 +81,35 @@ class ProviderTable(Protocol):
 class KernelRule(CompiledRule[Kernels]):
     """An operator's kernels by device type, and the dispatcher kernels that run them.
 
-    On every call, a dispatcher kernel looks up the function in the call plan: the object that
-    contains all functions that calls to the operator use. So registering, disabling or replacing a
-    function only invalidates the plan. Only a new device type also needs a new dispatcher kernel.
+    On every call, a dispatcher kernel looks up the kernel to run in the operator's call plan. So if
+    a kernel is registered, replaced or disabled, only the plan is compiled again. A new dispatcher
+    kernel is needed only for the first kernel of a device type.
     """
 
-    # Kernels by device type. This is None if the operator was defined for every device, and no
-    # other kernel was registered yet.
+    # The reference kernels by device type. This is None if the operator was defined for every
+    # device, and no other kernel was registered yet.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
-    # The open `set_enabled` blocks in the order in which they were entered. Each value is a device
-    # type, and whether the block enables it.
+    # The open `set_enabled` blocks, in the order they were entered. Maps each block to a device
+    # type and a bool: whether the block enables the kernel of this device type.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
     providers: ProviderTable | None = None
-    # Whether the user was warned that a result shares memory. Only lenient operators warn; others
-    # raise.
+    # Whether the user was warned that a result shares memory with an input. Only lenient operators
+    # (from `torchop.compat`) warn. Other operators raise an error.
     has_aliases = False
-    # The kernels that raise on all other devices. This is None if the operator was defined for
-    # every device.
+    # The dispatcher kernels that raise an error on all devices without a kernel. This is None if
+    # the operator was defined for every device.
     raising_kernels: RaisingKernels | None = None
-    # Maps dispatch keys to device types as used in `registered`: "cpu" and "CPU" are one key.
+    # Maps each dispatch key with a dispatcher kernel to the key of its kernel in `registered`. Two
+    # names such as "cpu" and "CPU" have the same dispatch key, so they share one entry.
     installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
-        """Install the operator's function as the kernel for the declared devices."""
+        """Install the function passed to `custom_op` as the kernel for the declared devices."""
         if self._is_for_every_device:
             self._install(EVERY_DEVICE, None)
         else:
-            # On other devices, `_run_on_every_device` raises an error that lists these devices.
+            # On all other devices, `_run_on_every_device` raises an error that lists the supported
+            # devices.
             self.raising_kernels = RaisingKernels(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
@@ -148,7 +147,8 @@ class KernelRule(CompiledRule[Kernels]):
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
-            # Operators of other libraries may return views that their schema does not declare.
+            # Do not check operators of other packages: they may return views that their schema does
+            # not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -185,7 +185,10 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """Return the devices' keys in `registered`, and a function that installs their kernels."""
+        """Return the keys in `registered` for these devices, and a function that installs kernels.
+
+        The function installs the dispatcher kernels that the devices still lack.
+        """
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
@@ -196,8 +199,8 @@ class KernelRule(CompiledRule[Kernels]):
             for key, device in keys.items():
                 self._install(key, device)
 
-        # A device type and its dispatch key share one kernel, which is stored under the name that
-        # was used first.
+        # "cpu" and its dispatch key "CPU" share one kernel. It is stored under the name that was
+        # registered first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 
     @property
@@ -217,7 +220,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self.providers.choice(definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return the function to run for each device type. It may choose between providers."""
+        """Return the function to run on each device type. It may choose between providers."""
         active = self._active()
         if self.providers is None:
             return active
@@ -238,7 +241,7 @@ class KernelRule(CompiledRule[Kernels]):
         for problem in problems:
             message = "%s: attempted to %s the kernel for %r, but %s."
             log.warning(message, self.definition, action, device_type, problem)
-        block = object()  # blocks may be exited in a different order than they were entered
+        block = object()  # identifies this block, because blocks may be exited in any order
         with registration_lock:
             self.update(switches={**self.switches, block: (device_type, enabled)})
         try:
@@ -250,11 +253,14 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Return the device types whose latest `set_enabled` block disables them."""
+        """Return the device types whose most recently entered `set_enabled` block disables them."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return each device type's reference kernel, or the declared function where disabled."""
+        """Return the reference kernel of each device type.
+
+        For a device type that is disabled, return the function passed to `custom_op` instead.
+        """
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
             return functions
@@ -267,7 +273,7 @@ class KernelRule(CompiledRule[Kernels]):
     def _key(self, device: str | None) -> str:
         if device is None:
             return EVERY_DEVICE
-        # Dispatch keys are accepted only for operators that torchop did not define.
+        # For operators of other packages, `device` may also be a dispatch key.
         if self.definition.is_ours:
             return device_key(self.definition, device)
         return dispatch.kernel_key(device)
@@ -299,7 +305,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference kernel at a dispatch key, never the kernel of a provider."""
+        """Run the reference kernel at a dispatch key, even if an order names a provider."""
         return self._run(self.installed.get(key), args, kwargs, is_reference=True)
 
     @compilers.never_traced
@@ -325,12 +331,13 @@ class KernelRule(CompiledRule[Kernels]):
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        if definition.schema.has_defaults:  # for the same arguments as in a native call
+        if definition.schema.has_defaults:  # native calls also pass default values
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
         function = not_recording(definition, function)
-        # The kernel may modify its lists, but `finish` needs the original ones.
+        # Pass copies of list arguments, because the kernel may modify them, and `finish` needs the
+        # original lists.
         passed = _with_lists_copied(args) if definition.schema.has_lists else args
         if dispatch.is_handled_by_mode():
             with dispatch.with_transforms():
@@ -349,7 +356,10 @@ _PLACE = "_torchop_place"
 
 
 def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
-    """Return a dispatcher kernel's rule and device type, or None if no kernel rule installed it."""
+    """Return the rule and the device type of a dispatcher kernel that a `KernelRule` installed.
+
+    Return None for other kernels.
+    """
     rule = getattr(kernel, "__self__", None)
     place: tuple[KernelRule, str | None] | None = getattr(kernel, _PLACE, None)
     return (rule, None) if isinstance(rule, KernelRule) else place
@@ -370,7 +380,7 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a kernel accept all arguments of the schema, or raise RuleSignatureError."""
     if function is definition.function:
-        return function  # checked when the operator was defined
+        return function  # it was already checked when the operator was defined
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
     return fitted(f"{definition}: a kernel", function, definition.schema)
 
@@ -380,7 +390,8 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # If a Tensor argument is None, the dispatcher does not raise, but passes an undefined tensor.
+    # For None, the dispatcher does not raise, but passes an undefined tensor. In Python, this is
+    # None.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

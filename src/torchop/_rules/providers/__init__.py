@@ -1,7 +1,8 @@
-"""Providers: alternative kernels for an operator on a device, and the priority among them.
+"""Providers: named alternatives to an operator's kernel, such as "triton".
 
-Operators without providers are not affected. The kernel rule uses this package only if an operator
-has providers, when it compiles the operator's call plan.
+The kernel registered without a provider's name is called the reference kernel. Each call tries the
+providers in an order that the operator's author and its users can set. The kernel rule uses this
+package only for operators with providers, so calls to other operators have no overhead.
 """
 
 from __future__ import annotations
@@ -41,21 +42,24 @@ from torchop.extend import OpLike
 
 
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
-    """Set the default order in which an operator tries providers.
+    """Set the default order of an operator's providers.
 
-    This is for authors of operators. `torchop.set_priority`, the variable `TORCHOP_PRIORITY` and
-    blocks of `torchop.priority` take precedence.
+    This method is for the author of an operator. Users can override the order:
+    `torchop.set_priority`, the environment variable `TORCHOP_PRIORITY` and blocks of
+    `torchop.priority` take precedence.
 
     Args:
         op: the operator.
-        order: names of providers. The first provider that supports a call runs it. If none does,
-            the kernels registered without a provider run, which are named `"reference"`. `"tuned"`
-            stands for the provider that `torchop.testing.tune` measured as the fastest.
-        device_types: the device types for which the order applies. None means all device types
-            without an order of their own.
+        order: the names of providers, in the order that calls try them. The first provider that
+            supports a call runs it. If none does, the reference kernel runs (the kernel registered
+            without `provider`). An order may also contain two special names: `"reference"` stands
+            for the reference kernel, and `"tuned"` for the kernel that `torchop.testing.tune`
+            measured as the fastest.
+        device_types: the device types for which the order applies. None means all device types that
+            have no order of their own.
 
     Raises:
-        OperatorGoneError: the operator was replaced or closed.
+        OperatorGoneError: the operator was replaced or deregistered.
         ProviderError: a `ValueError`: the operator does not have one of these providers.
         RuntimeError: PyTorch does not know a device type.
         TypeError: `order` is not a list of names.
@@ -78,8 +82,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     devices = known_devices(definition, device_types)
     known = rule.provider_names
     for name in names:
-        # `custom_op` sets an order before any provider is registered. For unknown names in it, the
-        # first call raises.
+        # `custom_op(..., priority=...)` calls this function before any provider is registered, so
+        # unknown names cannot be rejected yet. In this case, the first call raises the error.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
@@ -89,19 +93,21 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
 def set_tuning(
     op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
 ) -> None:
-    """Set the default measurements that `"tuned"` in an order of providers refers to.
+    """Set the measurements that `"tuned"` in an order of providers uses to find the fastest kernel.
 
-    This is for authors of operators. Measurements that a user makes take precedence.
+    This method is for the author of an operator, who can measure the kernels in advance and ship
+    the results. Measurements that a user makes take precedence.
 
     Args:
         op: the operator.
-        table: a file in your package that was written by `torchop.testing.tune(..., table=...)`.
-        buckets: `torchop.testing.tune` measures once per bucket of sizes. This maps arguments and
-            their dimensions to the upper bounds of the buckets, as in `{"x": {0: [1, 16, 256]}}`.
-            Negative dimensions count from the end. The default buckets are powers of two.
+        table: the path of a file in your package that `torchop.testing.tune(..., table=...)` wrote.
+        buckets: ranges of tensor sizes that share one measurement. This maps the name of an
+            argument, and a dimension of this argument, to the upper bounds of the ranges, as in
+            `{"x": {0: [1, 16, 256]}}`. Negative dimensions count from the end. By default, the
+            upper bounds are the powers of two.
 
     Raises:
-        OperatorGoneError: the operator was replaced or closed.
+        OperatorGoneError: the operator was replaced or deregistered.
         TypeError, ValueError: `table` is not a path, or `buckets` does not fit the operator.
 
     Example:
@@ -142,16 +148,19 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 
 
 def provider_table(rule: KernelRule) -> ProviderTable:
-    """Return the provider table of an operator, or an empty table."""
+    """Return an operator's provider table. It is empty if the operator has no providers."""
     table: Any = rule.providers
-    # Each operator needs a separate set, because `reported` is mutable.
+    # Do not share the set of `NO_PROVIDERS` between operators, because `reported` is mutated.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
 def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
-    """Return the call's `Choice` (None if there are no providers), and all of its arguments."""
+    """Return a call's `Choice`, or None if the operator has no providers, and the call's arguments.
+
+    The returned arguments include the default values of arguments that the call omits.
+    """
     arguments, keywords = definition.schema.fill_defaults(args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
 
@@ -159,7 +168,10 @@ def choice_of_call(
 def kernels_of_call(
     op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[DeviceKernels | None, Call]:
-    """Return the kernels that may run a call (None without providers), and all its arguments."""
+    """Return the kernels that can run a call, and the call's arguments including default values.
+
+    The kernels are None if the operator has no providers.
+    """
     definition = resolve(op, "tune")
     choice, args, kwargs = choice_of_call(definition, args, kwargs)
     return None if choice is None else choice.kernels, (args, kwargs)
@@ -184,7 +196,7 @@ def _register(
     lib: torch.library.Library | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Register a provider's kernel, which closing `lib` removes."""
+    """Register the kernel of a provider, and remove it when `lib` is closed."""
     definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)

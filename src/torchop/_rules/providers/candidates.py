@@ -1,4 +1,4 @@
-"""An operator's kernels on one device, and which of them was measured as the fastest."""
+"""The kernels that an operator has on one device, and the choice of the fastest by measurement."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ Function = Callable[..., Any]
 
 
 class DeviceKernels(NamedTuple):
-    """An operator's kernels on one device, with the settings that the operator's author made.
+    """An operator's kernels on one device, and the settings of the operator's author.
 
     Attributes:
         op: the name of the operator.
-        device: the device type. None stands for all devices without their own kernels.
-        reference: the kernel registered without a provider, or None.
-        providers: the providers by name, in the order of registration.
-        known: the names of the operator's providers for any device.
-        removed: the names of providers that were removed.
-        author: the author's order of providers for each device type.
-        reported: the skipped providers that were already reported. All call plans share this set.
-        tuning: the measurements and buckets that the author set.
-        prepare: wraps a kernel before it becomes part of a call plan.
+        device: the device type. None stands for all devices that have no kernel of their own.
+        reference: the reference kernel (the one registered without a provider), or None.
+        providers: maps the names of the providers on this device to the providers, in the order of
+            registration.
+        known: the names of all providers of the operator, including those for other devices.
+        removed: the names of former providers, whose library was closed.
+        author: the default orders of providers that the author set, by device type.
+        reported: the skipped providers that were already reported to the user. All call plans of
+            the operator share this set, so each is reported once.
+        tuning: the measurements and size ranges that the author passed to `set_tuning`.
+        prepare: adds the operator's checks of arguments to a kernel, before the kernel becomes part
+            of a call plan.
     """
 
     op: OpName
@@ -43,7 +46,7 @@ class DeviceKernels(NamedTuple):
     prepare: Callable[[Function], Function]
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
-        """Return the measurement for a call, or None. If the measurement is outdated, warn."""
+        """Return the measurement that matches a call, or None. Warn if it is outdated."""
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
@@ -51,13 +54,15 @@ class DeviceKernels(NamedTuple):
 
 
 class TunedKernels(NamedTuple):
-    """The kernels that `"tuned"`, as an entry of an order of providers, may select.
+    """The kernels that `"tuned"` in an order of providers can select.
 
     Attributes:
         kernels: the kernels of the device.
-        allowed: the providers, by name, that the open `torchop.priority` blocks allow.
-        tuner: measures calls inside `torchop.testing.tuning`, or None.
-        profiled: wraps a kernel to label it in profiles.
+        allowed: maps names to the providers that the open `torchop.priority` blocks allow. For
+            example, a block may exclude nondeterministic providers.
+        tuner: measures the kernels during a call, if the call is inside `torchop.testing.tuning`.
+            Otherwise None.
+        profiled: wraps a kernel so that profiles show the name of the provider.
     """
 
     kernels: DeviceKernels
@@ -66,14 +71,14 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """If a call is made inside `torchop.testing.tuning`, measure the kernels for it."""
+        """Measure the kernels, if this call is inside a `torchop.testing.tuning` block."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """Return the fastest kernel that supports a call, or None if there is no measurement."""
+        """Return the fastest kernel that supports a call, or None without a measurement."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)

@@ -1,4 +1,4 @@
-"""Choose which of the kernels for a device runs a call."""
+"""Choose the kernel that runs a call, among the reference kernel and the providers of a device."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ from torchop._rules.providers.priority import (
 from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
-# The maximum number of entries in a cache. Without a limit, a program whose tensor sizes keep
-# changing would fill the memory.
+# The maximum numbers of entries in the caches `Selection.chosen` and `Choice._selections`. Without
+# a limit, a program whose tensor sizes keep changing would fill the memory.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Selection:
-    """The providers to try for each call, given one order and the open `torchop.priority` blocks.
+    """The providers that calls try, for one combination of open `torchop.priority` blocks.
 
     Attributes:
-        order: the order of providers.
-        candidates: the providers to try, with their kernels. The first provider that supports a
-            call runs it.
+        order: the order of providers that applies, and the setting that it comes from.
+        candidates: pairs of a provider and its kernel. The first provider that supports a call runs
+            it.
         fallback: the kernel that runs if no provider supports a call: the reference kernel, or a
             function that raises.
-        skipped: the providers that cannot run any call, with the reasons.
-        falls_back: whether `fallback` is the reference although the order does not contain it.
-        report: called with this object if no provider supports a call.
-        tuned: the kernels that `"tuned"` may select. None if the order does not contain it.
-        function: the kernel that runs every call. None if the choice depends on the arguments.
-        chosen: a cache of the results of `answer`. Threads write to it without a lock, because they
-            all store the same kernel for a key.
+        skipped: maps the name of each provider that cannot run any call to the reason.
+        falls_back: True if `fallback` is the reference kernel although the order does not name it.
+        report: a function to call with this object if no provider supports a call. It logs or
+            warns.
+        tuned: the kernels that `"tuned"` can select. None if the order does not contain `"tuned"`.
+        function: the kernel, if the same kernel runs every call. None if the choice depends on the
+            arguments.
+        chosen: caches the kernel that `answer` returned, by properties of the arguments. Threads
+            write to this dict without a lock, because they all store the same kernel for a key.
     """
 
     order: ActiveOrder
@@ -71,7 +73,7 @@ class Selection:
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
         """Return the kernel for a call, from the cache if possible."""
         try:
-            with dispatch.WithoutTorchFunctions():  # for the same reason as in `choose`
+            with dispatch.WithoutTorchFunctions():  # see `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
         except UnknownKindError:
             return self.answer(args, kwargs)
@@ -84,7 +86,7 @@ class Selection:
         return function
 
     def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Choose the kernel for all calls that have the same cache key as this one."""
+        """Choose the kernel for this call, and for all calls with the same cache key."""
         if self.tuned is not None:
             self.tuned.measure(args, kwargs)
         provider, function = self.choose(args, kwargs)
@@ -95,9 +97,9 @@ class Selection:
     def choose(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
     ) -> tuple[Provider | None, Function]:
-        """Return the provider that runs a call (None for the fallback), and the kernel."""
-        # Tensor subclasses may override `shape`, but the C++ cache ignores the override, so it must
-        # be ignored here too.
+        """Return the provider that runs a call (None for the fallback), and the kernel to run."""
+        # Ignore `shape` and other properties that a tensor subclass overrides, because the C++
+        # implementation of the cache (csrc/choice.cpp) ignores the overrides too.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
@@ -111,7 +113,7 @@ class Selection:
 def _exclusion_reason(
     provider: Provider, settings: Settings, only_deterministic: bool
 ) -> str | None:
-    """Return why a provider cannot run any call, or None if it can."""
+    """Return the reason why a provider cannot run any call, or None if it can run calls."""
     if settings.batch_invariant_only and not provider.batch_invariant:
         return "it is not batch-invariant, and only such kernels are allowed"
     if only_deterministic and not provider.deterministic:
@@ -120,10 +122,10 @@ def _exclusion_reason(
 
 
 class Choice:
-    """An object that chooses the kernel for each call on one device.
+    """A callable object that chooses a kernel for each call on one device type, and runs it.
 
-    In a call plan, it stands in place of a kernel, either itself or as a C++ object that calls
-    `_selection`.
+    An operator's call plan contains this object, or an equivalent C++ object, in place of a kernel.
+    The C++ object calls `_selection`.
     """
 
     __slots__ = ("_has_random", "_selections", "kernels")
@@ -131,13 +133,18 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # The keys are the settings, and whether PyTorch requires deterministic algorithms.
+        # Each key consists of the settings and a bool: whether PyTorch requires deterministic
+        # algorithms.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """Return the function that calls run: a kernel, or a function that chooses a kernel."""
+        """Return the function that calls run.
+
+        This is the kernel itself if the same kernel runs all calls, and otherwise a function that
+        chooses a kernel in each call.
+        """
         if not priority.blocks_were_opened():
-            with contextlib.suppress(ProviderError):  # the calls will raise it
+            with contextlib.suppress(ProviderError):  # calls will raise this error
                 usual = self._selection(NO_BLOCK, False)
                 is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
                 if usual.function is not None and is_fixed:
@@ -145,7 +152,7 @@ class Choice:
         return self._choosing()
 
     def _choosing(self) -> Function:
-        """Return a function that chooses a kernel and calls it, in C++ if possible."""
+        """Return a function that chooses a kernel and runs it, in C++ if possible."""
         if _hooks.extension.Choice is None:
             return self.__call__
         chosen: Function = _hooks.extension.Choice(
@@ -161,7 +168,7 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that would run a call, why others would not, and the kernel."""
+        """Return (provider that would run a call, reasons why the others would not, kernel)."""
         selection = self._made(priority.current(), self._is_deterministic())
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
@@ -180,7 +187,7 @@ class Choice:
         return chosen, skipped, function
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """Return the provider whose kernel a compiler must inline; None means the reference."""
+        """Return the provider whose kernel a compiler must inline, or None for the reference."""
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
         return None if provider is None or provider.name == REFERENCE else provider
@@ -200,7 +207,6 @@ class Choice:
         return selection
 
     def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
-        """Create the selection for these settings."""
         kernels = self.kernels
         order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
@@ -258,7 +264,7 @@ class Choice:
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
-        """Wrap a kernel to label it in profiles, if a `torchop.priority` block requests this."""
+        """Wrap a kernel to label it in profiles, if a `torchop.priority` block asks for this."""
         if not settings.profile:
             return function
         label = f"{self.kernels.op}[{name}]"
@@ -283,7 +289,8 @@ class Choice:
         names = list(providers)
 
         def raise_error(*args: Any, **kwargs: Any) -> Any:
-            # `device` is None if these kernels are for every device.
+            # `device` is None if these kernels are for every device. The message then names the
+            # device of the call.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
                 raise ProviderError(
@@ -305,7 +312,7 @@ class Choice:
         return raise_error
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Log or warn once for each provider that it is skipped although the order contains it."""
+        """Report once, in the log or as a warning, each provider in the order that calls skip."""
         op, device, _, providers, known, removed, *_ = self.kernels
         reportable = {*providers, *(set(removed) - set(known))}
         reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
@@ -315,7 +322,8 @@ class Choice:
         for name, why in reasons.items():
             if name not in selection.order.names:
                 continue
-            # Warn only if the provider can never run, or if the reference runs instead.
+            # Skipping a provider is normal if a later one in the order runs instead, so only log
+            # that. Warn if the provider can never run, or if the reference kernel runs instead.
             provider = providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
@@ -345,7 +353,7 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return a kernel that calls the choice for its tensors' device type, or else `others`."""
+    """Return a function that calls the `Choice` for the device of its tensors, or `others`."""
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
@@ -356,7 +364,7 @@ def choice_by_device(choices: Mapping[str, Function], others: Function) -> Funct
 
 
 def _key(value: Any) -> Any:
-    """Return a cache key that contains all properties of an argument that `supports` may read."""
+    """Return a cache key with all properties of an argument that `supports` may read."""
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise UnknownKindError
@@ -365,9 +373,11 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        return value.hex()  # unlike the float, distinguishes -0.0 from 0.0, and nan equals itself
+        # Use texts for floating-point numbers: they distinguish -0.0 from 0.0, and nan equals
+        # itself.
+        return value.hex()
     if kind is complex:
-        return kind, repr(value)  # for the same reason
+        return kind, repr(value)
     if kind in PLAIN:
-        return kind, value  # with the type, because 1 == True
+        return kind, value  # the key contains the type, because 1 == True
     raise UnknownKindError

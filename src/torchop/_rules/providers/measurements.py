@@ -1,7 +1,7 @@
-"""Tables of measurements: the kernels' times by operator, device and tensor sizes.
+"""Read and write tables of measurements: the times of kernels for given tensor sizes.
 
-A table is a JSON file. It can only select among the registered kernels and their configs, so the
-worst effect of a wrong table is that calls are slow.
+A table is a JSON file. It contains no code, and only selects among the registered kernels and their
+configs. So if a table is wrong, calls may be slow, but their results are still correct.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """A file is not a table of measurements."""
+    """A file cannot be read, or is not a table of measurements."""
 
 
 class NewerTableError(TableError):
@@ -40,8 +40,8 @@ class Measured(NamedTuple):
 
     Attributes:
         provider: the name of the provider, or `"reference"`.
-        config: one of the `configs` of the provider.
-        digest: a digest of the kernel's source.
+        config: the additional keyword arguments of the kernel, one of the provider's `configs`.
+        digest: a digest of the kernel's source code, to detect changes.
         microseconds: the median time of a call.
         interval: the 95 % confidence interval of the median, in microseconds.
     """
@@ -63,15 +63,15 @@ class Measured(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """The times of all kernels for calls with the same device, dtypes and range of sizes.
+    """The times of all kernels for calls with the same device, dtypes and ranges of sizes.
 
     Attributes:
         op: the name of the operator.
         device: the name of the device. For a CPU, also the number of threads.
         torch: the release of PyTorch.
-        arguments: the dtypes and plain values of the arguments, with a `*` for each tensor
-            dimension.
-        sizes: the minimum and maximum size of each tensor dimension. None means no maximum.
+        arguments: a text with the dtypes and plain values of the arguments, such as `float32[*, *],
+            1`. Each `*` stands for the size of a tensor dimension.
+        sizes: for each `*` in `arguments`, the minimum and the maximum size. None means no maximum.
         kernels: the measured kernels, fastest first.
     """
 
@@ -84,18 +84,18 @@ class Measurement(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the key of the measurement. A table contains one measurement per key."""
+        """Return everything except the times. A table contains one measurement per key."""
         return self[:5]
 
     @property
     def call(self) -> str:
-        """Return a text that shows the arguments with the sizes of their dimensions."""
+        """Return `arguments` with the ranges of sizes in place of each `*`, for display."""
         parts = self.arguments.split("*")
         spelled = map(_spelled_range, self.sizes)
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether the measurement covers these sizes. This adds guards on symbolic sizes."""
+        """Return whether all sizes are in the measured ranges. Symbolic sizes get guards."""
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)
@@ -168,9 +168,10 @@ def _checked(value: Any, kind: type) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Prevent other processes from updating a table at the same time.
+    """Lock a table inside a `with` block, so that no other process can update it in the meantime.
 
-    Lock the folder, because the file itself is replaced, and a separate lock file would remain.
+    The lock is on the folder: `write` replaces the table's file, so a lock on this file would be
+    lost, and a separate lock file would remain in the folder.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
@@ -183,10 +184,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write a table to a file, which is replaced atomically."""
+    """Write a table to a file. An existing file is replaced atomically."""
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
-        # `json.dumps` cannot write one line per kernel.
+        # Put each kernel on a line of its own. `json.dumps` alone cannot do that.
         f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
         for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
     )
@@ -195,7 +196,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        os.chmod(name, 0o644)  # with mkstemp alone, only the user could read the file
+        os.chmod(name, 0o644)  # otherwise only the current user could read the file
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -207,5 +208,5 @@ def _lines(kernels: Iterable[Measured]) -> str:
 
 
 def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
-    """Merge tables. If several tables measured the same calls, the last table wins."""
+    """Merge tables. If several tables have a measurement for the same calls, use the last one."""
     return list({m.key: m for table in tables for m in table}.values())

@@ -1,9 +1,9 @@
-"""Priority: the order in which an operator tries providers.
+"""Priority: the order of an operator's providers (named alternatives to its kernel).
 
-If an open `torchop.priority` block names the operator, the innermost such block sets the order.
-Otherwise the order comes from the environment variable TORCHOP_PRIORITY, from
-`torchop.set_priority` or from the operator's author: the first of these that is set applies. If
-none is set, the reference kernel runs.
+Each call tries the providers in this order. The order can be set in four places. From highest to
+lowest precedence, these are: `torchop.priority` blocks (the innermost block that names the
+operator), the environment variable TORCHOP_PRIORITY, `torchop.set_priority`, and the operator's
+author. If no order is set, the reference kernel runs (the kernel registered without a provider).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order, this name stands for the kernel that was measured as the fastest for tensors of the
-# call's sizes.
+# In an order, this name stands for the kernel that was measured as the fastest for the sizes of the
+# call's tensors.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
 Order: TypeAlias = tuple[str, ...]
-# The order of providers by operator name or pattern. None removes an order.
+# Maps an operator's name, or a pattern, to an order of providers. None removes an order.
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
 class ScopedOrder(NamedTuple):
-    """An order of providers for all operators that match a name or pattern.
+    """An order of providers, with the operators and the device type that it applies to.
 
     Attributes:
-        pattern: the name or pattern.
+        pattern: the name of an operator, or a pattern that matches several names.
         device: the device type for which the order applies. None means all device types.
         names: the order of providers.
     """
@@ -54,7 +54,7 @@ class ScopedOrder(NamedTuple):
         return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Return a sort key. If several orders fit an operator, the largest one applies."""
+        """Return a sort key. Of several orders that fit an operator, the largest one applies."""
         return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 
@@ -63,9 +63,10 @@ class ActiveOrder(NamedTuple):
 
     Attributes:
         names: the order of providers.
-        by: the setting that the order comes from, for messages.
-        is_exact: whether the setting names the operator instead of a pattern. If so, unknown
-            providers are errors.
+        by: the setting that the order comes from, such as "torchop.set_priority", for messages.
+        is_exact: whether the setting names exactly this operator. If so, an unknown provider in the
+            order is an error. A pattern may match other operators that have the provider, so it is
+            no error there.
     """
 
     names: Order = ()
@@ -74,7 +75,7 @@ class ActiveOrder(NamedTuple):
 
 
 class Tuner(Protocol):
-    """Measures the kernels of a call, inside `torchop.testing.tuning`."""
+    """Measures the kernels that can run a call, inside a `torchop.testing.tuning` block."""
 
     measure: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], None]
 
@@ -83,10 +84,11 @@ class Tuner(Protocol):
 class Settings:
     """The combined settings of the `torchop.priority` blocks that are open in a thread or task.
 
-    Equal settings are the same object, so caches can use the identity as a key.
+    Create settings only with `_settings_of`. It returns the same object for equal settings, because
+    caches compare settings by identity.
     """
 
-    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # per block, innermost first
+    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # one item per block, innermost first
     strict: bool = False
     batch_invariant_only: bool = False
     deterministic_only: bool = False
@@ -100,13 +102,13 @@ NO_BLOCK = Settings()
 
 
 class OpenBlocks(NamedTuple):
-    """The open blocks of a thread or task.
+    """The `torchop.priority` blocks that are open in a thread or task.
 
     Attributes:
         settings: the combined settings of the blocks.
         blocks: the blocks, outermost first.
-        inherited: the number of blocks that were open where the backward was called, if this thread
-            runs a backward.
+        inherited: if this thread runs a backward, the number of blocks that it took over from the
+            thread that called the backward. These blocks come first.
     """
 
     settings: Settings = NO_BLOCK
@@ -115,7 +117,7 @@ class OpenBlocks(NamedTuple):
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The C++ extension reads this variable in the same way as `_open_blocks`.
+# The C++ extension reads this variable too, and must do the same as `_open_blocks`.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
@@ -136,21 +138,26 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
     key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
-        _settings.clear()  # the program keeps creating new orders
+        _settings.clear()  # bounds the memory if a program keeps creating new orders
     return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
 
 
-# The orders from `set_priority`. The tuple is replaced, never mutated, so calls need no lock.
+# The orders from `torchop.set_priority`. Calls read the tuple without a lock, because it is
+# replaced and never mutated.
 _process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
-# The kernel rules of operators with providers. Their plans must be recompiled if an order changes.
+# The kernel rules of operators with providers. If an order changes, the call plans of these
+# operators must be recompiled.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Make `outdate_plans` recompile this operator's call plan. Requires the registration lock."""
+    """Make `outdate_plans` invalidate this operator's call plan too.
+
+    Requires the registration lock.
+    """
     _rules_with_providers.add(rule)
 
 
@@ -163,7 +170,10 @@ def rules_with_providers() -> list[KernelRule]:
 
 
 def blocks_were_opened() -> bool:
-    """Return whether this process has ever opened a block. If not, call plans ignore blocks."""
+    """Return whether this process has ever opened a `torchop.priority` block.
+
+    Until then, call plans contain kernels that do not check for open blocks, so calls are faster.
+    """
     return _blocks_were_opened
 
 
@@ -174,9 +184,9 @@ def active_order(
 
     Args:
         name: the operator.
-        device: the device type. None stands for all devices without their own kernels.
-        author: the orders that the author set, by device type.
-        settings: the settings of the open blocks.
+        device: the device type. None stands for all devices that have no kernel of their own.
+        author: the orders that the operator's author set, by device type.
+        settings: the combined settings of the open `torchop.priority` blocks.
     """
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),
@@ -192,13 +202,13 @@ def active_order(
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    """Return the device types for which an operator has an order of its own."""
+    """Return the device types that have an order of their own."""
     devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
-    """Validate an order of providers, and return it as a tuple without duplicates."""
+    """Check that an order is a list of names, and return it as a tuple without duplicates."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(
             f"{what} expects a list of names of providers, such as ['triton'], got "
@@ -224,7 +234,7 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
 ) -> tuple[ScopedOrder, ...]:
-    """Validate the orders that a user passed, including the provider names in them."""
+    """Check the orders that a user passed, including the names of providers, and parse them."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
@@ -280,24 +290,27 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Recompile all call plans that depend on orders. Requires the registration lock."""
+    """Invalidate the call plans of all operators with providers. Requires the registration lock."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 
 
 def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None:
-    """Set the order in which operators try providers, for the whole process.
+    """Set the order of operators' providers, for the whole process.
 
-    This takes precedence over the order that the author of an operator set. Blocks of
-    `torchop.priority` and the variable TORCHOP_PRIORITY take precedence over this. The name of an
-    operator takes precedence over a pattern, and a longer pattern over a shorter one.
+    A provider is a named alternative to an operator's kernel. The order that you set here takes
+    precedence over the order of the operator's author. The environment variable TORCHOP_PRIORITY
+    and blocks of `torchop.priority` take precedence over it. If several orders match an operator,
+    an order for exactly this operator takes precedence over a pattern, and a longer pattern over a
+    shorter one.
 
     Args:
         orders: a dict from the name of an operator, or a pattern such as `"mylib::*"`, to a list of
-            provider names. The first provider that supports a call runs it. If none does, the
-            kernels registered without a provider run, which are named `"reference"`. `"tuned"`
-            stands for the provider that `torchop.testing.tune` measured as the fastest. None
-            removes an order.
+            provider names. The first provider in the list that supports a call runs it. If none
+            does, the reference kernel runs (the kernel registered without `provider`). A list may
+            also contain two special names: `"reference"` stands for the reference kernel, and
+            `"tuned"` for the kernel that `torchop.testing.tune` measured as the fastest. None
+            instead of a list removes an order that was set before.
         device_types: the device types for which the orders apply. None means all.
 
     Raises:
@@ -332,30 +345,40 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
 
 
 class priority(Block):  # noqa: N801  (called like a function)
-    """Set the order in which operators try providers, inside a `with` block.
+    """Set the order of operators' providers, inside a `with` block.
 
-    The block applies to calls in this thread or asyncio task. It also works as a decorator. If
-    several open blocks name an operator, the innermost one applies. A backward that is called in
-    the block uses the same order, also in PyTorch's threads for GPUs. On PyTorch 2.11, only
-    `set_priority` affects these threads. A checkpoint recomputes the forward with the order that
-    applies in the backward, unless `context_fn` returns a block: `(contextlib.nullcontext(),
-    torchop.priority(...))`. Operators in a compiled graph use the order that applies when the graph
-    runs, but a kernel that was inlined (`compile="inline"`) stays.
+    A provider is a named alternative to an operator's kernel. The block applies to calls in this
+    thread or asyncio task, and can also be used as a decorator. If several open blocks name an
+    operator, the innermost block applies.
+
+    A backward that is called inside the block uses the same order, even in the threads that PyTorch
+    starts for GPUs. On PyTorch 2.11, these threads only follow `set_priority`.
+
+    When a checkpoint recomputes the forward, the order at the time of the backward applies. To use
+    another order for the recomputation, let `context_fn` return `(contextlib.nullcontext(),
+    torchop.priority(...))`.
+
+    Operators in a compiled graph follow the order that applies when the graph runs. But if a
+    compiler inlined the kernel (`compile="inline"`), the graph contains the kernel that was chosen
+    during compilation.
 
     Args:
         orders: a dict from operators to lists of provider names, as in `set_priority`.
-        strict: whether to raise an error if the reference would run although the order does not
-            contain it.
-        batch_invariant_only: whether to run only the reference and batch-invariant providers.
-        deterministic_only: whether to run only the reference and deterministic providers, as under
-            `torch.use_deterministic_algorithms`.
-        profile: whether profiles show the provider, as in `mylib::rms_norm[triton]`.
+        strict: whether to raise an error if no provider in the order supports a call. Otherwise,
+            the reference kernel runs even if the order does not contain `"reference"`.
+        batch_invariant_only: whether to skip all providers that were not registered with
+            `batch_invariant=True`. The reference kernel is always allowed.
+        deterministic_only: whether to skip all providers that were registered with
+            `deterministic=False`, as under `torch.use_deterministic_algorithms`. The reference
+            kernel is always allowed.
+        profile: whether profiles show the provider of each call, as in `mylib::rms_norm[triton]`.
 
-    A flag that is None has the value from the enclosing block.
+    If a flag is None, the flag of the enclosing block applies.
 
     Raises:
         ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
-        ProviderError: in the block, by a call, with `strict=True`.
+        ProviderError: with `strict=True`, by a call inside the block, if no provider supports the
+            call.
 
     Example:
         >>> import torch, torchop
@@ -424,5 +447,5 @@ class priority(Block):  # noqa: N801  (called like a function)
 def _set_blocks(blocks: tuple[priority, ...], inherited: int) -> None:
     if len(blocks) > inherited:
         open_blocks.set(OpenBlocks(_settings_of(blocks), blocks, inherited))
-    else:  # only blocks of the caller of a backward are left
+    else:  # only blocks that this thread took over for a backward are left
         open_blocks.set(_NOTHING_OPEN)

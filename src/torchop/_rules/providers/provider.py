@@ -1,4 +1,7 @@
-"""Providers: alternative kernels of an operator, with the properties that select them."""
+"""`Provider`: a named alternative to an operator's reference kernel.
+
+The reference kernel is the kernel that was registered without a provider's name.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +35,32 @@ from torchop._schema.defaults import fitted, same_default
 from torchop._schema.signatures import spell_function
 
 Supported: TypeAlias = "bool | Callable[[], bool]"
-# For each dtype, the allowed relative and absolute difference from the reference kernel's result.
+# Maps a dtype to the relative and the absolute tolerance (rtol, atol) for comparisons with the
+# result of the reference kernel.
 Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
 Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 
 
 class Provider(NamedTuple):
-    """An alternative kernel of an operator.
+    """A named alternative to an operator's reference kernel, and the properties that select it.
 
     Attributes:
         name: the name of the provider.
-        devices: the device types of the kernel. None stands for every device.
+        devices: the device types that the kernel supports. None stands for every device.
         function: the kernel, which takes the schema's arguments.
         why_unsupported: returns why the kernel cannot run in this process, or None if it can.
-        accepts: returns whether the kernel supports a call, given the positional arguments, the
-            keyword arguments, and whether the call is traced. None if it supports all calls.
-        batch_invariant: whether each row of the result is bitwise independent of the other rows.
+        accepts: returns whether the kernel supports a call. It takes three arguments: the call's
+            positional arguments, its keyword arguments, and whether a compiler is tracing the call.
+            None if the kernel supports all calls.
+        batch_invariant: whether each row of the result is bitwise the same, whatever the other rows
+            of the batch are.
         deterministic: whether equal inputs give bitwise equal results.
-        tolerance: the allowed difference from the reference, by dtype.
-        configs: dicts of additional keyword arguments of the kernel. The first one is the default.
-        kernels: the kernel with the arguments of each config. Without configs, only `function`.
-        written: the author's function.
+        tolerance: the allowed difference from the reference kernel's result, by dtype.
+        configs: dicts of additional keyword arguments for the kernel, such as tile sizes, that can
+            be tuned. Untuned calls use the first dict.
+        kernels: for each config, the kernel with the arguments of this config bound. Without
+            configs, it contains only `function`.
+        written: the function as the author wrote it.
         site: the source location of the author's function.
     """
 
@@ -82,8 +90,8 @@ def _not_callable(*arguments: Any) -> Any:
     raise AssertionError("the placeholder 'tuned' was called")
 
 
-# In `Selection.candidates`, this object stands for `"tuned"`. `Selection.choose` replaces it with
-# the provider that was measured as the fastest.
+# A placeholder for the entry `"tuned"` in `Selection.candidates`. In each call, `Selection.choose`
+# looks up the provider that was measured as the fastest and uses that instead.
 TUNED_PROVIDER = Provider(
     name=TUNED,
     devices=(),
@@ -99,7 +107,9 @@ TUNED_PROVIDER = Provider(
     site=Site(__name__, TUNED, __file__, 1),
 )
 
-_SLOW_SECONDS = 0.05  # `supports` usually takes microseconds, but the machine may be busy
+# A call to `supports` is slow if it takes longer than this. Usually, a call takes microseconds, but
+# the machine may be busy.
+_SLOW_SECONDS = 0.05
 
 
 def make_provider(
@@ -115,7 +125,7 @@ def make_provider(
     tolerance: Tolerance | None,
     configs: Configs,
 ) -> Provider:
-    """Validate the properties of an alternative kernel, and create the provider."""
+    """Check the arguments of `register_kernel(..., provider=...)`, and create the provider."""
     what = f"{definition}: the provider {name!r}"
     check_callable(what, function)
     configurations = _checked_configs(what, definition, configs)
@@ -237,8 +247,9 @@ def _check_parameters(
 ) -> None:
     """Raise if a kernel's parameter names or defaults differ from the operator's.
 
-    Calls pass all arguments by position, so other names and defaults would have no effect, and
-    would mislead readers of the kernel. Builtins and functions with `*args` are not checked.
+    The kernel receives all arguments by position, including default values. So other names and
+    defaults would have no effect, and would only mislead readers of the kernel. Builtins and
+    functions with `*args` are not checked.
     """
     try:
         signature = inspect.signature(function)
@@ -290,15 +301,18 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap a user's `supports` to pass tensors without data, and to check the returned value."""
+    """Wrap a user's function `supports`, so that it receives tensors without data.
+
+    The wrapper also checks that `supports` returns a bool, and warns if it is slow.
+    """
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    # The durations of consecutive slow calls. None once a warning was issued.
+    # The durations of the consecutive slow calls up to now. None after the warning was issued.
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
-        """Warn once if three consecutive calls were slow. A single slow call may import modules."""
+        """Warn once if three calls in a row were slow. A single slow call may import modules."""
         nonlocal slow
         if slow is not None:
             slow = [*slow, taken] if taken > _SLOW_SECONDS else []
@@ -313,7 +327,7 @@ def _support_check(
                 )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
-        if not is_traced:  # traced tensors have no data, and their symbolic sizes get guards
+        if not is_traced:  # traced tensors have no data, and need guards on their sizes
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))

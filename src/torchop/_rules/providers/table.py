@@ -1,4 +1,4 @@
-"""An operator's providers, and the functions that choose between them in each call."""
+"""`ProviderTable`: the providers of an operator, and the settings of its author."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ Function = Callable[..., Any]
 
 
 class ProviderTable(NamedTuple):
-    """An operator's providers, and the author's settings. Immutable, except `reported`.
+    """An operator's providers, and the settings of the operator's author.
+
+    The table is immutable, except for the set `reported`.
 
     Attributes:
-        by_device: for each device type, the providers by name. None stands for every device.
-        removed: the names of providers that were removed.
-        orders: the orders that the author set, by device type.
-        reported: the skipped providers that were already reported.
-        tuning: the measurements and buckets that the author set.
+        by_device: maps each device type to its providers by name. The key None stands for every
+            device.
+        removed: the names of former providers, whose library was closed.
+        orders: the default orders of providers that the author set, by device type.
+        reported: the skipped providers that were already reported to the user.
+        tuning: the measurements and size ranges that the author passed to `set_tuning`.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
@@ -59,15 +62,16 @@ class ProviderTable(NamedTuple):
         return self._replace(by_device=by_device)
 
     def without(self, provider: Provider) -> ProviderTable:
-        """Return a table that does not contain `provider`.
+        """Return a table without `provider`.
 
-        If another provider has replaced `provider` under the same name, the other one stays.
+        If another provider was registered with the same name since, the table still contains that
+        one.
         """
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # Report the name again if an order still contains it.
+        # If an order still contains this name, report once more that the provider is skipped.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
@@ -82,13 +86,15 @@ class ProviderTable(NamedTuple):
         disabled: Collection[str],
         prepare: Callable[[Function], Function],
     ) -> Mapping[str | None, Function]:
-        """Return the function that a call plan runs for each device type.
+        """Return the function that calls run on each device type. It may be a `Choice`.
 
         Args:
             op: the operator.
             references: the kernels registered without a provider, by device type.
-            disabled: the device types on which only the reference may run.
-            prepare: wraps a kernel before it becomes part of the call plan.
+            disabled: the device types that `set_kernel_enabled` has disabled. Only the reference
+                kernel may run on these.
+            prepare: adds the operator's checks of arguments to a kernel, before the kernel becomes
+                part of the call plan.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -114,8 +120,9 @@ class ProviderTable(NamedTuple):
         references: Mapping[str | None, Function],
         prepare: Callable[[Function], Function],
     ) -> Choice:
-        """Return the `Choice` for one device type. The arguments are as in `functions`."""
-        # A device without kernels of this type uses the kernels for every device.
+        """Return the `Choice` for one device type. See `functions` for the arguments."""
+        # If no kernel is registered for this device type specifically, use the kernels for every
+        # device.
         at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
@@ -135,7 +142,10 @@ class ProviderTable(NamedTuple):
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
-        """Yield everything that affects which kernel a compiler inlines, for cache keys."""
+        """Yield everything that affects a compiler's choice of a kernel to inline.
+
+        The cache keys of compiled graphs contain these parts.
+        """
         settings = priority.current()
         yield (settings.batch_invariant_only, settings.deterministic_only)
         for device, known in sorted(self.by_device.items(), key=repr):

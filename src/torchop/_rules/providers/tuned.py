@@ -1,4 +1,7 @@
-"""Look up the measurements for a call, if an order of providers contains `"tuned"`."""
+"""Look up measurements of kernels, to find the fastest kernel for a call.
+
+Calls need this only if the order of providers contains `"tuned"`.
+"""
 
 from __future__ import annotations
 
@@ -25,42 +28,42 @@ from torchop._rules.providers import measurements, priority
 from torchop._rules.providers.measurements import Measurement, TableError
 from torchop.extend import OpName, short_repr
 
-# Maps arguments, and dimensions of each argument, to the upper bounds of the buckets for the sizes
-# of this dimension.
+# Buckets are ranges of tensor sizes that share one measurement. Maps the name of an argument, and a
+# dimension of this argument, to the upper bounds of the buckets.
 Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
 class Tuning(NamedTuple):
-    """The table of measurements and the buckets that an author passed to `set_tuning`."""
+    """The file with measurements, and the buckets, that an author passed to `set_tuning`."""
 
     table: Path | None = None
     buckets: Buckets = types.MappingProxyType({})
 
 
 class UnknownKindError(Exception):
-    """An argument of a call has a type that cannot be part of a cache key."""
+    """An argument has a type that cannot be part of a cache key, such as a sparse tensor."""
 
 
-# The measurements that this process made, or that rank 0 sent.
+# The measurements that this process made, or received from rank 0 in a distributed program.
 _own: list[Measurement] = []
 
 
 def users_table() -> Path | None:
-    """Return the path of the table in the user's cache folder, or None without a cache folder."""
+    """Return the path of the table in the user's cache folder, or None if there is no folder."""
     with contextlib.suppress(NativeUnavailableError):
         return cache_folder() / "tuning.json"
     return None
 
 
 def add(new: Sequence[Measurement]) -> None:
-    """Add measurements that this process made, so that later calls use them."""
+    """Add measurements of this process, so later calls use them."""
     with registration_lock:
         _own[:] = measurements.merged(_own, new)
         forget()
 
 
 def forget() -> None:
-    """Make later calls read the tables from the files again. Requires the registration lock."""
+    """Clear the caches, so later calls read the files again. Requires the registration lock."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -76,15 +79,16 @@ def find(
 ) -> Measurement | None:
     """Return the measurement for a call, or None.
 
-    If there are only measurements of another device, PyTorch release or kernel, warn once.
+    A measurement is outdated if it was made on another device, with another PyTorch release, or
+    with another version of a kernel. If all matching measurements are outdated, warn once.
 
     Args:
         op: the operator.
         tuning: the measurements and buckets that the author set.
-        digests: the digests of the registered kernels, by provider.
+        digests: maps each provider to the digest of its current kernel.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
-        reported: the problems that were already reported.
+        reported: the problems that were already reported to the user.
     """
     try:
         arguments, sizes = described(args, kwargs)
@@ -110,7 +114,11 @@ def find(
 
 
 def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
-    """Return an operator's measurements, for the cache keys of graphs with inlined kernels."""
+    """Return an operator's measurements as cache keys.
+
+    If a kernel was inlined into a compiled graph, the cache key of the graph contains these
+    measurements, because they determined the kernel.
+    """
     index = _index(tuning.table)
     found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
     return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
@@ -122,7 +130,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        # A provider that was removed has no digest.
+        # A provider that is no longer registered has no digest, so there is nothing to compare.
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None
@@ -132,7 +140,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
 def _index(
     table: Path | None,
 ) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
-    """Return all measurements with their sources, by operator and arguments.
+    """Map (operator name, `Measurement.arguments`) to measurements, each with its source.
 
     The measurements of this process come first, then the user's table, then the author's table.
     """
@@ -150,7 +158,7 @@ def _index(
 
 @functools.cache
 def _read(path: Path) -> Sequence[Measurement]:
-    """Return the measurements in a file. If the file is not a table, warn and return none."""
+    """Return the measurements in a file. If the file is invalid, warn and return an empty tuple."""
     try:
         return measurements.read(path)
     except TableError as error:
@@ -161,9 +169,10 @@ def _read(path: Path) -> Sequence[Measurement]:
 
 
 def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list[Any]]:
-    """Return the text that identifies a call's arguments in a table, and all tensor sizes.
+    """Return a text that describes a call's arguments, and a list of all tensor sizes.
 
-    The text contains the arguments' dtypes and plain values, and a `*` for each tensor dimension.
+    The text is `Measurement.arguments`: it contains dtypes and plain values, and a `*` in place of
+    each tensor size.
 
     Raises:
         UnknownKindError: an argument is neither a tensor nor a plain value nor a list of these.
@@ -186,7 +195,7 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-# The types of plain values, which the text contains unchanged.
+# The types of plain values. `described` includes them in the text unchanged.
 PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -196,7 +205,10 @@ PLAIN = (
 def bucketed(
     names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> measurements.Sizes:
-    """Return the bucket (by default, between powers of two) for each tensor dimension of a call."""
+    """Return the range of sizes that contains each tensor dimension of a call.
+
+    The ranges come from `buckets`. Without an entry there, they end at powers of two.
+    """
     ranges = []
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):
         bounds = buckets.get(name, {})
@@ -222,7 +234,7 @@ def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
 
 
 def device_name(values: Sequence[Any]) -> str:
-    """Return the name of a call's device. For a CPU, include the number of threads."""
+    """Return the name of the hardware that runs a call, with the number of threads for a CPU."""
     devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     if device.type == "cpu":
@@ -249,11 +261,11 @@ def torch_release() -> str:
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return a digest of a kernel's source.
+    """Return a digest of a kernel's source code, to detect whether the kernel has changed.
 
-    The digest also covers the functions of the same module that the kernel calls, plain global
-    variables such as C++ source text, and the contents of each file to which a global `Path`
-    refers.
+    The digest also covers the functions in the same module that the kernel calls, and the global
+    variables that it uses if they are strings (such as C++ source code) or numbers. If a global
+    variable is a `Path`, the digest covers the contents of this file.
     """
     function = _written(function)
     if not isinstance(function, types.FunctionType):  # a builtin or callable object

@@ -216,8 +216,9 @@ class BackwardKernel:
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
-        # For each argument with a gradient: the index of the argument, and the index of its saved
-        # value if the argument is a list that may contain None (otherwise None).
+        # One pair for each argument that gets a gradient. The first number is the position of the
+        # argument. The second is the position of its saved value, which shows what items of a list
+        # are None. The second number is None if the argument is not such a list.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated

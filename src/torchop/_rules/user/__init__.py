@@ -1,1 +1,1 @@
-"""The public rules (`torchop.Rule`) that torchop ships, one module each."""
+"""The rules that torchop itself creates with `torchop.Rule`, such as inverses and FLOP formulas."""

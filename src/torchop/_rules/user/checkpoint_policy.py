@@ -1,8 +1,8 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch only calls the policy function of the checkpointed region. The region's policy applies if it
-is a `MUST` policy and the operator's policy is not. In all other cases, the operator's policy
-applies.
+PyTorch itself has no policies of operators: it asks only the policy function that the user passed
+for the checkpointed region. With torchop, an operator's policy takes precedence over the function's
+answer, unless the answer is a `MUST_...` policy and the operator's policy is a `PREFER_...` policy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
-    """The rule that stores an operator's checkpoint policy, or a function that returns it."""
+    """The `torchop.Rule` that stores operators' checkpoint policies.
+
+    A user registers a policy, or a function that chooses a policy in each call.
+    """
 
     def validate(self, op: OpOverload, value: Any) -> Decision:
         what = f"{op.name()}: a checkpoint policy"
@@ -94,16 +97,17 @@ def register_checkpoint_policy(
     """Register whether selective activation checkpointing saves the operator's results.
 
     The policy applies in all regions that use
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. Only a `MUST` policy of the
-    region takes precedence over it, unless it is a `MUST` policy itself.
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If the region's own policy
+    function returns a `MUST_...` policy, the region's policy takes precedence over a `PREFER_...`
+    policy of the operator.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
-            function `(ctx, *arguments)` that returns one of these. Without it, a decorator for
-            such a function is returned.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a function
+            `(ctx, *arguments)` that returns one of these for each call.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
         `policy`, or a decorator if `policy` is omitted.

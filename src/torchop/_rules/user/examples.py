@@ -1,4 +1,4 @@
-"""Examples: sample inputs of an operator, used by `opcheck` and other tools."""
+"""Examples: sample inputs that an operator's author registers for `opcheck` and other tools."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Examples(NamedTuple):
     """The sample inputs of an operator.
 
     Attributes:
-        make: a function without parameters that yields the examples, with new tensors each time.
-        valid: a function of the schema's arguments that returns whether a call is valid. None if
-            all calls are valid.
+        make: a function without parameters. Each call yields the examples with new tensors.
+        valid: a function that takes the arguments of a call and returns whether the call is valid.
+            None if all calls are valid.
     """
 
     make: Callable[[], Iterable[Any]]
@@ -30,7 +30,7 @@ class Examples(NamedTuple):
 
 
 class _ExamplesRule(Rule[Examples]):
-    """The rule that stores an operator's sample inputs, as a function that yields them."""
+    """The `torchop.Rule` that stores operators' examples, as functions that yield them."""
 
     def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
@@ -48,7 +48,8 @@ class _ExamplesRule(Rule[Examples]):
     def valid(self, op: OpOverload) -> Valid | None:
         """Return an operator's function `valid`, or None if all calls are valid.
 
-        In-place and out= forms inherit the function from the functional operator.
+        If the operator is an in-place or out= form that torchop derived, and has no `valid` of its
+        own, use the function of the functional operator.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
@@ -76,19 +77,20 @@ def register_examples(
     valid: Valid | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Register sample inputs, for `opcheck` and `torchop.testing.check` without explicit inputs.
+    """Register sample inputs for `opcheck` and `torchop.testing.check`, if these get no inputs.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: a function without parameters that yields examples. Each example is a tuple of
-            positional arguments or a dict of arguments by name. The function is called each time
-            that examples are needed.
-        valid: a function of the operator's arguments that returns whether callers may pass them.
-            `check` derives further inputs from the examples, and skips those for which `valid`
-            returns False. Calls to the operator do not evaluate it. Without it, all inputs are
+            positional arguments, or a dict from argument names to values. Tools call the function
+            each time they need examples.
+        valid: a function that takes the operator's arguments and returns whether the operator
+            accepts them. `check` generates further inputs from the examples, and skips an input if
+            `valid` returns False. Ordinary calls do not run `valid`. Without it, every input is
             valid.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
         `fn`, or a decorator if `fn` is omitted.
@@ -97,10 +99,10 @@ def register_examples(
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Create the registered examples.
+    """Call an operator's registered example function, and check the examples that it yields.
 
     Returns:
-        The positional arguments and the keyword arguments of each example.
+        For each example, a pair of positional arguments and keyword arguments.
 
     Raises:
         MissingRuleError: no examples are registered.
@@ -117,7 +119,11 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
-    """Return the operator, with its handle if any, because only handles accept structures."""
+    """Return an operator, together with its handle if it has one.
+
+    Callers need the handle to pass examples, because examples may contain structures such as
+    dataclasses, and only a handle accepts these.
+    """
     return Operator(Operator(op, caller).handle or op, caller)
 
 

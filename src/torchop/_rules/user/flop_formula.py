@@ -1,4 +1,4 @@
-"""FLOP formulas for `torch.utils.flop_counter.FlopCounterMode`."""
+"""FLOP formulas: functions that count an operator's FLOPs for `FlopCounterMode` of PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """The rule that stores an operator's FLOP formula.
+    """The `torchop.Rule` that stores operators' FLOP formulas.
 
-    A registered formula takes shapes, or tensors with `get_raw`. The rule stores a wrapper that
-    takes a call's arguments, keyword arguments and result.
+    Users register a formula that takes the operator's arguments, with tensors replaced by their
+    shapes unless `get_raw` is set. The rule stores a wrapper that takes three values: a call's
+    positional arguments, keyword arguments and result.
     """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:
@@ -69,17 +70,20 @@ def register_flop_formula(
     get_raw: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Register the number of operations of a call, for `torch.utils.flop_counter`.
+    """Register a formula for the number of operations of a call, for `torch.utils.flop_counter`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: a function of the operator's arguments that returns an int. Tensors are replaced with
-            their shape, a `torch.Size`. If it has a parameter `out_shape`, it also receives the
-            shape of the result. For several results, this is a tuple or the structure that the
-            operator returns, with None for values that are not tensors.
-        get_raw: whether to pass tensors instead of shapes, and the result as `out_val`.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        fn: a function that takes the operator's arguments and returns an int. It receives a
+            `torch.Size` in place of each tensor. If it has a parameter `out_shape`, it also
+            receives the shape of the result. If the operator returns several results or a
+            structure, `out_shape` has the same structure, with a shape in place of each tensor, and
+            None in place of other values.
+        get_raw: whether to pass the tensors themselves instead of their shapes. The parameter for
+            the result is then called `out_val`.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
         `fn`, or a decorator if `fn` is omitted.

@@ -1,4 +1,7 @@
-"""Inverses and right inverses of operators, and of sequences of operators."""
+"""`torchop.inverse` and `torchop.right_inverse`: functions that undo an operator.
+
+An inverse `g` of `f` satisfies `g(f(x)) == x`, and a right inverse satisfies `f(g(y)) == y`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,16 @@ __all__ = ["inverse", "right_inverse"]  # public names
 
 
 class Inverse(NamedTuple):
-    """A registered inverse.
+    """The data that is stored for an operator's registered inverse or right inverse.
 
-    All attributes are computed at registration, because compilers trace `torchop.inverse`.
+    All of it is computed at registration, because compilers trace `torchop.inverse`, and tracing
+    this computation could fail.
 
     Attributes:
         name: the name of the operator.
-        call: the function that the user registered, with the operator's defaults filled in.
-        required: the names of the operator's arguments without a default, except the first one.
+        call: a wrapper of the user's function that fills in the operator's default values.
+        required: the names of the operator's arguments that have no default value, except the
+            first.
         results: the number of results of the operator.
     """
 
@@ -36,7 +41,10 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """The rule that stores an inverse, which takes the output instead of the first argument."""
+    """The `torchop.Rule` that stores operators' inverses.
+
+    An inverse takes the operator's output in place of its first argument.
+    """
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -82,10 +90,12 @@ def register_inverse(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        fn: `fn(output, *rest)`, where `rest` are all arguments, except the first one, of the call
-            that returned `output`. It must consist of PyTorch operators, because `torchop.inverse`
-            calls it directly.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        fn: the inverse, called as `fn(output, *rest)`. `output` is the result of a call to the
+            operator, and `rest` are the other arguments of this call, without the first. Compilers
+            and transforms see the PyTorch operators that `fn` calls, because `torchop.inverse`
+            calls `fn` directly.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
         `fn`, or a decorator if `fn` is omitted.
@@ -96,13 +106,14 @@ def register_inverse(
 def register_right_inverse(
     op: OpLike, fn: Function | Lambda | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function:
-    """Register a right inverse for `torchop.right_inverse`: `op(fn(y))` is `y`.
+    """Register a right inverse of the operator, for `torchop.right_inverse`: `op(fn(y))` is `y`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: as in `register_inverse`.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
         `fn`, or a decorator if `fn` is omitted.
@@ -113,25 +124,27 @@ def register_right_inverse(
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Return the inverse of an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    The inverse calls the function that was registered with `register_inverse`, with the operator's
-    defaults filled in. It supports graphs, vmap and gradients if the operators that the function
-    calls support them. Later registrations do not change it.
+    The returned function calls the function that was registered with `register_inverse`, and passes
+    the operator's default values for missing arguments. Compilers, vmap and autograd see the
+    operators that the registered function calls, so these operators must support them. If you
+    register another inverse later, the returned function does not change.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload. Or a `functools.partial` of an operator, with arguments by
-            keyword. Or a sequence of these, each of which is called with the result of the previous
-            one. The inverse of a sequence starts with the last operator.
+            packet with one overload. It may also be a `functools.partial` that binds arguments of
+            an operator by keyword, or a list or tuple of operators and partials. A list stands for
+            calling its operators in order, each with the result of the previous one, so the inverse
+            undoes the last operator first.
 
     Returns:
-        A function `(output, *rest, **keywords)`, where `rest` and `keywords` are the other
-        arguments of the call that returned `output`. For a sequence, it only takes the output.
+        A function that takes the output of a call, followed by the arguments of this call without
+        the first, and returns the first. For a sequence, it takes only the output.
 
     Raises:
         MissingRuleError: an operator has no inverse.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
-            returns more than one result.
+        RuleSignatureError: a `TypeError`: an operator in a sequence has several results, or
+            requires arguments that no `functools.partial` binds.
 
     Example:
         >>> import functools, torch, torchop
@@ -168,8 +181,8 @@ def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callab
     Raises:
         MissingRuleError: an operator has no right inverse.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
-            returns more than one result.
+        RuleSignatureError: a `TypeError`: an operator in a sequence has several results, or
+            requires arguments that no `functools.partial` binds.
 
     Example:
         >>> import torch, torchop
@@ -206,7 +219,7 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """Return an operator's registered inverse, and a function that inverts a call with it."""
+    """Return an operator's registered inverse, and a function that applies it to an output."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
@@ -222,9 +235,9 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
 def _with_defaults(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
 ) -> Callable[..., Any]:
-    """Wrap an inverse so that it receives all arguments by position, with defaults filled in.
+    """Wrap an inverse to pass the operator's default values for arguments that the caller omits.
 
-    Dynamo traces the wrapper, so the wrapper uses only simple loops over lists.
+    Dynamo traces the wrapper, so it contains only simple loops over lists.
     """
     positional = [
         (p.name, p.default is not p.empty, p.default)
@@ -252,7 +265,7 @@ def _with_defaults(
 
 
 def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
-    """Raise if an operator in a sequence has several results, or needs more than one argument."""
+    """Raise if an operator in a sequence has several results or several required arguments."""
     if inverse.results != 1:
         raise RuleSignatureError(
             f"{inverse.name} has {inverse.results} results, but each operator of a sequence is "

@@ -112,8 +112,8 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
-    Otherwise the code, such as a property, would run twice if Dynamo must trace the generated code
-    after all.
+    If it does run code, such as a property, this code may run twice: once here, and again if Dynamo
+    has to trace the generated code.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)

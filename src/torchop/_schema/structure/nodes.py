@@ -58,7 +58,10 @@ class Node:
         return None  # for nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
-        """Return the value for each leaf, given an object, a mapping by field name, or None."""
+        """Split `value` into a dict of values by leaf name.
+
+        `value` is an object of this structure, a mapping of field names to values, or None.
+        """
         return {}  # for nodes without tensors
 
     @property

@@ -1,4 +1,4 @@
-"""Check whether a sharding rule fits the schema of the operator."""
+"""Check that a sharding rule fits the schema of the operator."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
-# The suggestion in messages. A rule in which every operand is '...' would also fit every schema,
-# but it would declare the operator as pointwise.
+# Error messages suggest 'replicate', because it is correct for every operator. They must not
+# suggest a rule in which every operand is '...': it fits every schema too, but declares the
+# operator as pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """Return the arguments that hold tensors, because a sharding rule has an operand for each."""
+    """Return the arguments that hold tensors. A sharding rule has an operand for each."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """Return the types of tensor results, because a sharding rule has an operand for each."""
+    """Return the types of the tensor results. A sharding rule has an operand for each."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """Return the sharding rule for which a preset such as "pointwise" stands."""
+    """Return the sharding rule that a preset such as "pointwise" stands for."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    # A single list operand matches any number of residuals.
+    # One operand in brackets describes all residuals, whatever their number.
     rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
-    """Validate a sharding rule, and return a copy with an operand for each tensor of the schema.
+    """Check that a sharding rule fits a schema, and return a copy with all operands filled in.
 
-    If one side of the rule is empty, that side has no tensor or one 0-dim tensor, depending on the
-    schema.
+    If a side of the rule is empty although the schema has a tensor there, the operand stands for a
+    0-dim tensor.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -85,13 +86,13 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def fits_residuals(rule: Sharding, count: int) -> bool:
-    """Return whether a rule has an operand for each residual, or one list operand for all."""
+    """Return whether a rule has an operand per residual, or one operand in brackets for all."""
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """Return the error for a call with residuals, for which the rule has no operands."""
+    """Return the error for a call with residuals if the rule has no operands for residuals."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -123,7 +124,7 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
 
 
 def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
-    """Validate the argument `unhashed` of `register_sharding`, and return it as a tuple."""
+    """Check the argument `unhashed` of `register_sharding`, and return it as a tuple."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
             f"{op.name()}: unhashed= must be a tuple of argument names, such as ('lr',); got "
@@ -154,7 +155,12 @@ def _count(number: int, noun: str) -> str:
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
-    """Raise if a rule shards a mutated argument in a way that the mutation makes impossible."""
+    """Raise if the operator's mutations contradict the sharding rule.
+
+    A reduction over a dimension that a mutated argument lacks is impossible, because each rank
+    would write only its part of the sum. A result that is a mutated argument must be placed like
+    the argument.
+    """
     arguments = tensor_arguments(schema)
     written = {
         argument.name: operand
@@ -181,7 +187,7 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
 
 
 def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
-    """Yield the index of each result that is a mutated argument, and the name of the argument."""
+    """Yield (result index, argument name) for each result that is a mutated argument."""
     results = [r for r in op._schema.returns if "Tensor" in str(r.real_type)]
     for index, result in enumerate(results):
         for argument in op._schema.arguments:
@@ -195,7 +201,7 @@ def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
 def _numbered(
     op: OpOverload, rule: Sharding, arguments: Sequence[Argument]
 ) -> tuple[tuple[int, ...], ...]:
-    """Validate the option `linear`, and return it with all arguments as indices."""
+    """Check the option `linear`, and return it with indices in place of argument names."""
     names = [argument.name for argument in arguments]
 
     def number(each: int | str) -> int:

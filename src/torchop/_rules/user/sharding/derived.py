@@ -1,15 +1,17 @@
-"""Sharding rules of derived operators, which are made from the original operator's rule.
+"""Compute the sharding rules of operators that torchop derives from another operator.
 
-In this package, a *row* lists the placements of all tensors of a call on one dimension of the
-device mesh.
+These are its in-place and out= forms, and the helper operators that replace it in compiled graphs,
+for example `name__backward`. In this package, a *row* is one way to shard a call: it lists the
+placements of all tensors of the call on one dimension of the device mesh.
 
-An in-place or out= form copies the result of the functional operator into a tensor. So if this
-tensor has the same placement as the result, each rank can write to its own shard.
+An in-place or out= form copies the result of the functional operator into a tensor. If this tensor
+has the same placement as the result, each rank can write to its own shard.
 
-The helper operators for the backward use transposed rows. The derivative of a call on shards is a
-linear map from the tangents of the inputs to the tangents of the results. The backward is the
-transpose of this map and runs on the same shards. The gradient of a replicated input is Partial,
-and the gradient of a Partial result is replicated.
+The helper operators for the backward use transposed rows. Each rank differentiates the forward on
+its own shards, so a gradient is sharded like the tensor that it belongs to. There are two
+exceptions. A replicated input affects the results of every rank, so its gradient is a sum over the
+ranks: it is Partial. And a Partial result is a sum over the ranks, so every rank needs its whole
+gradient: it is replicated.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-# A function that returns the rows that a rule allows for a call.
+# A function that returns the rows that a sharding rule allows for a call.
 Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
@@ -30,10 +32,10 @@ class ShardingRule(NamedTuple):
     """A registered sharding rule.
 
     Attributes:
-        rows: returns the rows that are allowed for a call.
-        cached: the contribution of the rule to cache keys.
-        unhashed: the arguments that are not part of DTensor's cache key of a call.
-        like: the ATen operator whose DTensor rule is used, or None.
+        rows: a function that returns the rows that the rule allows for a call.
+        cached: the rule's part of the cache keys of compiled graphs.
+        unhashed: the names of the arguments that DTensor's cache ignores.
+        like: the ATen operator whose DTensor rule is reused, or None.
     """
 
     rows: Rows
@@ -45,7 +47,7 @@ class ShardingRule(NamedTuple):
 def rule_of_derived(
     op: OpOverload, kind: str, origin: OpOverload, rule: ShardingRule
 ) -> ShardingRule | None:
-    """Return a derived operator's sharding rule, or None if it needs a rule of its own."""
+    """Return a derived operator's sharding rule, or None if torchop cannot compute one."""
     rows = _OF_DERIVED.get(kind)
     if rows is None:
         return None
@@ -60,15 +62,15 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 
 
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows in which the result and the first argument have the same placement."""
+    """Return the functional operator's rows that place the result like the first argument."""
     inputs = [each._replace(is_written=False) for each in call.inputs]
     rows = rows_of(call._replace(inputs=inputs))
     return [row for row in rows if row.results[0] == row.inputs[0]]
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the functional operator's rows, in which each output is placed as its result is."""
-    # The out= arguments are the last arguments of the schema.
+    """Return the functional operator's rows, with each output placed like its result."""
+    # Remove the out= arguments, because the functional operator does not take them.
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in names}
@@ -77,12 +79,15 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the argument with which `name__training` receives the call number."""
+    """Return the name of the last argument of `name__training`. It receives the call number."""
     return op._schema.arguments[-1].name
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of `name`, with a replicated placement for the ambient state."""
+    """Return the rows of `name`, with a replicated placement for the additional last result.
+
+    This result is the ambient state of the forward, such as the states of random number generators.
+    """
     if any("List[" in str(result.real_type) for result in origin._schema.returns):
         raise ShardingError(
             f"{origin.name()}: a compiled graph calls {op.name()}, but DTensor does not support "
@@ -94,8 +99,8 @@ def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
     return [row._replace(results=[*row.results, *_replicated(1)]) for row in rows]
 
 
-# The number of arguments of `name__backward` before the arguments of `name`: the gradients, the
-# ambient state, and the mask of needed gradients.
+# `name__backward` takes three arguments before the arguments of `name`: the gradients, the ambient
+# state, and the mask of needed gradients.
 _LEADING = 3
 
 
@@ -125,7 +130,11 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`, from the residual operands of the rule."""
+    """Return the rows of `name__with_residuals`.
+
+    `rows_of` sees that the call has additional results, and places them by the rule's operands for
+    residuals.
+    """
     return rows_of(call)
 
 
@@ -134,8 +143,8 @@ def _backward_kernel(
 ) -> list[Row]:
     """Return the rows of `name__backward_kernel`: the transposed rows of the forward call.
 
-    If the kernel does not take all arguments of the forward call, the forward call cannot be
-    reconstructed. The only row is then fully replicated, so every rank computes everything.
+    If the backward kernel does not take all arguments of the forward call, the forward call cannot
+    be reconstructed. In this case, replicate all tensors, so every rank computes everything.
     """
     forward = _forward_of(origin, op, call)
     if forward is None:
@@ -150,7 +159,7 @@ def _backward_kernel(
 
 
 def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
-    """Reconstruct the forward call from a call to the backward kernel, or return None."""
+    """Reconstruct the forward call from the arguments of a backward kernel, or return None."""
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     names = [argument.name for argument in op._schema.arguments]
@@ -174,9 +183,13 @@ def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
 def _placed_by_name(
     origin: OpOverload, op: OpOverload, forward: Call, row: Row
 ) -> Mapping[str, list[Any]]:
-    """Return the placements of the tensors that a backward kernel takes, by parameter name."""
+    """Map each parameter of a backward kernel to the placements of the tensors that it receives.
+
+    A parameter may receive a gradient, a result, a residual or an argument of the forward call.
+    """
     returns = origin._schema.returns
-    # Only residuals have result names. The first parameters are the gradients of the other results.
+    # In the schema, only residuals have names, so the results without a name are the outputs. The
+    # first parameters of the backward kernel are the gradients of the outputs.
     count = sum(not result.name for result in returns)
     outputs = [f"output_{index}" for index in range(count)] if count > 1 else ["output"]
     names = [*outputs, *(result.name for result in returns[count:])]
@@ -189,7 +202,7 @@ def _placed_by_name(
     return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
-# For each kind of derived operator, the function that computes its rows.
+# Maps each kind of derived operator to the function that computes its rows.
 _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
     "inplace": _inplace,
     "out": _out,
@@ -213,22 +226,22 @@ def _is_replicated(row: Row) -> bool:
 def is_transposable(row: Row) -> bool:
     """Return whether each rank can compute the gradients of a call with these placements.
 
-    This is possible only if partial results are combined by a sum. For other reductions, a rank
-    lacks information, such as which rank had the maximum.
+    This is possible only if the reduction of all Partial tensors is a sum. With other reductions, a
+    rank lacks information. For example, it does not know which rank had the maximum.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())
 
 
 def gradients_of_results(placements: Sequence[Any]) -> list[Any]:
-    """Return the placements that the gradients of the results must have in the backward."""
+    """Return the placements of the gradients that the backward receives for the results."""
     from torch.distributed.tensor import Replicate  # slow import
 
     return [Replicate() if placement.is_partial() else placement for placement in placements]
 
 
 def gradients_of_inputs(row: Row) -> list[Any]:
-    """Return the placements of the gradients of the inputs after a backward on shards."""
+    """Return the placements of the gradients that each rank computes for the inputs."""
     from torch.distributed.tensor import Partial, Replicate  # slow import
 
     if _is_replicated(row):

@@ -1,4 +1,4 @@
-"""Sharding rules that reuse DTensor's rule for an ATen operator."""
+"""Sharding rules that apply DTensor's own rule for an ATen operator with the same signature."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The notation of sharding rules, such as "b k, k n -> b n"."""
+"""Parse the notation of sharding rules, such as "b k, k n -> b n".
+
+As in einsum, each comma-separated operand names the dimensions of one tensor, and `->` separates
+the arguments from the results.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from typing import NamedTuple
 from torchop._errors import ShardingRuleError
 from torchop.extend import short_repr, short_text
 
-# The reductions that combine the partial results of ranks.
+# The reductions that DTensor can use to combine the partial results of the ranks.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
@@ -22,7 +26,10 @@ _SYNTAX = (
 
 
 class Operand(NamedTuple):
-    """The names of a tensor's dimensions, or of the dimensions of each tensor in a list."""
+    """An operand of a sharding rule: the names of a tensor's dimensions.
+
+    If `is_list` is True, the operand describes each tensor in a list of tensors.
+    """
 
     names: tuple[str, ...]
     is_list: bool = False
@@ -32,14 +39,15 @@ class Operand(NamedTuple):
         return f"[{text}]" if self.is_list else text
 
     def dimensions(self, ndim: int, width: int) -> list[str] | None:
-        """Return the names of all dimensions of a tensor, or None if the tensor does not fit.
+        """Return a name for each dimension of a tensor, or None if their number does not fit.
 
-        The dimensions that `...` matches get numbers as names. As in broadcasting, they are aligned
-        at the right.
+        The dimensions that `...` matches are named `...0`, `...1` and so on. They are numbered from
+        the right, as in broadcasting, so the last one has the same name in all tensors of the call.
 
         Args:
             ndim: the number of dimensions of the tensor.
-            width: the largest number of dimensions that `...` matches in any tensor of the call.
+            width: the number of dimensions that `...` matches in the tensor of the call where it
+                matches the most.
         """
         if ANY not in self.names:
             return list(self.names) if ndim == len(self.names) else None
@@ -56,16 +64,18 @@ class Operand(NamedTuple):
 
 
 class Sharding:
-    """A parsed sharding rule. `sharding` documents the notation.
+    """A parsed sharding rule. See `sharding` for the notation and the options.
 
     Attributes:
         text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
-        residuals: the operands of the residuals. None if the text has no ';'.
+        residuals: the operands after ';', for the residuals (kernel outputs that only the backward
+            uses). None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
-        reduce: maps names of dimensions to the reduction of the results without this dimension.
-        linear: groups of arguments in which the operator is linear.
+        reduce: maps the name of a dimension that a result lacks to the reduction that combines the
+            ranks' partial results.
+        linear: groups of arguments. The operator is linear in the arguments of each group together.
     """
 
     __slots__ = ("arguments", "linear", "reduce", "residuals", "results", "text", "whole")
@@ -116,8 +126,8 @@ class Sharding:
     def saving(self, count: int) -> Sharding | None:
         """Return the rule for calls that also return `count` residuals.
 
-        Return None if this rule has no operands for residuals. The returned rule has no `linear`,
-        because a Partial result does not imply that residuals are Partial too.
+        Return None if this rule has no operands for residuals. The returned rule has no `linear`:
+        if an argument is Partial, linearity makes the result Partial too, but not the residuals.
         """
         if self.residuals is None:
             return None
@@ -162,7 +172,7 @@ class Sharding:
             )
 
     def _check_spaces(self, names: set[str]) -> None:
-        """Raise if a rule uses einsum's notation without spaces between names, as in 'bd,d->bd'."""
+        """Raise if names probably lack spaces between them, as in einsum's 'bd,d->bd'."""
         if any(len(operand.names) > 1 for operand in (*self.arguments, *self.results)):
             return
         for name in sorted(names):
@@ -174,7 +184,7 @@ class Sharding:
 
 
 def spaced(name: str) -> str:
-    """Return a hint if a name may be several names without spaces, otherwise an empty string."""
+    """Return a hint if a name looks like several names without spaces, otherwise an empty str."""
     if not 1 < len(name) < 5 or not name.isalpha():  # longer names are probably words
         return ""
     return f" Separate names of dimensions by spaces. Did you mean {short_repr(' '.join(name))}?"
@@ -262,22 +272,24 @@ def sharding(
     """Return a sharding rule, for `register_sharding` and for functions that choose a rule.
 
     A rule has one operand per tensor argument, in the order of the schema, then `->`, then one
-    operand per result. An operand names the dimensions of the tensor. A dimension may be sharded if
-    it appears in all results and in all mutated arguments. It is then sharded in all operands that
-    contain it, and all other operands are replicated. A dimension that is missing in a result is
-    gathered before the call, unless `reduce` defines how to combine partial results.
+    operand per result. An operand names the dimensions of the tensor. DTensor may shard a dimension
+    if it appears in all results and in all mutated arguments. It then shards this dimension in
+    every tensor that has it, and replicates the other tensors. If a result lacks the dimension,
+    DTensor gathers the dimension before the call, unless `reduce` defines how to combine partial
+    results.
 
     Args:
-        text: the operands, such as `"b k, k n -> b n"`. `.` is an unnamed dimension, which is never
-            sharded. `...` stands for any number of dimensions, aligned at the right as in
-            broadcasting. An operand in `[brackets]` describes each tensor in a list. Operands of
-            residuals follow after a `;`.
+        text: the operands, such as `"b k, k n -> b n"` for a matrix product. `.` is an unnamed
+            dimension, which is never sharded. `...` stands for any number of dimensions, aligned at
+            the right as in broadcasting. An operand in `[brackets]` describes each tensor in a
+            list. If the operator has residuals, their operands follow after a `;`.
         whole: names of dimensions that are never sharded, separated by spaces. May contain `...`.
-        reduce: a dict from names of dimensions that are missing in results to the reduction of
-            partial results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
-        linear: arguments in which the operator is linear: names, or indices among the tensors. If
-            such an argument is a partial sum, the result is a partial sum too. A tuple contains
-            arguments in which the operator is jointly linear, as in an addition.
+        reduce: a dict from the names of dimensions that a result lacks to the reduction that
+            combines the ranks' partial results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
+        linear: the arguments in which the operator is linear, by name or by index among the
+            tensors. If such an argument is a partial sum on each rank, DTensor does not need to
+            reduce it before the call, because the result is then a partial sum too. A tuple of
+            arguments means that the operator is linear in all of them together, as an addition is.
 
     Returns:
         The rule.
@@ -290,7 +302,7 @@ def sharding(
         >>> torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
         torchop.sharding('b k, k n -> b n', reduce={'k': 'sum'}, linear=((0,), (1,)))
 
-    The notation is from `einops`. Sharding a dimension in all operands at once is like the factors
-    of Shardy, the partitioner of JAX.
+    The notation is based on `einops`. As with the factors of Shardy, the partitioner of JAX, a
+    dimension is sharded in all tensors at once.
     """
     return Sharding(text, whole, reduce, linear)

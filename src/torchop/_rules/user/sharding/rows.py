@@ -1,4 +1,7 @@
-"""Compute the tensor placements that a sharding rule allows for a call's shapes."""
+"""Compute the rows that a sharding rule allows for a call.
+
+A row lists the placements of all tensors of the call on one dimension of the device mesh.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 
 
 class CallTensor(NamedTuple):
-    """A tensor that a call passes.
+    """An input tensor of a call.
 
     Attributes:
-        operand: the index of the operand in the rule.
+        operand: the index of the operand that describes the tensor in the sharding rule.
         shape: the global shape.
         is_mutated: whether the operator mutates the tensor.
     """
@@ -28,7 +31,7 @@ class CallTensor(NamedTuple):
 
 
 class _Dimensions(NamedTuple):
-    """A tensor with named dimensions. Messages describe the tensor with the text `what`."""
+    """The names and sizes of a tensor's dimensions. `what` describes the tensor in messages."""
 
     names: list[str]
     shape: Shape
@@ -38,14 +41,15 @@ class _Dimensions(NamedTuple):
 def rows(
     op: str, rule: Sharding, arguments: Sequence[CallTensor], results: Sequence[Shape]
 ) -> list[Row]:
-    """Return the rows (placements of all tensors) that a sharding rule allows for a call.
+    """Return the rows that a sharding rule allows for a call.
 
-    Each row lists the placements of all tensors on one dimension of the device mesh.
+    The first row replicates all tensors. Each other row shards one dimension, or uses the linearity
+    of the operator.
 
     Args:
         op: the name of the operator, for messages.
         rule: a rule that fits the schema.
-        arguments: the tensors that the call passes, with lists flattened.
+        arguments: the input tensors of the call, including the tensors in lists.
         results: the global shapes of the results.
 
     Raises:
@@ -74,7 +78,8 @@ def rows(
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
             continue  # the dimension cannot be sharded
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # A dimension that is broadcast from size 1 cannot be sharded, so replicate its tensor.
+        # If the dimension of a tensor has size 1 and is broadcast, it cannot be sharded, so
+        # replicate the tensor.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)
@@ -127,10 +132,11 @@ def _size(
     inputs: Sequence[_Dimensions],
     exact: Sequence[_Dimensions],
 ) -> Any:
-    """Return a dimension's size. Raise if the dimension has different sizes in a call's tensors.
+    """Return the size of the dimension `name`. Raise if its size differs between tensors of a call.
 
-    A dimension of an input may have size 1 and be broadcast. But if it has size 1 only in a result
-    or a mutated tensor, the operator has reduced the dimension, so the rule is wrong.
+    In an input, the dimension may have size 1 and be broadcast. But if a result or a mutated tensor
+    (the tensors in `exact`) has size 1 and an input does not, the operator has reduced the
+    dimension, so the rule is wrong.
     """
     size: Any = 1
     for named in inputs:

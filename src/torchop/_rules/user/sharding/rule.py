@@ -1,4 +1,4 @@
-"""`register_sharding`, and the `torchop.Rule` that stores sharding rules."""
+"""`register_sharding`, the rule that stores sharding rules, and their registration with DTensor."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
-# The default values of the options.
+# The default values of the options of `register_sharding`.
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
 def _chosen(choose: Callable[..., Any]) -> Rows:
-    """Return a function that calls `choose` to get a call's rule, and computes the call's rows."""
+    """Return a function that calls `choose` to get the rule of a call, and returns its rows.
+
+    A row lists the placements of all tensors of a call on one dimension of the device mesh.
+    """
 
     def rows(op: OpOverload, call: Call) -> list[Row]:
         try:
@@ -48,12 +51,17 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows that a rule allows for a call, whose additional results are residuals."""
-    from torchop._rules.user.sharding.rows import CallTensor, rows  # most programs have no DTensors
+    """Return the rows that a rule allows for a call.
+
+    If the call has more results than the schema declares, the additional results are residuals
+    (kernel outputs that only the backward uses).
+    """
+    from torchop._rules.user.sharding.rows import CallTensor, rows  # rarely used
 
     arguments, returns = op._schema.arguments, op._schema.returns
     count = len(call.results) - len(returns)
-    # If a result is a list, DTensor counts each tensor in the list as a result.
+    # If the operator returns a list, DTensor counts each tensor in the list as a result. In this
+    # case, a larger count does not mean that the call has residuals.
     if count > 0 and all("List[" not in str(result.real_type) for result in returns):
         rule = _with_residuals(op, rule, count)
     holders = [index for index, a in enumerate(arguments) if holds_tensors(a)]
@@ -64,7 +72,7 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
 
 
 def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
-    """Return the rule for a call with residuals. Raise if `rule` has no operands for them."""
+    """Return the rule for a call with residuals. Raise if `rule` has no operands for residuals."""
     saving = rule.saving(count)
     if saving is not None:
         return saving
@@ -72,11 +80,11 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
 
 
 class _ShardingRule(Rule[ShardingRule]):
-    """The rule that stores how an operator is sharded; see `register_sharding`."""
+    """The `torchop.Rule` that stores operators' sharding rules and registers them with DTensor."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # The registration of each operator with DTensor, or None until DTensor is imported.
+        # Maps each operator to its registration with DTensor, or to None until DTensor is imported.
         self._registrations: dict[OpOverload, Registration | None] = {}
         self._unsupported: Exception | None = None
 
@@ -111,7 +119,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return ShardingRule(_chosen(choose), value, names)
 
     def _check_acyclic(self, op: OpOverload, rule: ShardingRule) -> None:
-        """Raise if an ATen operator's rule refers to itself, possibly through other operators."""
+        """Raise if an ATen operator reuses its own rule, directly or through other operators."""
         aten = rule.like
         while aten is not None and aten is not op:
             aten = self.lookup(aten).like if self.has(aten) else None
@@ -147,19 +155,20 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Register all rules with DTensor. Called once DTensor is imported."""
+        """Register all rules with DTensor. This runs when DTensor is imported."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
-            # Do not raise, because a compiler may be importing DTensor.
+            # Do not raise here: this runs while DTensor is imported, perhaps by a compiler in a
+            # program that shards nothing. The next registration of a sharding rule raises the
+            # error.
             self._unsupported = error
             return
         for op in list(self._registrations):
             self.replaced(op)
 
     def _connected(self, op: OpOverload) -> Registration:
-        """Register the rule of an operator with DTensor."""
         if self._unsupported is not None:
             raise ShardingError(
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
@@ -174,12 +183,13 @@ class _ShardingRule(Rule[ShardingRule]):
         return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
-        """Return an operator's registration with DTensor, or None without a rule or DTensor."""
+        """Return an operator's registration with DTensor, or None if there is none."""
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         origin, kind = op, ""
-        while (derived := self.origin(origin)) is not None:  # a helper may have a helper operator
+        # A helper operator may have a helper operator too.
+        while (derived := self.origin(origin)) is not None:
             origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # the operator that users call
         schema, name = Schema(origin._schema), origin.name()
@@ -193,7 +203,6 @@ class _ShardingRule(Rule[ShardingRule]):
 
 
 def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]) -> Sharding:
-    """Parse and validate a rule."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule must be a string such as 'b k, k n -> b n', or "
@@ -210,7 +219,8 @@ def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]
         try:
             value = Sharding(value, **options)
         except ShardingRuleError as error:
-            # A string without an arrow may be a misspelled preset.
+            # A string without an arrow may be a misspelled preset such as 'pointwise', so list the
+            # presets.
             presets = f"{', '.join(map(repr, checks.PRESETS))} are rules too. "
             raise ShardingRuleError(
                 f"{op.name()}: {error} {'' if '->' in value else presets}{checks.IN_DOUBT} "
@@ -223,7 +233,10 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _explained(op: OpOverload) -> Exception | None:
-    """Return the error for an operator of torchop without a rule, or None for other operators."""
+    """Return the error that DTensor should raise for an operator without a rule.
+
+    Return None if torchop did not define the operator, so that DTensor raises its own error.
+    """
     is_ours = Operator(op, "sharding").handle is not None
     return SHARDING.missing_error(op) if is_ours else None
 
@@ -244,26 +257,29 @@ def register_sharding(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload. Another package may have defined it.
-        rule: one of the following. Without it, a decorator is returned.
+        rule: one of the following. Omit it to use `register_sharding` as a decorator of a function
+            that chooses the rule.
 
             - A string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`.
-            - `"pointwise"`, `"replicate"`, or `"batch"` if the first dimension of every tensor is
-              the batch.
+            - `"pointwise"`; `"batch"` if the first dimension of every tensor is the batch, so that
+              only this dimension may be sharded; or `"replicate"` if no dimension may be sharded.
             - A rule from `torchop.sharding`.
-            - A function of the operator's arguments that returns one of these. Tensors are replaced
-              by objects with the `shape`, `stride`, `dtype` and `ndim` of the global tensor.
+            - A function that takes the operator's arguments and returns one of the rules above. In
+              place of each tensor, it receives an object with the `shape`, `stride`, `dtype` and
+              `ndim` of the global tensor.
             - An ATen operator with the same signature, such as `torch.ops.aten.topk.default`, to
               use the DTensor rule of that operator.
         whole: see `torchop.sharding`.
         reduce: see `torchop.sharding`.
         linear: see `torchop.sharding`.
-        unhashed: names of arguments to exclude from the key of DTensor's cache. Use this for values
-            that change in every call, such as a learning rate, if neither the rule nor the shape of
-            a result depends on them.
-        lib: the library that owns the registration. By default, it lasts as long as the operator.
+        unhashed: names of arguments that DTensor's cache should ignore. Use this for values that
+            change in every call, such as a learning rate, because each new value would be a cache
+            miss. Neither the rule nor the shape of a result may depend on these arguments.
+        lib: the library that owns the registration: closing it removes the registration. By
+            default, the registration lasts as long as the operator.
 
     Returns:
-        `rule`.
+        `rule`, or a decorator if `rule` is omitted.
 
     Raises:
         ShardingRuleError: a `ValueError`: the rule does not fit the schema.
