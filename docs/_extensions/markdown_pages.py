@@ -17,13 +17,13 @@ SHELVES = {
     "reference": "Reference",
     "dev": "Contributing",
 }
-# Elements that are useful in a browser only.
+# Elements that are only useful in a browser, so the Markdown copies leave them out.
 DROPPED = "a.headerlink, .viewcode-link, svg, style, script, .visually-hidden"
 
 
 class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
     def convert_dt(self, element: Tag, text: str, parent_tags: set[str]) -> str:
-        """Render signatures of objects as code, and other terms in bold."""
+        """Render a `<dt>` as code if it is the signature of an object, and otherwise in bold."""
         if "sig" not in (element.get("class") or ()):
             return f"\n\n**{text.strip()}**\n"
         code = re.sub(r"\s*\n\s*", " ", element.get_text())
@@ -34,8 +34,8 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
 
 
 def markdown(html: str) -> str:
-    """Convert the main part of a page."""
-    # Parsing the sidebars too takes longer than this.
+    """Convert the main part of an HTML page to Markdown."""
+    # Cut out the article before parsing, because parsing the sidebars takes most of the time.
     html = html[html.index("<article") : html.index("</article>")]
     article = BeautifulSoup(html, "html.parser").find("article")
     assert isinstance(article, Tag), "every page of the theme has an article"
@@ -51,7 +51,7 @@ def markdown(html: str) -> str:
         escape_asterisks=False,
         code_language_callback=_language,
     ).convert_soup(article)
-    # Keep empty lines in code.
+    # Collapse empty lines, except inside code blocks.
     parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
     parts[::2] = [re.sub(r"\n{3,}", "\n\n", part) for part in parts[::2]]
     return "".join(parts).strip() + "\n"
@@ -78,7 +78,7 @@ def write(app: Sphinx, error: Exception | None) -> None:
 
 
 def contents(texts: dict[str, str]) -> str:
-    """Return the list of all pages by folder, each with its first sentence."""
+    """Return `llms.txt`: a Markdown list of all pages by folder, each with its first sentence."""
     lines = ["# torchop", "", f"> {_first_sentence(texts['index'])}", ""]
     for shelf, title in SHELVES.items():
         lines += [f"## {title}", ""]

@@ -1,4 +1,4 @@
-"""Generate the pages of the reference from docstrings and from the tables below."""
+"""Generate the pages of the reference from docstrings and from the tables in this file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.ext.autosummary import autosummary_toc
 
 DOCS = Path(__file__).parents[1]
 
-# Objects of PyTorch, and values without a docstring.
+# Descriptions of objects without a usable docstring: objects of PyTorch, and plain values.
 BY_HAND = {
     "torchop.CustomOpDef": """\
 .. class:: CustomOpDef
@@ -26,12 +26,13 @@ BY_HAND = {
     "torchop.wrap_triton": """\
 .. function:: wrap_triton(triton_kernel, /)
 
-   Make a Triton kernel traceable inside a `triton_op`. Same as `torch.library.wrap_triton`.
+   Make a Triton kernel traceable inside a `triton_op`. This is `torch.library.wrap_triton`.
 """,
     "torchop.derived": """\
 .. data:: derived
 
-   Derive the formula in a class: ``backward = torchop.derived``. See `CustomOp.derive_autograd`.
+   In the class of an operator, ``backward = torchop.derived`` derives the gradient formula from
+   the operator's function, as `CustomOp.derive_autograd` does.
 """,
     "torchop.EffectType": """\
 .. class:: EffectType
@@ -45,19 +46,19 @@ BY_HAND = {
     "torchop.extend.OpLike": """\
 .. data:: OpLike
 
-   A handle, ``"ns::name"``, ``"ns::name.overload"``, an `OpOverload`, or a packet with one
-   overload.
+   The types that name an operator: a handle, ``"ns::name"``, ``"ns::name.overload"``, an
+   `OpOverload`, or a packet with one overload.
 """,
     "torchop.extend.OpOverload": """\
 .. class:: OpOverload
 
-   PyTorch's class of ``torch.ops.ns.name.overload``, ``torch._ops.OpOverload``.
+   PyTorch's class of overloads such as ``torch.ops.ns.name.default``, ``torch._ops.OpOverload``.
 """,
     "torchop.fallthrough_kernel": """\
 .. function:: fallthrough_kernel()
 
-   Pass this to `impl` to make a dispatch key forward calls to the next key. Same as
-   ``torch.library.fallthrough_kernel``. Do not call it.
+   Pass this function to `impl` to make a dispatch key forward all calls to the next key. It is
+   ``torch.library.fallthrough_kernel``, and must not be called.
 """,
 }
 
@@ -97,7 +98,7 @@ CLASSES = {
 
 
 def see_also() -> dict[str, list[str]]:
-    """Return, for each object, the pages that use it most and the other objects of its group."""
+    """Map each object to related links: pages that use it often, and the objects of its group."""
     uses: dict[str, Counter[str]] = {}
     for folder in ("tutorials", "how-to", "explanation"):
         for page in sorted((DOCS / folder).glob("*.md")):
@@ -151,7 +152,7 @@ def code_or_link(
 def link_errors(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Append a link to the docstring of an exception. It leads to the section with the fix."""
+    """Append a link to the docstring of an exception, to the section that explains the fix."""
     if what == "exception" and obj.__module__ == "torchop":
         lines += ["", f":error-page:`{obj.__name__}`", ""]
 
@@ -159,7 +160,10 @@ def link_errors(
 def leave_out_the_operator(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    """Remove the first argument, the operator, from the docstring of a method."""
+    """Remove the entry of the argument `op` from the docstring of a method.
+
+    The docstring was written for the function form, whose first argument is the operator.
+    """
     if what != "method" or not name.startswith("torchop.CustomOp."):
         return
     start = next((i for i, line in enumerate(lines) if line.startswith("    op: ")), None)
@@ -178,7 +182,7 @@ def error_page(
     options: dict[str, Any] | None = None,
     content: object = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """Link to the section of an exception on the page of errors."""
+    """Create a link from an exception to its section on the page of errors."""
     reference = addnodes.pending_xref(
         rawtext,
         nodes.inline("", f"How to fix {text}"),
@@ -193,19 +197,20 @@ def error_page(
 
 
 def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
-    """Remove the pages of objects from the sidebar.
+    """Remove the pages of individual objects from the sidebar.
 
-    The tables of the reference link to these pages. A sidebar with a hundred more entries on each
-    page would take most of the build time.
+    The tables of the reference link to these pages. Adding a hundred entries to the sidebar of
+    every page would take most of the build time.
     """
     for node in list(doctree.findall(autosummary_toc)):
         node.parent.remove(node)
 
 
 def begin_with_the_sentence(app: Sphinx, doctree: nodes.document) -> None:
-    """Move the first sentence above the signature, which may fill a screen.
+    """Move the first sentence of an object's page above the signature.
 
-    A decorator has a second signature with the same parameters, which is removed.
+    A long signature may fill a screen. If a decorator has a second signature with the same
+    parameters, remove that signature.
     """
     if not app.env.current_document.docname.startswith("reference/api/"):
         return
@@ -232,7 +237,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("code-or-link", code_or_link)
     app.add_role("error-page", error_page)
     app.connect("autodoc-process-docstring", link_errors)
-    # Before napoleon reads the sections of the docstring.
+    # This must run before napoleon replaces the sections of the docstring.
     app.connect("autodoc-process-docstring", leave_out_the_operator, priority=100)
     app.connect("doctree-read", begin_with_the_sentence)
     app.connect("doctree-read", leave_out_of_the_sidebar, priority=100)  # before it is collected

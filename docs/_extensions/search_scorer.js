@@ -1,6 +1,6 @@
-/* Rank search results. Sphinx ranks a page by its best word, so a title with one word of the query beats
-   a heading with all words. This scorer puts a page or section with the words of the query in its title
-   first, and links to the section. The constants are Sphinx's defaults. */
+/* Rank search results. Sphinx ranks a page by the best single word, so a page whose title has one word
+   of the query beats a heading that has all of them. This scorer ranks a page or section first if its
+   title has all words of the query, and links to the section. The constants are Sphinx's defaults. */
 var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
@@ -28,8 +28,8 @@ var Scorer = {
     return score + best;
   },
 
-  /* Return 45 for a heading equal to the query, less for a longer heading, and 0 if the heading lacks a
-     word of the query. A word that only begins with a word of the query counts less. */
+  /* Return 45 if the heading equals the query, less if the heading has more words, and 0 if it lacks a
+     word of the query. If a word of the heading only begins with a word of the query, return less. */
   likeness: (query, heading) => {
     const of = (word) =>
       heading.includes(word) ? 1 : heading.some((other) => other.startsWith(word)) ? 0.7 : 0;

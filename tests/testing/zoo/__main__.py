@@ -28,22 +28,23 @@ from torchop.testing._check.table import CHECKS
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
 _PAGE = """# What each check finds
 
-The tests of `torchop.testing.check` use a zoo of operators in `tests/testing/zoo`: {wrong} wrong
-operators with one deliberate fault each, and {right} right ones. Each fault must be reported by the
-check that the zoo assigns to it, and no check may report a right operator. The zoo was written
-together with the checks, so the numbers show which kinds of faults the checks can find. They do not
-show how many of your faults the checks would find.
+`torchop.testing.check` is tested with a zoo of operators in `tests/testing/zoo`: {wrong} wrong
+operators with one deliberate fault each, and {right} correct ones. The zoo assigns each fault to a
+check, and this check must report the fault. No check may report a correct operator. The zoo was
+written together with the checks, so the numbers on this page show which kinds of faults the checks
+can find. They do not show how many of your faults the checks would find.
 
-The columns count wrong operators:
+The last three columns of the table count wrong operators:
 
-- *faults*: the number of faults that the zoo assigns to the check;
-- *found*: the operators that the check reports, in a run on {measured} of the {wrong} wrong
-  operators{kinds} ({families});
-- *alone*: the operators that no other check reports in this run.
+- *faults*: the number of faults that the zoo assigns to the check.
+- *found*: the number of operators that the check reports. `torchop.testing.check` ran on
+  {measured} of the {wrong} wrong operators{kinds}. These operators by family: {families}.
+- *alone*: the number of operators that this check reports and no other check does.
 
-A check with 0 in the last column is useful nevertheless if other checks report its faults only by
-accident, or if the run has left out its operators. Two checks need an accelerator; their wrong
-operators are in `tests/integration/device`. `nox -s zoo -- --page` measures and writes this page.
+A check with 0 in the column *alone* is still useful if other checks report its faults only by
+accident, or if the run left out its operators. Two checks need an accelerator, so their wrong
+operators are in `tests/integration/device`. `nox -s zoo -- --page` measures these numbers and
+writes this page.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |
@@ -93,7 +94,7 @@ def page_of(measured: Sequence[Measured]) -> str:
         wrong=len(WRONG),
         right=len(RIGHT),
         measured=len(wrongs),
-        families=", ".join(f"{count} of {name}" for name, count in families.most_common()),
+        families=", ".join(f"{count} `{name}`" for name, count in families.most_common()),
         kinds=", without the checks that compile programs" if is_quick else "",
         table="\n".join(table),
     )
