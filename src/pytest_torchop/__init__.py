@@ -1,7 +1,7 @@
-"""The pytest plugin of torchop: one test for each operator and check.
+"""The pytest plugin of torchop. It generates one test for each operator and check.
 
 pytest imports all installed plugins, even in projects that do not use them. Importing torchop takes
-seconds, because it imports PyTorch. So this package is separate from torchop, and imports
+seconds, because torchop imports PyTorch. So the plugin is a separate package. It imports
 `torchop.testing.pytest_plugin` only when a test needs it.
 """
 
@@ -21,7 +21,7 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The folder with a file for each worker of pytest-xdist.
+# The key of a temporary folder. Each pytest-xdist worker writes the current call to a file there.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give each pytest-xdist worker the name of a file to write its current call to.
+    """Give each pytest-xdist worker the name of a file, where it writes the current call.
 
     If the worker crashes, `pytest_handlecrashitem` reads the file.
     """
@@ -55,7 +55,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
-    """Report the call that crashed a pytest-xdist worker or timed out."""
+    """Complete the report of a test that crashed a pytest-xdist worker or timed out."""
     worker: Any = report.node
     if Path(worker.workerinput["torchop_call"]).exists():
         from torchop.testing import pytest_plugin  # imports PyTorch
@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def torchop_check(request: pytest.FixtureRequest) -> Any:
-    """Run the check of this test. The test must have the mark `torchop`."""
+    """A function that runs the check of this test. The test must have the mark `torchop`."""
     from torchop.testing import pytest_plugin  # imports PyTorch
 
     return pytest_plugin.planned_check(request)
@@ -90,7 +90,8 @@ def torchop_check(request: pytest.FixtureRequest) -> Any:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[Any]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    # This wrapper runs around pytest's own, so the report already accounts for xfail marks.
+    # This wrapper runs outside pytest's own wrappers, so they have already applied xfail marks to
+    # the report.
     report = yield
     if call.when == "call" and "torchop_check" in getattr(item, "fixturenames", ()):
         from torchop.testing import pytest_plugin  # already imported by the test
@@ -100,7 +101,7 @@ def pytest_runtest_makereport(
 
 
 class _Results:
-    """Collect the results of all workers for a report."""
+    """Collect the results of all tests, and write them to the file given by `--torchop-report`."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -113,7 +114,7 @@ class _Results:
 
     def pytest_sessionfinish(self) -> None:
         if hasattr(self._config, "workerinput"):
-            return  # a worker sends its reports to the controller
+            return  # in a pytest-xdist worker; only the controller writes the file
         from torchop.testing import pytest_plugin  # imports PyTorch
 
         self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Context manager `checking`: detect kernels that write into arguments not declared as mutated."""
+"""The context manager `checking` detects undeclared writes in all calls of a program."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from torchop.testing._snapshot import BACKWARD, HELPER, KERNEL, SETUP_CONTEXT, S
 class checking(Block):  # noqa: N801  (called like a function)
     """Check that operators mutate only the arguments that their schemas declare as mutated.
 
-    Inside `with checking():`, each call of an operator copies the inputs of the kernel and compares
-    them bit for bit after the kernel ran. The comparison includes metadata, version counters, and
-    the memory around each input, so it detects writes by PyTorch, NumPy and C extensions. Declared
-    mutations may change values, but not the storage, shape or strides; an `out=` argument may also
-    be resized.
+    Inside `with checking():`, each call of an operator copies the inputs of the kernel, and
+    compares them bit for bit after the kernel has run. The comparison includes metadata, version
+    counters, and the memory around each input, so it detects writes by PyTorch, NumPy and C
+    extensions. A declared mutation may change the values of an argument, but not its storage, shape
+    or strides. An `out=` argument may also be resized.
 
     The `with` block checks all kernels registered with torchop that run in this thread or in its
     backward passes, including kernels called by compiled code and by other kernels. It also checks
-    formulas: `backward` must not write into its incoming gradients, and `setup_context` must not
-    write into inputs and outputs. Compiled graphs run formulas only during compilation, so compile
-    inside the block.
+    autograd formulas: `backward` must not write into its incoming gradients, and `setup_context`
+    must not write into inputs and outputs. A compiled graph runs formulas only while it is
+    compiled, so compile inside the block.
 
-    `checking()` can be nested, and can decorate a function. Calls outside have no overhead. Tensors
-    without data, MKL-DNN tensors, tensors too large to copy, and all tensors during the capture of
-    a device graph are not compared. On a GPU, the backward pass runs in other threads, which are
-    checked since PyTorch 2.12. No other thread may write into the inputs during a call.
+    `checking()` can be nested, and can decorate a function. Calls outside the block have no
+    overhead. Tensors without data, MKL-DNN tensors, tensors too large to copy, and all tensors
+    during the capture of a device graph are not compared. On a GPU, the backward pass runs in
+    other threads. These are checked only with PyTorch 2.12 or later. No other thread may write into
+    the inputs during a call, because its writes look like writes of the kernel.
 
     Raises:
-        UndeclaredMutationError: a kernel or formula mutated something else. Raised by the call.
+        UndeclaredMutationError: a kernel or formula made a mutation that the schema does not
+            declare. This exception is raised by the call.
 
     Example:
         >>> import torch, torchop
@@ -49,14 +51,16 @@ class checking(Block):  # noqa: N801  (called like a function)
         Traceback (most recent call last):
         torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
 
-    Modeled on the mutation test of `torch.library.opcheck`, but checks all calls of a program.
+    `checking` is modeled on the mutation test of `torch.library.opcheck`, but checks all calls of a
+    program.
     """
 
     def __init__(self) -> None:
         self._entered: list[list[checking]] = []
 
     def _recreate_cm(self) -> checking:
-        return checking()  # one object per call, because several threads may call the function
+        # A decorated function enters a new object per call, because threads may call it at once.
+        return checking()
 
     def __enter__(self) -> None:
         with registration_lock:
@@ -68,7 +72,8 @@ class checking(Block):  # noqa: N801  (called like a function)
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("checking() was exited, but it was not entered")
-        self._entered.pop().remove(self)  # from the list of the thread that entered the block
+        # A different thread may exit the block, so use the list of the thread that entered it.
+        self._entered.pop().remove(self)
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -79,10 +84,10 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-# The `checking` objects entered by this thread. PyTorch copies context variables to the threads of
-# backward, so that these use the same list.
+# The `checking` blocks that the current thread has entered. PyTorch copies context variables to its
+# backward threads, so a backward thread reads the list of the thread that called backward.
 _blocks_of_caller: ContextVar[list[checking]] = ContextVar("torchop_checking")
-_blocks = 0  # the number of `checking` blocks entered in all threads
+_blocks = 0  # the number of `checking` blocks that are open, in all threads together
 
 
 def _switch(blocks: int) -> None:
@@ -94,14 +99,17 @@ def _switch(blocks: int) -> None:
 
 
 def is_open() -> bool:
-    """Return whether this thread, or the thread that started this backward, is in `checking()`."""
+    """Return whether this thread is inside `checking()`.
+
+    For a backward thread, return whether the thread that called backward is inside `checking()`.
+    """
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
 
 
 class _Checker:
-    """Implements `_core.checking.Checker` by comparing snapshots."""
+    """An implementation of `_core.checking.Checker` that compares snapshots of the arguments."""
 
     def kernel(
         self,
@@ -136,7 +144,7 @@ class _Checker:
 def _checked(
     name: object, function: Callable[..., Any], take: Callable[..., Snapshot]
 ) -> Callable[..., Any]:
-    """Return a wrapper that, inside `checking()`, detects changed arguments after each call."""
+    """Return a wrapper that, inside `checking()`, compares the arguments before and after calls."""
 
     @compilers.never_traced
     @functools.wraps(function)

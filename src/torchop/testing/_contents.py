@@ -1,4 +1,4 @@
-"""Check that an operator with `torch.Tag.out` does not read its outputs."""
+"""Check that an operator does not read the previous contents of its `out=` arguments."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torchop.testing.process_state import seed_torch
 
 
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
-    """Check that written values do not depend on the previous contents of outputs.
+    """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    Only operators with a signature as `torch.Tag.out` requires are checked, because Inductor passes
-    uninitialized memory to their outputs.
+    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`. Only
+    operators with this tag, or with a signature that the tag allows, are checked. Other operators
+    may read the arguments that they write.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return
@@ -25,7 +26,8 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
         _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # Compare with a third call, because random results differ even between equal calls.
+        # The second and the third call are equal. If their results differ, the operator is random,
+        # and a difference between the first and the second call means nothing.
         if _same_bits(second, third) and not _same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on its previous contents: the kernel reads it, or "
@@ -38,7 +40,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
 def _written(
     schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
 ) -> list[tuple[str, Tensor]]:
-    """Fill the outputs with a byte, call the operator, and return the outputs."""
+    """Fill copies of the outputs with a byte, call the operator, and return the named outputs."""
     args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
     tensors = list(named_inputs(schema, args, kwargs))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
@@ -48,7 +50,7 @@ def _written(
                 byte & 1 if output.dtype is torch.bool else byte
             )
     devices = {t.device for _, _, t in tensors if t.device.type not in ("cpu", "meta")}
-    kind = next(iter(devices)).type if devices else "cuda"  # unused without devices
+    kind = next(iter(devices)).type if devices else "cuda"  # ignored if there are no devices
     with torch.random.fork_rng([device.index for device in devices], device_type=kind):
         seed_torch(0)
         overload(*args, **kwargs)

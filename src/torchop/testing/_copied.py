@@ -1,4 +1,4 @@
-"""copied_bytes: measure the copies that Inductor inserts for operators that mutate arguments."""
+"""`copied_bytes` measures the copies that Inductor inserts because of mutations."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from torchop._compat.inductor_graphs import Lowered
 def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
     """Return the bytes that a compiled function copies because operators mutate their arguments.
 
-    Inductor passes a copy to an operator if the previous value of the argument may be read later.
-    If the argument is an input of the graph, Inductor copies the new value back. For a large cache,
-    these copies can cost more than the operator.
+    If the previous value of a mutated argument may be read later, Inductor passes a copy of the
+    argument to the operator. If the argument is an input of the graph, Inductor also copies the new
+    value back. For a large cache, these copies can take longer than the operator.
 
-    The function is compiled with `fullgraph=True`, but not run. Only the forward is counted,
-    without the bodies of branches, loops and nested regions.
+    The function is compiled with `fullgraph=True`, but not run. Copies in the backward pass, and in
+    the bodies of branches, loops and nested regions, are not counted.
 
     Args:
         function: a function, a module or an operator, compiled or not.
-        args: its arguments.
-        kwargs: its keyword arguments.
+        args: the arguments of the function.
+        kwargs: the keyword arguments of the function.
 
     Returns:
-        The copied bytes by the name of the argument. The name of a list item is `"caches[0]"`, and
-        the name of a parameter or buffer is its key in `state_dict`. A tensor that the function
-        computes has the name of the operator's argument, such as `"mylib::update.cache"`. Arguments
-        without copies are omitted.
+        A dict from the name of each copied argument to the number of bytes copied. The name of a
+        list item is `"caches[0]"`, for example, and the name of a parameter or buffer is its key in
+        `state_dict`. A tensor that the function computes has the name of the operator's argument,
+        such as `"mylib::update.cache"`.
 
     Raises:
-        Exception: tracing the function raised it, for example because of a graph break.
+        Exception: the exception that tracing the function raises, for example because of a graph
+            break.
 
     Example:
         >>> import torch, torchop
@@ -64,20 +65,25 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     for clone, name in clones.items():
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
     for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
-        # If Inductor lets the operator write into the input without a copy, the graph contains
-        # `x.copy_(x)`.
+        # If the operator writes into the input directly, the graph contains `x.copy_(x)`. This
+        # copies nothing. So count a copy only if its source is a clone, or is the new value that a
+        # functional helper operator returns.
         target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
         is_cloned = value in clones
         if target in lowered.inputs and (is_cloned or _is_written_copy(value)):
             size = inductor_graphs.size_in_bytes(node.all_input_nodes[0])
             name = lowered.inputs[target]
-            # A helper operator that returns a list copies the argument itself, so count this copy.
+            # A functional helper operator clones the argument before it writes the new value, so
+            # count this clone in addition to the copy back.
             copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
     return {_parameter(function, name): size for name, size in copied.items()}
 
 
 def _clones(lowered: Lowered) -> dict[Node, str]:
-    """Return the copies that Inductor passes to operators, with the name of the copied tensor."""
+    """Find the copies that Inductor passes to operators.
+
+    Return a dict from the graph node of each copy to the name of the copied tensor.
+    """
     copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
     copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
     mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
@@ -91,21 +97,24 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
             if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
                 origin = inductor_graphs.view_root(root.all_input_nodes[0])
                 if origin in lowered.inputs and origin not in mutated:
-                    continue  # the program makes this copy, not Inductor
+                    continue  # the program itself makes this copy
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Return whether a node is the new value of an argument, returned by a functional helper."""
+    """Return whether a node is the new value of an argument, computed by `name__functional`.
+
+    This helper operator writes into copies of the arguments, and returns the copies.
+    """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return str(node.target).partition(".default")[0].endswith("__functional")
 
 
 def _parameter(function: Callable[..., Any], name: str) -> str:
-    """Replace "args[0]" at the start of a name by the name of the function's first parameter."""
+    """Replace "args[0]" at the start of a name by the name of the first parameter, and so on."""
     found = re.match(r"args\[(\d+)\]", name)
     if found is None:
         return name

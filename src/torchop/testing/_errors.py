@@ -1,4 +1,4 @@
-"""The exception of `opcheck`, `check` and `check_sharding`."""
+"""The exception that `opcheck`, `check` and `check_sharding` raise."""
 
 
 class OpCheckError(Exception):

@@ -1,4 +1,4 @@
-"""opcheck: check that compilers can rely on an operator's schema, fake kernel and formula."""
+"""`opcheck` checks that compilers can use an operator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DEFAULT_TEST_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-# PyTorch's checks treat a tolerance of 0 as missing. The smallest float has the same effect as 0.
+# PyTorch's checks treat a tolerance of 0 as missing, so pass the smallest float instead of 0.
 _TINY = 5e-324
-# The name of an additional check, for operators with a sharding rule.
+# The name of a check that torch.library.opcheck does not have, for operators with a sharding rule.
 _SHARDING = "test_sharding"
-_PLACEMENTS = 100
+_PLACEMENTS = 100  # the largest number of combinations of placements that `test_sharding` tries
 
 
 def opcheck(
@@ -44,30 +44,32 @@ def opcheck(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> dict[str, str | Exception]:
-    """Check the schema, fake kernel, formula and compilation of an operator on sample inputs.
+    """Check the schema, fake kernel, autograd formula and compilation of an operator.
 
-    Call it with representative inputs: each device and dtype, empty and non-contiguous tensors, and
-    tensors that require grad if the operator has a formula. To check that results and gradients are
-    right, use `torch.testing.assert_close` and `torch.autograd.gradcheck`.
+    Call `opcheck` with representative inputs: each device and dtype, empty and non-contiguous
+    tensors and, if the operator has an autograd formula, tensors that require grad. `opcheck` does
+    not check that results and gradients are right. To check them, use `torch.testing.assert_close`
+    and `torch.autograd.gradcheck`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        args: the positional arguments of the call: for a handle, of its function; otherwise as in
-            the schema. Without `args` and `kwargs`, the registered examples are used
-            (`CustomOp.register_examples`).
+        args: the positional arguments of the call. If `op` is a handle, pass the arguments of its
+            Python function. Otherwise, pass the arguments in the schema. If both `args` and
+            `kwargs` are omitted, the examples from `CustomOp.register_examples` are used.
         kwargs: the keyword arguments of the call.
-        test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
+        test_utils: the names of the checks to run, or `"ALL"`. The checks are `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`,
             `test_aot_dispatch_static`, and `test_sharding`. `test_sharding` calls
             `torchop.testing.check_sharding` on two simulated ranks. By default it runs if the
             operator has a sharding rule and the process does not belong to a process group.
-        raise_exception: whether to raise the first failure; otherwise it is in the result.
+        raise_exception: whether to raise the first failure. If False, failures are returned.
         atol: the absolute tolerance of comparisons; requires `rtol`. 0 means exactly equal.
         rtol: the relative tolerance of comparisons; requires `atol`.
 
     Returns:
-        For each check `"SUCCESS"` or, with `raise_exception=False`, the exception.
+        A dict with `"SUCCESS"` for each check that passes. With `raise_exception=False`, it
+        contains the exception of each check that fails.
 
     Raises:
         MissingRuleError: no arguments were passed, and no examples are registered.
@@ -79,12 +81,12 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    Samples may require grad even if the operator must not write tensors that require grad:
-    `opcheck` detaches such tensors, and clones leaves for in-place operators.
+    You may pass tensors that require grad even for arguments that the operator writes. `opcheck`
+    detaches these tensors or, if the operator works in place, clones them.
 
     `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the bits of the
-    inputs before and after a call, like `torchop.testing.checking`. `test_schema` detects memory
-    shared through NumPy.
+    inputs before and after a call, like `torchop.testing.checking`, and `test_schema` detects
+    results that share memory with an input through NumPy.
     """
     if (rtol is None) is not (atol is None):
         raise ValueError(
@@ -102,7 +104,7 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # One of the selected checks also detects undeclared mutations.
+    # `opcheck` looks for undeclared mutations only once, together with this check.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -112,7 +114,7 @@ def opcheck(
                 if problem is not None:
                     raise problem
             if check == _SHARDING:
-                from torchop.testing._sharding import check_sharding  # for start-up time
+                from torchop.testing._sharding import check_sharding  # slow to import
 
                 check_sharding(overload, *sample, limit=_PLACEMENTS)
             elif check != "test_schema" or _stock_can_compare(sample):
@@ -123,7 +125,7 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                # A subclass of the exception that torch.library.opcheck raises, and of ours.
+                # This class derives from OpCheckError and from torch.library.opcheck's exception.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {operator.name} failed: {error}"
@@ -134,7 +136,7 @@ def opcheck(
 
 
 def _what_to_do(error: Exception) -> str:
-    """Return a fix to append to the message of one of PyTorch's checks."""
+    """Return advice to append to the message of one of PyTorch's checks, or an empty string."""
     if "found mismatched tensor metadata" in str(error):
         text = " The kernel returned the first. Make the fake kernel return the same metadata."
         strides = re.search(r"Strides are \(([\d, ]+)\) and", str(error))
@@ -155,9 +157,9 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Check an operator on all its examples, and return the first failure of each check, if any."""
+    """Run the checks on all examples of an operator. Return the first failure of each, if any."""
     results: dict[str, str | Exception] = {}
-    op = Operator(op, "opcheck").handle or op  # examples are arguments for the handle
+    op = Operator(op, "opcheck").handle or op  # examples are arguments of the handle
     for args, kwargs in make_examples(op):
         for check, result in opcheck(op, args, kwargs, **options).items():
             if not isinstance(results.get(check), Exception):
@@ -166,15 +168,20 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 
 
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
-    """Run one of PyTorch's checks, on the sample or on the sample with detached tensors."""
+    """Run one of PyTorch's checks.
+
+    Most checks of in-place operators use the arguments `sample`. Other checks use `accepted`, where
+    tensors that must not require grad are detached.
+    """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        return  # PyTorch's check would pass, but raises on most devices
+        return  # PyTorch's check would pass, but it supports only some devices and raises on others
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """Call the operator, and return floating-point results before other results.
 
-        PyTorch's check adds up all results in place, and cannot add a float to an integer.
+        PyTorch's check adds all results in place to the first one, and a float cannot be added to
+        an integer in place.
         """
         result = overload(*args, **kwargs)
         kinds = {_is_exact(tensor) for tensor in tensors_of(result)}
@@ -183,8 +190,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes.
 
-        Since PyTorch 2.15, the check copies arguments before it computes gradients, and then needs
-        the gradients of tensors that the operator has overwritten.
+        Since PyTorch 2.15, the check makes copies of the arguments, and later computes the
+        gradients of these copies. So the operator must not overwrite them.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)
@@ -195,7 +202,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
             run(floating_first, *accepted)
         elif check == "test_faketensor":
-            # PyTorch copies negative and conjugate views into plain tensors with other strides.
+            # Pass our own copies, because PyTorch would copy negative and conjugate views into
+            # plain tensors with other strides.
             run(overload, *copies(accepted), copy_inputs=False)
         elif schema.form is not Form.INPLACE or check == "test_schema":
             run(overload, *accepted)
@@ -225,8 +233,8 @@ def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
 
 
 def _stock_can_compare(sample: Sample) -> bool:
-    # PyTorch's schema check calls torch.allclose and reads storages. Some kinds of tensors do not
-    # support that.
+    # PyTorch's schema check fails for float8 tensors, because torch.allclose does not support them,
+    # and for sparse tensors, because they have no storage.
     return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_of(sample)

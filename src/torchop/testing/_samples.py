@@ -1,4 +1,4 @@
-"""Convert samples for `opcheck`, `check` and `check_sharding` to the arguments of the schema."""
+"""Convert sample calls, as passed to `opcheck` and `check`, to the arguments of a schema."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 def sample_of(
     operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Sample:
-    """Convert a sample to the arguments that the schema defines.
+    """Convert a sample call to the arguments that the schema of the operator defines.
 
     Raises:
-        TypeError: the arguments are not a sequence, or the keyword arguments not a mapping.
+        TypeError: `args` is not a list or tuple, or `kwargs` is not a mapping.
         ValueError: a tensor has no data.
     """
     if not isinstance(args, (tuple, list)):
@@ -45,14 +45,17 @@ def sample_of(
 
 
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
-    """Raise TypeError for a list in place of a tensor, usually a list of samples."""
+    """Raise TypeError if the value of a tensor argument is a list.
+
+    The user has probably passed a list of samples instead of one sample.
+    """
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
             raise TypeError(f"{argument.name!r} is a list or tuple, not a tensor")
 
 
 def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
-    """Return a fake tensor mode, and the sample with fake tensors."""
+    """Return a new fake tensor mode, and the sample with its tensors converted to fake tensors."""
     mode = fake_tensors.new_fake_mode()
     return mode, mapped(sample, mode.from_tensor)
 
@@ -70,7 +73,10 @@ def without_refused_gradients(
 
 
 def inside_a_graph(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
-    """Clone the written leaves of a sample, because in-place operators must not write leaves."""
+    """Clone the tensors that require grad and that the operator writes.
+
+    Otherwise, an in-place operator would write a leaf that requires grad, and PyTorch would raise.
+    """
     return _changed(schema, args, kwargs, set(schema.mutated), Tensor.clone)
 
 
@@ -86,7 +92,7 @@ def _changed(
 
 
 def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments and keyword arguments of an example for `check`."""
+    """Split an example that was passed to `check` into positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if not isinstance(example, (tuple, list)):
@@ -100,7 +106,10 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator has structured parameters, and they accept the arguments."""
+    """Return whether the handle has structured parameters, and accepts these arguments.
+
+    A structured parameter takes objects that no schema type can hold, such as dataclasses.
+    """
     try:
         handle.flat_arguments(args, kwargs)
     except Exception:
@@ -109,13 +118,19 @@ def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def single(tensor: Tensor) -> Tensor:
-    """Return a detached copy. It requires grad if the tensor has dtype float32."""
+    """Return a clone that requires grad if the tensor is in single precision.
+
+    Return tensors of other dtypes unchanged.
+    """
     is_single = tensor.dtype in (torch.float32, torch.complex64)
     return tensor.clone().requires_grad_() if is_single else tensor
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a copy in double precision. It requires grad if the tensor can have a gradient."""
+    """Return a copy in double precision that requires grad.
+
+    Return a tensor unchanged if it is neither floating-point nor complex.
+    """
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.double

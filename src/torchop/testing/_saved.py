@@ -1,4 +1,4 @@
-"""saved_bytes: measure the memory that autograd saves for a backward."""
+"""`saved_bytes` measures the memory that autograd saves for the backward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torchop._compat.classes import tree_leaves
 def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> int:
     """Return the number of bytes that a call keeps alive for the backward pass.
 
-    Counts the storages of all tensors that the autograd graph saves, and of tensors stored on the
-    `ctx` of autograd functions, each storage once. Includes inputs and results that the backward
-    needs.
+    The number includes the storages of all tensors that the autograd graph saves, and of tensors
+    that are attributes of the `ctx` of an autograd function. The saved tensors may be inputs or
+    results of the call. Each storage is counted once.
 
     Args:
         function: an operator, or a function that calls operators.
@@ -24,7 +24,7 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         kwargs: the keyword arguments.
 
     Raises:
-        Exception: the function raised this exception.
+        Exception: the exception that the function raises, if any.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         >>> saved_bytes(torch.exp, x), saved_bytes(torch.exp, x.detach())
         (400, 0)
 
-    Modeled on `jax.ad_checkpoint.print_saved_residuals`.
+    `saved_bytes` is modeled on `jax.ad_checkpoint.print_saved_residuals`.
     """
     saved: list[Tensor] = []
 
@@ -41,8 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # The hooks make autograd keep results that a node saves. Without hooks, the node does not refer
-    # to them.
+    # autograd calls `pack` with every tensor that a node saves, including results. Without hooks, a
+    # node does not refer to the results that it saves.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -1,4 +1,4 @@
-"""check_sharding: compare calls on DTensors with calls on whole tensors."""
+"""`check_sharding` compares calls on DTensors with calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
-# Tolerances by element size in bytes. They allow for rounding, because several ranks add numbers in
-# another order than a single device.
+# Tolerances by element size in bytes. Rounding differs, because several ranks add numbers in a
+# different order than a single device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
-# Results, gradients and written arguments of a call, by name.
+# The results, gradients and written arguments of a call, by a name such as "result 0".
 _Outcome: TypeAlias = dict[str, Tensor | None]
 
 
@@ -34,10 +34,11 @@ class ShardingReport(NamedTuple):
     """The result of `check_sharding`.
 
     Attributes:
-        placements: the number of placements for which the call agrees.
-        refused: the placements that the operator rejects with `ShardingError`, because DTensor
-            would have to redistribute a tensor that the operator writes.
-        skipped: the number of placements that were not tried because of the limit.
+        placements: the number of placements where a call on DTensors agrees with a call on whole
+            tensors. A placement of the call consists of placements for all tensors.
+        refused: the placements that the operator rejects with `ShardingError`. It rejects a
+            placement if DTensor would have to redistribute a tensor that the operator writes.
+        skipped: the number of placements that were not tried because of `limit`.
 
     Example:
         >>> from torchop.testing import ShardingReport
@@ -63,21 +64,24 @@ def check_sharding(
 ) -> ShardingReport:
     """Check that calls on DTensors agree with a call on whole tensors, for many placements.
 
-    Each tensor is replicated, sharded along each dimension and, if it is floating-point, passed as
-    a partial sum, in all combinations on all dimensions of a mesh. Results, gradients and written
-    arguments are compared with a call on whole tensors. If the process belongs to a process group,
-    all its ranks must call `check_sharding`. Otherwise the ranks are simulated in this process.
+    Each tensor is replicated, sharded along each of its dimensions and, if it is floating-point,
+    passed as a partial sum. `check_sharding` tries all combinations of these placements for all
+    tensors and for all dimensions of the mesh. It compares results, gradients and written arguments
+    with a call on whole tensors.
+
+    If the process belongs to a process group, all ranks of the group must call `check_sharding`.
+    Otherwise, the ranks are simulated in this process.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload. For a handle, pass the arguments of the function.
-        args: the positional arguments, with whole tensors. Include sizes that the mesh does not
-            divide.
+            packet with one overload.
+        args: the positional arguments, with whole tensors. A handle takes the arguments of its
+            Python function. Include sizes that are not divisible by the size of the mesh.
         kwargs: the keyword arguments.
         mesh: the shape of the device mesh.
         limit: the maximum number of combinations. If there are more, a random sample is checked.
-        backend: a backend of `torch.compile`, such as `"aot_eager"`, to compile the call. It
-            requires real ranks, because compilers cannot trace simulated ranks.
+        backend: a backend of `torch.compile`, such as `"aot_eager"`, to compile the calls on
+            DTensors. It requires real ranks, because compilers cannot trace simulated ranks.
         atol: the absolute tolerance of comparisons; the default depends on the dtype.
         rtol: the relative tolerance of comparisons; the default depends on the dtype.
 
@@ -85,7 +89,8 @@ def check_sharding(
         A report with the number of placements that agree, and the placements that were rejected.
 
     Raises:
-        OpCheckError: a call disagreed or raised. The message names the first such placement.
+        OpCheckError: a call on DTensors raised, or did not agree with the call on whole tensors.
+            The message describes the first placement that failed.
         MissingRuleError: the operator has no sharding rule.
         ValueError: no argument is a tensor, or `backend` is used without real ranks.
 
@@ -124,8 +129,9 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # Placements may be rejected, except for number 0. There all tensors are replicated, so
-            # an error means that the shapes of the whole tensors do not fit the sharding rule.
+            # The operator may reject any placement except number 0. In number 0, all tensors are
+            # replicated, so an error means that the sharding rule does not fit the shapes of the
+            # whole tensors.
             if number:
                 refused.append(described)
                 continue
@@ -147,7 +153,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 
 
 class _Call:
-    """A call of the operator that can be repeated with other placements of its tensors."""
+    """A call of the operator that can be repeated with different placements of its tensors."""
 
     def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload
@@ -164,7 +170,7 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """Return an incoming gradient for a result, the same on all ranks."""
+        """Return a random incoming gradient for a result. It is the same on all ranks."""
         if index == len(self.cotangents):
             generator = torch.Generator(result.device).manual_seed(index)
             self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
@@ -173,8 +179,8 @@ class _Call:
     def compared(
         self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
     ) -> str | None:
-        """Return the difference between a call on DTensors and `expected`; None if they agree."""
-        from torch.distributed.tensor import Replicate  # for start-up time
+        """Describe how a call on DTensors differs from `expected`. Return None if they agree."""
+        from torch.distributed.tensor import Replicate  # slow to import
 
         pairs = zip(self.tensors, placements, strict=True)
         tensors = [simulated_ranks.placed(tensor, mesh, each) for tensor, each in pairs]
@@ -236,11 +242,11 @@ class _Call:
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """Return combinations of placements, and the number of combinations beyond `limit`.
+    """Return the combinations of placements to try, and the number that `limit` leaves out.
 
     In the first combination, all tensors are replicated.
     """
-    from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
+    from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
 
     choices = []
     for tensor in tensors:
@@ -269,15 +275,15 @@ def _spelled(placements: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
-    """Yield a mesh of the ranks of the process group, or of simulated ranks without a group."""
-    import torch.distributed as dist  # for start-up time
+    """Yield a mesh of the ranks of the process group. Without a group, simulate the ranks."""
+    import torch.distributed as dist  # slow to import
 
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
-        from torch.distributed.device_mesh import init_device_mesh  # for start-up time
+        from torch.distributed.device_mesh import init_device_mesh  # slow to import
 
-        # DTensor's caches may return an equal mesh of an earlier call, but compilers compare meshes
-        # by identity. Without clearing, compiling fails even for PyTorch's own operators: "Node
-        # tangents_2 was invalid, but is output".
+        # DTensor's caches may contain an equal mesh from an earlier call, but compilers compare
+        # meshes by identity. If the caches are not cleared, compiling fails even for PyTorch's own
+        # operators, with the message "Node tangents_2 was invalid, but is output".
         dtensor.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
@@ -298,11 +304,12 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
         return overload(*args, **kwargs)
 
     def compile_and_call(*args: Any, **kwargs: Any) -> Any:
-        # Use a new code object for each placement, because Dynamo stops after 8 recompilations.
+        # Use a new code object for each placement, because Dynamo stops compiling a code object
+        # after 8 recompilations.
         function = types.FunctionType(
             call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
         )
-        # Without dynamic shapes, because local shapes depend on the placement.
+        # Local shapes differ between placements, so Dynamo would make them dynamic by default.
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return compiled(*args, **kwargs)
 

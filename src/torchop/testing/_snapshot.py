@@ -1,4 +1,8 @@
-"""Detect undeclared mutations: copy the inputs of a call and compare them bit for bit."""
+"""Detect mutations that the schema of an operator does not declare.
+
+A `Snapshot` copies the inputs of a call before the kernel runs. Afterwards, it compares them bit
+for bit with the copies.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ from torchop._compat import autograd, devices, dispatch, functorch, operators, t
 from torchop._core.contract import storage_of, version_of
 from torchop.extend import OpName, Schema, named_inputs
 
-# The number of bytes to compare before and after a tensor's memory. A kernel that ignores strides
-# may write there if the tensor is a view. Copying the whole base tensor could take too much memory.
+# A snapshot also compares this many bytes on either side of a tensor's memory, because a kernel
+# that ignores the strides of a view may write there. It does not copy the whole base of a view,
+# because that could take too much memory.
 MARGIN = 2**24
 
 
@@ -22,11 +27,13 @@ class Words(NamedTuple):
     """The parts of error messages that differ between kernels and formulas.
 
     Attributes:
-        mutated: a template with `argument` and `where` that says which input was mutated.
-        function: the function that mutated the input.
-        fix: the fix for changed values.
-        state_fix: the fix for changed metadata, such as the shape.
-        around_fix: an additional fix for writes into the base of a view, outside the view.
+        mutated: a format string that says which input was mutated. It may use the fields
+            `argument`, the name of the argument, and `where`, a longer description.
+        function: the name of the function that mutated the input, such as "the kernel".
+        fix: how to fix a function that changes values.
+        state_fix: how to fix a function that changes metadata, such as the shape.
+        around_fix: an additional fix, for a function that writes into the base of a view, outside
+            the elements of the view.
     """
 
     mutated: str
@@ -37,7 +44,7 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # Has the same start as the message of `torch.library.opcheck`.
+    # This message starts like the message of `torch.library.opcheck`.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
@@ -45,7 +52,8 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For helper operators, whose schemas users do not write.
+# For the helper operators that torchop defines. Users do not write their schemas, so the messages
+# must not recommend `mutates_args`.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -62,11 +70,11 @@ SETUP_CONTEXT = Words(
 
 
 class Snapshot:
-    """Copy the inputs of one call, to detect mutations that the schema does not declare.
+    """Copies of the inputs of one call. They reveal mutations that the schema does not declare.
 
-    Inputs that cannot be compared are skipped: fake and meta tensors, tensors inside a `torch.func`
-    transform, MKL-DNN and nested tensors, tensors too large to copy, and all inputs during the
-    capture of a device graph.
+    Some inputs cannot be compared, and are skipped: fake and meta tensors, tensors inside a
+    `torch.func` transform, MKL-DNN and nested tensors, tensors too large to copy, and all inputs
+    during the capture of a device graph.
     """
 
     def __init__(
@@ -77,15 +85,16 @@ class Snapshot:
         words: Words = KERNEL,
     ) -> None:
         self._take(named_inputs(schema, args, kwargs), frozenset(schema.mutated), words)
-        # An out= argument may be resized: torch.add(x, y, out=torch.empty(0)).
+        # A kernel may resize an out= argument, as in torch.add(x, y, out=torch.empty(0)).
         self._resizable = {a.name for a in schema.keyword_only if a.is_mutated and schema.returns}
 
     @classmethod
     def of_formula(cls, tensors: Iterable[tuple[str, Tensor]], words: Words) -> Snapshot:
         """Return a snapshot of the arguments of `backward` or `setup_context`.
 
-        `tensors` yields pairs of description and tensor. Compilers and `torch.func` transforms run
-        formulas on tensors without data. Of such tensors, only version counters are compared.
+        `tensors` yields pairs of a description and a tensor. Compilers and `torch.func` transforms
+        pass tensors without data to these functions. For a tensor without data, only the version
+        counter is compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -110,7 +119,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # the graph would capture the copies
+                inputs = []  # otherwise, the graph would include the copies
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -119,7 +128,7 @@ class Snapshot:
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
     def check(self, name: object) -> None:
-        """Raise UndeclaredMutationError if an input of the operator changed."""
+        """Raise UndeclaredMutationError if the call changed more than the schema declares."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
             protected = [item for item in self._inputs if not item.is_mutable]
@@ -133,15 +142,15 @@ class Snapshot:
             self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
-        """Raise UndeclaredMutationError if a declared mutation changed more than values."""
+        """Raise UndeclaredMutationError if a declared mutation changed more than the values."""
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
 
     def _check_layouts(self, name: object) -> None:
-        """Check that mutated tensors still have the same storage, shape and strides.
+        """Check that mutable arguments still have the same storage, shape and strides.
 
-        Compiled programs would lose other changes: functionalization runs the kernel on a copy and
-        copies only the values back.
+        If a kernel changed the shape, for example, compiled programs would lose this change.
+        Functionalization runs the kernel on a copy of the argument, and copies only values back.
         """
         for item in self._inputs:
             if not item.is_mutable or item.tensor.layout is not torch.strided:
@@ -166,7 +175,9 @@ class Snapshot:
             if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
-                return  # both storages share memory, such as the memory of a NumPy array
+                # This storage shares memory with a mutable argument, for example because both wrap
+                # the same NumPy array. So the change may be a declared mutation.
+                return
         if not changed.any():
             return
         holders = [
@@ -184,7 +195,7 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # `holders` is empty if the kernel replaced the storage of a mutable input.
+        # If the kernel replaced the storage of a mutable input, `holders` is empty.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -198,7 +209,7 @@ class Snapshot:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
         if storages and any(storage_of(part) in storages for part in _parts(item.tensor)):
-            return  # a declared mutation of another view, which shares the version counter
+            return  # a view with the same version counter is declared as mutated
         compared = len(item.state) > 1
         values = ", although its values are the same" if compared else ""
         raise UndeclaredMutationError(
@@ -223,10 +234,10 @@ class Snapshot:
 
 
 def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
-    """Return whether two storages overlap, such as storages created from one NumPy array."""
+    """Return whether two storages share memory, for example because both wrap a NumPy array."""
     if left.device != right.device or left.device.type == "meta":
         return False
-    # Storages without data, or on devices without addresses.
+    # A storage may be empty, or on a device whose memory has no addresses.
     if not left.nbytes() or not right.nbytes() or not left.data_ptr() or not right.data_ptr():
         return False
     return (
@@ -244,7 +255,10 @@ class _Input(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A copy of a byte range of a storage."""
+    """A copy of some bytes of a storage, from position `start`.
+
+    `size` is the size of the whole storage in bytes.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -254,19 +268,22 @@ class _Memory(NamedTuple):
     def changed(self) -> Tensor | None:
         """Return a boolean mask of the changed bytes, or None if nothing changed."""
         if self.storage.nbytes() != self.size:
-            return None  # the storage was resized, which `_check_state` reports
+            return None  # the storage was resized, and `_check_state` reports this
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """Return a view of a mask of bytes with the shape of `tensor` and a dimension for bytes."""
+        """Return a view of the part of the mask `changed` that covers the elements of a tensor.
+
+        It has the shape of the tensor, and one more dimension for the bytes of each element.
+        """
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # Give expanded dimensions size 1. Otherwise the view would overlap itself, and PyTorch
-        # rejects writes to such views.
+        # Give expanded dimensions size 1, because PyTorch rejects writes to a view whose elements
+        # share memory.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -275,8 +292,9 @@ class _Memory(NamedTuple):
         )
 
 
-# Fields of `_state` that a declared mutation must not change. Only the first changed field is
-# reported, so a field comes before the fields that change with it.
+# The fields of `_state` that a declared mutation must not change. An error reports only the first
+# field that changed. So a field comes before those that it affects, as the storage affects the
+# storage size.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -284,7 +302,10 @@ _LAYOUT = (
 
 
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
-    """Describe the change of a field. `of` is a template for the field name, such as "its {}"."""
+    """Describe how a field of `_state` changed, for error messages.
+
+    `of` is a format string that names the field and its tensor, such as "its {}".
+    """
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
     sizes = f"from {before[field]} to {now.get(field)}"
@@ -294,7 +315,7 @@ def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: s
 
 
 def _is_inplace_view(name: object) -> bool:
-    """Return whether an operator has the tag `inplace_view`, like `t_` and `resize_`."""
+    """Return whether an operator has the tag `inplace_view`, as `t_` and `resize_` do."""
     parts = OpName.parse(str(name))
     return operators.is_registered(
         parts.packet, parts.overload
@@ -307,13 +328,13 @@ def _has_data(tensor: Tensor) -> bool:
     try:
         _state(tensor)
         storages = [part.untyped_storage() for part in _parts(tensor)]
-        # A wrapper subclass has a storage with a size, but without memory.
+        # The storage of a wrapper subclass has a size, but no memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a Tensor subclass may raise any exception, and the call must not fail then
+    except Exception:  # a Tensor subclass may raise anything, but the user's call must not fail
         return False
 
 
-# By sparse layout, the functions that return the strided tensors of a sparse tensor.
+# For each sparse layout, functions that return the strided tensors inside a sparse tensor.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -329,14 +350,18 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
-    """Return the metadata and version of a tensor, in the order in which changes are reported."""
+    """Return the metadata and the version counter of a tensor.
+
+    If several of these fields change, an error reports only the first one.
+    """
     parts = _parts(tensor)
     storages = [part.untyped_storage() for part in parts]
     memory = {
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # The storages of a sparse tensor come last, because any write may replace them.
+    # The storages of a sparse tensor come last, because any write may replace them, and other
+    # fields describe the change more precisely.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,
@@ -355,12 +380,15 @@ def _state(tensor: Tensor) -> dict[str, Any]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a tensor of bytes that shares the memory of a storage."""
+    """Return a uint8 tensor that shares the memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
-    """Copy the memory of tensors that share one storage, including `MARGIN`."""
+    """Copy the memory of tensors that share one storage, and `MARGIN` bytes on either side.
+
+    Yield nothing if there is not enough memory for the copy.
+    """
     storage = parts[0].untyped_storage()
     spans = [_span(part) for part in parts]
     start = max(min(first for first, _ in spans) - MARGIN, 0)
@@ -372,7 +400,7 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the range of bytes that a tensor occupies in its storage: start and end."""
+    """Return where the bytes of a tensor start and end in its storage."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * size, first * size

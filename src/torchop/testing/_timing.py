@@ -1,4 +1,4 @@
-"""Time several calls in alternation, for `check`, `bench`, recordings and tuning."""
+"""Time several calls in alternation, so that a slow phase of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from torchop.extend import Schema
 from torchop.testing._samples import inside_a_graph
 from torchop.testing.probes import copies, tensors_of
 
-_ROUNDS, _MOST_CALLS = 15, 100  # rounds for each way to make the call, and calls per round
+_ROUNDS, _MOST_CALLS = 15, 100  # the number of rounds, and the largest number of calls per round
 _LEAD_IN = 3  # untimed warm-up calls before each round
 
 
 class Way(NamedTuple):
-    """One of several calls to time, such as the same call with another provider."""
+    """A call to time, such as a call that runs the kernel of one provider.
 
-    make: Callable[[], Callable[[], Any]]  # creates the arguments, and returns the call to time
+    Attributes:
+        make: a function that creates the arguments for one round. It returns a function without
+            parameters that makes the call.
+        mode: a function that returns the context manager for one round, such as `torch.no_grad`.
+    """
+
+    make: Callable[[], Callable[[], Any]]
     mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class Timing(NamedTuple):
-    """Microseconds per call."""
+    """The time that a call takes, in microseconds."""
 
-    best: float  # the fastest round, as in timeit, because other processes only slow calls down
-    noise: float  # median minus best; infinite with a single round
-    median: float  # over the rounds
-    interval: tuple[float, float]  # 95 % confidence interval of the median
+    best: float  # of the fastest round, as in timeit, because other processes only slow calls down
+    noise: float  # the median minus `best`; infinite with a single round
+    median: float  # of all rounds
+    interval: tuple[float, float]  # the 95 % confidence interval of the median
 
 
 def way(
@@ -44,9 +50,10 @@ def way(
     call: tuple[tuple[Any, ...], dict[str, Any]],
     mode: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> Way:
-    """Return a way to make a call. Arguments that the call writes are copied for each round.
+    """Return a `Way` that calls `function` inside `mode`.
 
-    Without copies, repeated writes could overflow, and arithmetic with infinities is not as fast.
+    If the operator writes arguments, each round gets fresh copies of the arguments. Otherwise,
+    repeated writes could overflow to infinity, and arithmetic with infinity can be slower.
     """
 
     def make() -> Callable[[], Any]:
@@ -59,19 +66,19 @@ def way(
 def timed(
     ways: Mapping[str, Way], arguments: Any, seconds: float, *, on_device: bool = False
 ) -> dict[str, Timing | Exception]:
-    """Time several ways to make a call. If a way raises, return its exception instead of a timing.
+    """Time several calls in alternation, and return the timing of each call.
 
-    Rounds are interleaved, so that a slow phase of the machine affects all ways. Accelerators run
-    asynchronously, so by default only the launch of their kernels is timed.
+    If a call raises, the result contains the exception instead of a timing. Accelerators run
+    kernels asynchronously, so by default only the time to launch them is measured.
 
     Args:
         ways: the calls to time, by name.
-        arguments: the arguments of the call, whose tensors determine the device to synchronize.
-        seconds: the time limit for each way, unless one call takes longer.
-        on_device: time the kernels on the accelerator with events and cold caches.
+        arguments: the arguments of the calls. Their tensors determine the device to synchronize.
+        seconds: the time limit for each entry of `ways`, unless a single call takes longer.
+        on_device: whether to measure how long kernels run on the accelerator, with cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
-        native.wait()  # for the build of the extension, because calls are slower until it is loaded
+        native.wait()  # until the extension is built and loaded, because calls are slower before
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None
     a_round = _round if device is None else _device_rounds(device)
@@ -80,7 +87,7 @@ def timed(
     errors: dict[str, Exception] = {}
     for _ in range(_ROUNDS):
         for name in ways:
-            try:  # a generator that raised or reached the time limit yields no more rounds
+            try:  # a generator yields no more rounds after an exception, or after the time limit
                 times[name].extend(itertools.islice(rounds[name], 1))
             except Exception as error:
                 errors[name] = error
@@ -100,9 +107,11 @@ _Round = Callable[[Way, Callable[[], None], int], float]
 
 
 def _rounds(a_round: _Round, way: Way, wait: Callable[[], None], seconds: float) -> Iterator[float]:
-    """Yield the seconds per call of each round."""
+    """Run rounds until the time limit. Yield the seconds per call after each round."""
     first = math.inf
-    for _ in range(3):  # the very first call starts threads and compiles kernels
+    # Estimate how long a call takes. The very first call may be slow, because it may start threads
+    # or compile kernels, so take the fastest of three.
+    for _ in range(3):
         first = max(1e-7, min(first, a_round(way, wait, 1)))
         if first > seconds:
             break
@@ -124,9 +133,10 @@ def _round(way: Way, wait: Callable[[], None], calls: int) -> float:
 
 
 def _device_rounds(device: torch.device) -> _Round:
-    """Return a round for an accelerator that times each call with events."""
-    # Larger than any cache, so filling it evicts the arguments. Filling it also takes longer than
-    # launching the call, so the measured time contains no wait for Python.
+    """Return a function that runs one round, and times each call with events of the accelerator."""
+    # This tensor is larger than any cache, so filling it removes the arguments from the caches. The
+    # device takes longer to fill it than Python takes to launch the call. So the device never waits
+    # for Python between the two events.
     memory = torch.empty(2**28, dtype=torch.int8, device=device)
 
     def a_round(way: Way, wait: Callable[[], None], calls: int) -> float:
@@ -154,9 +164,10 @@ def _accelerator_of(arguments: Any) -> torch.device | None:
 
 
 def _wait_for(arguments: Any) -> Callable[[], None]:
-    """Return a function that synchronizes the accelerator of the arguments, if there is one.
+    """Return a function that waits for the accelerator of the arguments.
 
-    An unused accelerator must not be queried, because that initializes it.
+    If no argument is on an accelerator, the function does nothing. Synchronizing an unused
+    accelerator would initialize it.
     """
     device = _accelerator_of(arguments)
     return lambda: None if device is None else torch.accelerator.synchronize(device)

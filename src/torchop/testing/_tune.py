@@ -1,4 +1,8 @@
-"""Measure which provider and config is fastest for each kind of call on this machine."""
+"""Measure which kernel of an operator is fastest for each kind of call on this machine.
+
+A *provider* is an alternative kernel of an operator. A *config* is one choice of the provider's
+parameters, such as a block size.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +31,18 @@ from torchop.testing._samples import Sample, sample_of
 from torchop.testing._timing import Timing, timed, way
 from torchop.testing.process_state import restored
 
-_SECONDS = 0.3  # per kernel and call, unless a single call takes longer
+_SECONDS = 0.3  # the time limit for one kernel and one kind of call
 
 
 class Tuned(NamedTuple):
-    """The result of `torchop.testing.tune`, which prints as a table.
+    """The result of `torchop.testing.tune`. Print it to see a table.
 
     Attributes:
         op: the name of the operator.
-        measurements: for each kind of call, its `device`, its `call` in words, and its `kernels`,
-            the fastest first, each with `provider`, `config`, `microseconds` and `interval`.
-        problems: the kernels that were left out, with reasons, and the calls that the time limit
-            left out.
+        measurements: one entry for each kind of call, with the `device`, a description of the
+            `call`, and the `kernels`, fastest first. Each kernel has a `provider`, a `config`,
+            `microseconds` and an `interval`.
+        problems: messages about kernels and calls that were not measured, with the reasons.
 
     Example:
         >>> import torchop
@@ -68,32 +72,35 @@ def tune(
     budget: float = 60.0,
     table: str | os.PathLike[str] | None = None,
 ) -> Tuned:
-    """Measure the kernels of an operator's providers, with each config, on this machine.
+    """Measure which kernel of an operator is fastest on this machine.
 
-    Kernels whose results differ from the reference by more than the provider's tolerance are left
-    out. The remaining kernels are timed in alternation; on an accelerator, with events and cold
-    caches. Afterwards, calls of operators with `"tuned"` in their priority run the fastest kernel,
-    in this process and in later ones.
+    `tune` measures the reference, i.e. the operator's own kernel, and the kernel of each provider
+    with each of its configs. It leaves out kernels whose results differ from the reference by more
+    than the provider's tolerance. The other kernels are timed in alternation. On an accelerator,
+    the time between two events is measured, with cold caches.
 
-    In a process group, all ranks must call this with the same operator. The first rank measures,
+    Afterwards, operators with `"tuned"` in their priority run the fastest kernel, in this process
+    and in later ones.
+
+    In a process group, all ranks must call `tune` with the same operator. The first rank measures,
     and broadcasts the result.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        inputs: calls, each a tuple or a dict of arguments, one for each bucket of sizes to measure.
-            Defaults to the registered examples.
+        inputs: the calls to measure, each as a tuple or a dict of arguments. Pass one call for each
+            bucket of sizes. Defaults to the examples registered for the operator.
         budget: the time limit in seconds.
-        table: the file to which the measurements are added, such as one that a package ships and
-            passes to `CustomOp.set_tuning`. Defaults to a file in the user's cache.
+        table: a file to add the measurements to. A package can ship this file, and pass it to
+            `CustomOp.set_tuning`. Defaults to a file in the user's cache.
 
     Returns:
-        The measurements, and the kernels that were left out, with reasons.
+        The measurements, and the reasons why some kernels or calls were not measured.
 
     Raises:
-        MissingRuleError: there are no inputs, neither passed nor registered.
-        ValueError: the operator has no providers, no reference, or an effect, which measuring would
-            repeat; or an input is a tensor without data.
+        MissingRuleError: no inputs were passed, and no examples are registered.
+        ValueError: the operator has no providers or no reference; or it has an effect that
+            measuring would repeat; or an input is a tensor without data.
         TypeError: an input does not match the operator, or `budget` is not a number.
 
     Warns:
@@ -111,7 +118,7 @@ def tune(
         >>> [kernel.provider for kernel in found.measurements[0].kernels]
         ['reference', 'loop']
 
-    Modeled after Triton's `autotune`, for kernels of any kind.
+    `tune` is modeled after Triton's `autotune`, but measures kernels of any kind.
     """
     operator = Operator(op, "tune")
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -123,7 +130,7 @@ def tune(
         if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
     for number, (each, (args, kwargs)) in enumerate(kernels):
-        assert each is not None  # see `why_not`
+        assert each is not None  # checked by `why_not`
         tuner.find(each, args, kwargs, len(calls) - number)
     return tuner.finish(str(operator))
 
@@ -131,15 +138,17 @@ def tune(
 class tuning(priority):  # noqa: N801  (called like a function)
     """Measure the kernels of operators for the calls inside a `with` block.
 
-    A call is measured if `"tuned"` is in the operator's priority and no measurement for the sizes
-    of the call exists. The measurements take effect after the block. Calls during graph capture,
-    tracing or a backward, and calls of operators with an effect, are not measured. Only calls of
-    this thread or asyncio task are measured. In a process group, all ranks must enter and exit the
-    block. The first rank measures, and broadcasts the result at the end.
+    A call is measured if `"tuned"` is in the operator's priority, and if no measurement exists for
+    its sizes. The measurements take effect after the block. Only calls of this thread or asyncio
+    task are measured. Calls during graph capture, tracing or a backward pass are not measured, and
+    neither are calls of operators with an effect.
+
+    In a process group, all ranks must enter and exit the block. The first rank measures, and
+    broadcasts the result at the end of the block.
 
     Args:
         budget: the time limit in seconds.
-        table: the file to which the measurements are added, as in `torchop.testing.tune`.
+        table: a file to add the measurements to, as in `torchop.testing.tune`.
 
     Example:
         >>> import torch, torchop
@@ -172,7 +181,7 @@ class tuning(priority):  # noqa: N801  (called like a function)
 
     def __exit__(self, *exception: object) -> None:
         tuner = self._tuners.pop()
-        if self._tuners:  # nested use of one object
+        if self._tuners:  # an outer `with` block uses the same object
             self._flags = {"tuner": self._tuners[-1]}
         super().__exit__(*exception)
         tuner.finish("")
@@ -191,12 +200,16 @@ class _Tuner:
     def measure(
         self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Measure a call of the program, unless a measurement exists or it must not be repeated."""
+        """Measure a call that the program makes inside `tuning`.
+
+        Skip the call if a measurement for it exists, or if the call must not be repeated.
+        """
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
-                # The program may wait for the residuals of its own call, so measured kernels must
-                # not return theirs to it.
+                # The program's own call may have requested residuals, i.e. kernel outputs that only
+                # the backward uses. Use a different request here, so that the measured kernels do
+                # not store their residuals in the program's request.
                 requested(self, lambda: self.find(kernels, *call, 1, known=True))
 
     def find(
@@ -207,14 +220,10 @@ class _Tuner:
         calls: int,
         known: bool = False,
     ) -> None:
-        """Measure a call within the remaining budget.
+        """Measure the kernels for a call, within the remaining budget.
 
-        Args:
-            kernels: the kernels to measure.
-            args: the positional arguments of the call.
-            kwargs: the keyword arguments of the call.
-            calls: the number of calls that share the remaining budget.
-            known: whether to skip a call that has a measurement already.
+        `calls` is the number of calls that share the remaining budget. If `known`, skip the call if
+        a measurement for it exists.
         """
         operator = Operator(kernels.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -227,7 +236,7 @@ class _Tuner:
         device = tuned.device_name((*args, *kwargs.values()))
         release = tuned.torch_release()
         measurement = Measurement(str(operator), device, release, arguments, sizes, ())
-        if measurement.key in self._seen or _rank():  # only the first rank (0) measures
+        if measurement.key in self._seen or _rank():  # only rank 0 measures
             return
         if known and kernels.measured(args, kwargs) is not None:
             return
@@ -243,7 +252,7 @@ class _Tuner:
             self._found[measurement.key] = measurement._replace(kernels=measured)
 
     def finish(self, op: str) -> Tuned:
-        """Broadcast, write and apply the measurements."""
+        """Broadcast the measurements to all ranks, write them to the table, and apply them."""
         found = tuple(self._found.values()), tuple(self._problems)
         if _rank() is not None and torch.distributed.get_world_size() > 1:
             box = [found]
@@ -268,17 +277,13 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Time the kernels that agree with the reference, and return why other kernels are left out.
+    """Time the kernels that agree with the reference, and other functions to compare with.
 
-    Args:
-        kernels: the kernels of one device.
-        call: the arguments in the order of the schema.
-        seconds: the time limit, unless a single call takes longer.
-        others: further functions to time, by name.
+    Return the measured kernels, fastest first, and the reasons why other kernels were left out.
     """
     operator = Operator(kernels.op, "tune")
     reference = kernels.reference
-    assert reference is not None  # see `why_not`
+    assert reference is not None  # callers have checked this with `why_not`
     own = Measured(REFERENCE, {}, tuned.digest(reference), 0, (0, 0))
     candidates = {REFERENCE: (own, reference)}
     problems = []
@@ -359,7 +364,7 @@ def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
 
 
 def _is_measurable(call: Sample) -> bool:
-    """Return whether a call can be repeated here and its duration is meaningful."""
+    """Return whether a call can be repeated here, and whether its duration is meaningful."""
     tensors = probes.tensors_of(call)
     return not (
         devices.are_captured(tensors)
@@ -380,7 +385,7 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
     if path is None:
         files.make_cache_folder()
         path = tuned.users_table()
-        assert path is not None  # because the folder exists
+        assert path is not None  # because the cache folder exists
     with measurements.locked(path):
         before: Sequence[Measurement] = ()
         if path.exists():
@@ -389,5 +394,5 @@ def _save(table: Path | None, found: Sequence[Measurement]) -> None:
             except measurements.NewerTableError:
                 raise
             except measurements.TableError:
-                pass  # calls have warned about the invalid file, and it is replaced now
+                pass  # earlier calls have warned that the file is invalid, so replace it
         measurements.write(path, measurements.merged(before, found))

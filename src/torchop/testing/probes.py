@@ -23,25 +23,25 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return type(value)([mapped(item, change) for item in value])
     if type(value) is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    # A call advances its generator, so each call needs a copy.
+    # A call advances the generator that it receives, so each call needs its own copy.
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors among arguments or results, in order."""
+    """Return the tensors inside arguments or results, in order."""
     collected: list[torch.Tensor] = []
     mapped(value, collected.append)
     return collected
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the arguments with their tensors replaced, in order."""
+    """Return the arguments, with their tensors replaced by `tensors` in order."""
     iterator = iter(tensors)
     return mapped(value, lambda tensor: next(iterator))
 
 
 def requiring_grad(value: Any) -> Any:
-    """Return the arguments with all floating-point and complex tensors requiring grad."""
+    """Return the arguments, with requires_grad set on all floating-point and complex tensors."""
     return mapped(
         value, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
     )
@@ -53,14 +53,14 @@ def is_sorted(tensor: torch.Tensor) -> bool:
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """Rotate the elements of a tensor. Sorted integers, such as offsets, do not change."""
+    """Rotate the elements of a tensor by `steps`. Leave sorted integers, such as offsets, as is."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
 def has_integers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers, which may be indices into other arguments."""
+    """Return whether a tensor holds integers. They may be indices into other arguments."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
@@ -68,8 +68,9 @@ def has_integers(tensor: torch.Tensor) -> bool:
 def other_values(value: Any, steps: int = 1) -> Any:
     """Return the arguments with the elements of each tensor rotated.
 
-    If several tensors hold integers, the integers do not change, because they may depend on each
-    other, as starts and counts do. They change anyway if otherwise no tensor would change.
+    If several tensors hold integers, they stay unchanged, because their values may depend on each
+    other, like the starts and the lengths of segments. But they are rotated if rotating the
+    floating-point tensors would change nothing.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
@@ -88,13 +89,13 @@ def other_values(value: Any, steps: int = 1) -> Any:
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape with elements 1 and -1, the same in each call."""
+    """Return a tensor of the same shape with random elements 1 and -1, from a fixed seed."""
     generator = torch.Generator().manual_seed(3)
     return (torch.randint(0, 2, values.shape, generator=generator) * 2.0 - 1).to(values.device)
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a negative view with these values. Its memory holds the negated values."""
+    """Return a tensor with these values and the negative bit. Its memory holds `-values`."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
@@ -147,7 +148,7 @@ def written_places(op: Any) -> list[tuple[int, str]]:
 
 
 def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors of a call at `places`, a result of `written_places`."""
+    """Return the tensors that a call writes. `places` is the result of `written_places(op)`."""
     collected = []
     for index, name in places:
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -156,7 +157,10 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
-    """Call the operator with a fixed seed, and return the results and the written arguments."""
+    """Call an operator with a fixed seed, and return the results and the written arguments.
+
+    If `function` is given, it is called instead of the operator.
+    """
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
@@ -183,10 +187,10 @@ def assert_same(
     Args:
         actual: one outcome.
         expected: the other outcome.
-        what: the start of the message.
+        what: a description of `actual`, for the start of the error message.
         rtol: the relative tolerance; by default, as in `torch.testing.assert_close`.
         atol: the absolute tolerance; by default, as in `torch.testing.assert_close`.
-        tolerance: `(rtol, atol)` for some dtypes.
+        tolerance: `(rtol, atol)` for some dtypes, in place of the arguments `rtol` and `atol`.
         values: whether to compare values, in addition to shapes and dtypes.
         dtypes: whether to compare dtypes.
     """
@@ -194,7 +198,8 @@ def assert_same(
         raise AssertionError(f"{what}: {len(actual)} results, not {len(expected)}.")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         place = f"{what}: result {index} of {len(actual)}"
-        if one is None or other is None:  # None is the gradient of an unused input
+        # autograd may return None or zeros as the gradient of an unused input. Both are equal here.
+        if one is None or other is None:
             present = other if one is None else one
             if present is not None and bool(present.any()):
                 raise AssertionError(f"{place} is {one}, not {other}.")
@@ -210,7 +215,7 @@ def assert_same(
         if not values or one.numel() == 0:
             continue
         one, other = one.detach(), other.detach()
-        if "float8" in str(one.dtype):  # PyTorch cannot compare these dtypes
+        if "float8" in str(one.dtype):  # PyTorch cannot compare float8 tensors
             one = one.float()
         other = other.to(one.dtype)
         if one.layout is torch.strided and one.device == other.device and torch.equal(one, other):
@@ -229,7 +234,7 @@ def assert_same(
 
 
 def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
-    """Return tolerances for results whose intermediate values are rounded to a dtype."""
+    """Return `rtol` and `atol` for results whose intermediate values are rounded to a dtype."""
     floats = [dense(t.detach()) for t in tensors_of(list(results)) if t.is_floating_point()]
     sizes = [t.double().abs().nan_to_num(posinf=0.0).max() for t in floats if t.numel()]
     largest = max(map(float, sizes), default=0.0)
@@ -238,7 +243,11 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
 
 
 def has_digits_of_float32(tensor: torch.Tensor) -> bool:
-    """Return whether float32 can represent every element, and bfloat16 only a minority."""
+    """Return whether the elements of a tensor look as if they were rounded to float32.
+
+    Float32 must be able to represent every element. Bfloat16 must not be able to represent more
+    than half of them, because simple numbers such as 0.5 do not show any rounding.
+    """
     tensor = tensor.detach()[tensor.isfinite()]
     if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
         return False
@@ -246,7 +255,7 @@ def has_digits_of_float32(tensor: torch.Tensor) -> bool:
 
 
 def shown(tensor: torch.Tensor) -> str:
-    """Return the first elements of a tensor as one line."""
+    """Return the first elements of a tensor as one line of text."""
     numbers = tensor.flatten()[:6].tolist()
     more = ", ..." if tensor.numel() > 6 else ""
     digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
@@ -259,7 +268,10 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor can be copied to other strides, unlike a sparse tensor."""
+    """Return whether a tensor is an ordinary strided tensor.
+
+    Sparse, quantized and nested tensors and instances of subclasses are not plain.
+    """
     is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
@@ -279,8 +291,9 @@ def contiguous_copies(value: Any) -> Any:
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of a tensor's storage that a call must not write.
 
-    If `writable` tensors use this storage, these are the bytes outside of the writable tensors.
-    Otherwise, these are the bytes outside of the tensor.
+    `writable` contains the tensors that the call may write. If some of them use the same storage,
+    the result contains the bytes outside of these tensors. Otherwise, it contains the bytes outside
+    of `tensor`.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
@@ -300,23 +313,24 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     for other in here or [tensor]:
         if other.numel():
             steps = other.stride()
-            # Visit each element once, because few devices support overlapping writes.
+            # Give expanded dimensions size 1, so that `fill_` writes each element once. Few devices
+            # support writes to tensors whose elements share memory.
             shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
             outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
 
 
 def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
-    """Return the name of each tensor of a call in messages, such as "argument 'xs[1]'"."""
+    """Return a name for each tensor of a call, for messages, such as "argument 'xs[1]'"."""
     inputs = named_inputs(Schema(op._schema), args, kwargs)
     return [where.replace("input", "argument", 1) for _, where, _ in inputs]
 
 
 def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
-    """Free memory that holds zeros, so that `torch.empty` probably returns zeros, not stale NaN.
+    """Allocate and free memory full of zeros, so that `torch.empty` probably returns zeros.
 
-    Args:
-        tensors: tensors with the sizes that `torch.empty` will allocate.
+    Otherwise, `torch.empty` could return memory that contains NaN from an earlier call. `tensors`
+    must have the sizes that will be passed to `torch.empty`.
     """
     for tensor in tensors:
         size = tensor.numel() * tensor.element_size()  # an upper bound for sparse tensors
@@ -326,11 +340,12 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a call as a function of the tensors that require grad, and these tensors.
+    """Return a function that makes a call with new values of the tensors that require grad.
 
-    The function returns the floating-point and complex results. It converts sparse results to dense
-    tensors, because gradcheck requires these. It clones the arguments of a mutable operator,
-    because operators must not write leaves that require grad.
+    Also return the current values of these tensors. The function returns the floating-point and
+    complex results. It converts sparse results to dense tensors, because gradcheck requires dense
+    tensors. It clones the arguments of a mutable operator, because operators must not write leaves
+    that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -350,11 +365,12 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 
 
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a call as a function of all tensors, and these tensors.
+    """Return a function that makes a call with new values of all tensors.
 
-    The function returns the results and copies of the written arguments.
+    Also return the current values of the tensors. The function copies the tensors that it receives.
+    It returns the results and the written arguments.
     """
-    places = written_places(op)  # outside of the function, because compilers trace it
+    places = written_places(op)  # not inside the function, because compilers trace the function
 
     def function(*tensors: torch.Tensor) -> list[Any]:
         call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
@@ -366,7 +382,7 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of all results, with a different weight for each element."""
-    # The sum is on the device of the results, because a sum on the CPU would synchronize.
+    # Add on the device of the results. Adding on the CPU would wait for the device.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:
@@ -382,7 +398,7 @@ def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
 
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: float = 1e-3) -> None:
-    """Check that the gradient agrees with finite differences in a random direction."""
+    """Check that the gradient agrees with finite differences in one random direction."""
     seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 

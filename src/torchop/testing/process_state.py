@@ -1,4 +1,4 @@
-"""Read, seed and restore process state that a call could change, such as defaults and modes.
+"""Read, seed and restore process state that a call could change, such as the default dtype.
 
 The programs that `check` prints import this module and `probes`.
 """
@@ -43,7 +43,7 @@ def _is_flushing() -> bool:
     return sys.float_info.min * _HALF == 0.0
 
 
-_HALF = 0.5  # a variable, because Python folds products of constants when it compiles
+_HALF = 0.5  # a variable, because Python computes products of constants at compile time
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def _function_of_c(name: str) -> Any:
 
 
 def _rounding_mode() -> int:
-    """Return the rounding mode of this thread. Python has no function for this."""
+    """Return the floating-point rounding mode of this thread. Python has no function for this."""
     function = _function_of_c("fegetround")
     return 0 if function is None else function()
 
@@ -72,7 +72,7 @@ def device_module() -> Any:
 
 
 def _each_device(function: Callable[[int], Any]) -> list[Any]:
-    """Call a function for each device of the accelerator; return [] if it is not implemented."""
+    """Call a function for each device of the accelerator. Return [] if it is not implemented."""
     with contextlib.suppress(NotImplementedError):
         return [function(index) for index in range(torch.accelerator.device_count())]
     return []
@@ -86,7 +86,7 @@ def _set_streams(streams: list[torch.Stream]) -> None:
 
 
 def _signal_handlers() -> list[tuple[int, Any]]:
-    # Not signal.valid_signals(), because it creates an enum of all signals in each call.
+    # signal.valid_signals() would be slower, because it creates enum members for all signals.
     return [(number, signal.getsignal(number)) for number in range(1, signal.NSIG)]
 
 
@@ -97,14 +97,14 @@ def _set_signal_handlers(handlers: list[tuple[int, Any]]) -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set the environment variables, and remove all others."""
+    """Set the environment variables to `variables`, and remove all others."""
     for added in os.environ.keys() - variables.keys():
         del os.environ[added]
     os.environ.update(variables)
 
 
-# The getter and the setter of each state. A state without a setter is restored by `fork_rng` or by
-# the check.
+# For each kind of process state, a getter and a setter. If the setter is None, `fork_rng` or the
+# check itself restores the state.
 _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
     "torch.get_default_device()": (torch.get_default_device, _set_default_device),
@@ -130,7 +130,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    # Not restored, because imports add filters that must stay. A check restores its own filters.
+    # The filters are not restored, because a module that is imported during a call may add filters
+    # that must stay. A check that adds filters removes them itself.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
@@ -145,8 +146,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
-# Getters and setters of the states of an accelerator, if one is in use. The stream comes before the
-# device, because setting a stream changes the current device.
+# Getters and setters for the state of the accelerator, for a process that uses one. The streams
+# come before the device index, because setting a stream also changes the current device.
 _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.accelerator.current_stream()": (
         lambda: _each_device(torch.accelerator.current_stream),
@@ -165,10 +166,9 @@ _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 
 
 def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
-    """Return process state that a call could change, by name.
+    """Return the process state that a call could change, as a dict from names to values.
 
-    Args:
-        random_numbers: include the states of random number generators. Reading them is slow.
+    If `random_numbers`, include the states of random number generators. Reading them is slow.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
@@ -180,7 +180,7 @@ def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
 
 
 def is_of_generator(name: str) -> bool:
-    """Return whether a name of `process_state` denotes a random number generator."""
+    """Return whether a key of `process_state` is the name of a random number generator's state."""
     return "state()" in name
 
 
@@ -190,10 +190,10 @@ def generator_states() -> dict[str, Any]:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's generators like `torch.manual_seed`, but quickly without an accelerator.
+    """Seed PyTorch's generators like `torch.manual_seed`, but faster if there is no accelerator.
 
-    `torch.manual_seed` queues the seed and a formatted stack trace for each uninitialized device
-    type. This would take most of the time of a check.
+    For each uninitialized device type, `torch.manual_seed` queues the seed together with a
+    formatted stack trace. A check would spend most of its time on formatting.
     """
     if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)
@@ -202,7 +202,7 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of `process_state`."""
+    """Seed the random number generators of PyTorch, Python and NumPy."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -224,14 +224,15 @@ def restored() -> Iterator[None]:
         after = process_state()
         for name, value in before.items():
             if after[name] != value and (put_back := _ALL_STATES[name][1]) is not None:
-                # PyTorch rejects some values, such as a default device set inside a device context.
+                # PyTorch rejects some values, for example a default device that was set inside a
+                # `with torch.device(...)` block.
                 with contextlib.suppress(Exception):
                     put_back(value)
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings, and PyTorch's logging of exceptions, inside a `with` block."""
+    """Suppress warnings and log messages inside a `with` block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -254,7 +255,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def forks() -> int:
-    """Return the number of forks of this process."""
+    """Return how many times this process has forked."""
     return _forks[0]
 
 
@@ -266,20 +267,20 @@ def open_files() -> int:
 
 
 def threads() -> int:
-    """Return the number of threads. Count only Python threads if the system does not report all."""
+    """Return the number of threads of this process. On some systems, count only Python threads."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return threading.active_count()
 
 
 def device_bytes() -> int:
-    """Return the bytes allocated on all devices of the accelerator, or 0 if it has no count."""
+    """Return the number of bytes allocated on all devices of the accelerator, or 0 if unknown."""
     module = device_module()
     return sum(_each_device(module.memory_allocated)) if hasattr(module, "memory_allocated") else 0
 
 
 def allocated_bytes() -> int:
-    """Return the bytes allocated by `malloc`, or 0 if the C library does not report them."""
+    """Return the number of bytes allocated by `malloc`, or 0 if the C library does not count."""
 
     class Mallinfo(ctypes.Structure):
         _fields_ = [("numbers", ctypes.c_size_t * 10)]

@@ -1,6 +1,7 @@
 """The pytest plugin: generate a test for each operator and check, run it, and report the result.
 
-The pytest hooks are in the package `pytest_torchop`, because it does not import PyTorch.
+The pytest hooks themselves are in the package `pytest_torchop`. It does not import PyTorch, and
+imports this module only when a test needs it.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from torchop.testing._check.run import (
     shortened,
 )
 
-# The arguments of `pytest.mark.torchop` that `plan_checks` takes.
+# The arguments of `pytest.mark.torchop` that are passed to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
-# The name of the single test of an operator for which no checks can be listed, for example because
-# it has no examples.
+# If the checks of an operator cannot be listed, for example because it has no examples, the
+# operator gets a single, failing test with this name.
 _NO_PLAN = "examples"
 
 
 @dataclasses.dataclass(eq=False)
 class _Operator:
-    """An operator in a marked test."""
+    """An operator to test, with the options from `pytest.mark.torchop`."""
 
     name: str
     options: Mapping[str, Any]
 
 
 class _Planned(NamedTuple):
-    """One test: one check of one operator.
+    """A test that runs one check of one operator.
 
     Attributes:
         op: the operator.
         check: the name of the check.
-        problem: why no checks can be listed for the operator, if so.
-        expected: the reason why the check is expected to fail, if so.
+        problem: the reason why the checks of the operator cannot be listed; empty if they can.
+        expected: the reason why the check is expected to fail; empty if it is not.
     """
 
     op: _Operator
@@ -111,7 +112,10 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 
 
 def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned, bool]]:
-    """Yield each test of an operator, and whether the test fails if an expected failure passes."""
+    """Yield each test of an operator, and whether its xfail mark is strict.
+
+    A strict mark makes the test fail if its check passes.
+    """
     options = {key: _of_operator(name, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
     operator = _Operator(str(name), options)
@@ -120,8 +124,8 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         expected = expected_failures(name, kwargs.get("expected", {}))
         for check in checks:
             named = next(filter(check.is_named, expected), "")
-            # If `expected` names this check, it must fail. If it names a family or pattern, single
-            # checks may pass.
+            # If `expected` contains the name of this check, the check must fail. If it contains a
+            # family or a pattern, some of the checks that match may pass.
             is_strict = named in (check.name, check.name.partition(".")[2])
             yield _Planned(operator, check.name, expected=expected.get(named, "")), is_strict
     except Exception as error:
@@ -129,7 +133,10 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
 
 
 def _of_operator(name: OpName, value: Any) -> Any:
-    """Return the value of an option for one operator. A mapping has patterns as keys."""
+    """Return the value of an option for one operator.
+
+    The option may be a mapping from patterns for operator names to values.
+    """
     return patterns.value_for(name, value) if isinstance(value, Mapping) else value
 
 
@@ -139,7 +146,8 @@ def _of_operator(name: OpName, value: Any) -> Any:
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# Cached for one operator at a time, because the checks of an operator share recorded calls.
+# Cached, because the checks of an operator share recorded calls. The tests of an operator follow
+# each other, so it is enough to cache the checks of one operator.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
@@ -155,10 +163,10 @@ def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
 
 
 class PlannedCheck:
-    """The fixture `torchop_check` of a marked test. A call runs the check of the test.
+    """The value of the fixture `torchop_check`. A test calls it to run its check.
 
-    The call returns the `Result` of a check that passes. It fails the test if the check fails, and
-    skips the test if the check cannot be done.
+    If the check passes, the call returns the `Result`. If the check fails, the call fails the test.
+    If the check cannot be done, the call skips the test.
 
     Attributes:
         op: the name of the operator.
@@ -195,9 +203,10 @@ class PlannedCheck:
         return dataclasses.replace(report, results=(run_check(check),))
 
     def _written(self, check: Check, report: CheckReport, file: str) -> Check:
-        """Return the check, changed to write a program to `file` before each call.
+        """Return a copy of the check that writes a reproducer to `file` before each call.
 
-        If the call crashes the process, `report_crash` prints the program.
+        The reproducer is a program that makes the same call. If the call crashes the process,
+        `report_crash` prints the program.
         """
         values = {
             "report": report.to_dict(),
@@ -213,7 +222,7 @@ class PlannedCheck:
         def cases(subject: Any, details: Any) -> Iterator[Any]:
             for case in check.kind.cases(subject, details):
                 program = ""
-                with contextlib.suppress(Exception):  # run the check even if writing fails
+                with contextlib.suppress(Exception):  # run the check even without a program
                     program = program_of(check, case)
                 write(case.label, program)
                 yield case
@@ -224,7 +233,7 @@ class PlannedCheck:
 
 
 def _in_words(op: str, result: Result) -> str:
-    """Return the message of a failed test: the operator, the check, the fault and the program."""
+    """Return the message of a failed test, with the program that reproduces the failure."""
     return f"{op}: {result.check}: {result.message}\n\n{result.program}".rstrip()
 
 
@@ -234,7 +243,10 @@ def _expected_failure(result: Result, why: str) -> Result:
 
 
 def add_result(item: pytest.Item, report: Any) -> None:
-    """Add the result of a check to the test report. Fail tests that did not run the check."""
+    """Add the result of a check to pytest's report of the test.
+
+    If the test did not run its check, change the report from passed to failed.
+    """
     check = item.stash.get(_CHECK, None)
     if check is None:  # the project overrides the fixture `torchop_check`
         return
@@ -259,7 +271,7 @@ def add_result(item: pytest.Item, report: Any) -> None:
 
 
 def _attach(test_report: Any, report: CheckReport, result: Result) -> None:
-    """Add a result to a test's report as JSON: pytest-xdist serializes only simple types."""
+    """Add a result to pytest's report as JSON, because pytest-xdist can send only simple types."""
     found = dataclasses.replace(report, results=(result,))
     test_report.torchop = json.dumps(found.to_dict(), default=str)
 
@@ -270,18 +282,18 @@ def _attach(test_report: Any, report: CheckReport, result: Result) -> None:
 
 @functools.cache
 def _traceback_file(path: str) -> int:
-    """Let faulthandler write to a file, and return the descriptor."""
+    """Make faulthandler write tracebacks to a file, and return the file descriptor."""
     descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     faulthandler.enable(descriptor, all_threads=False)
     return descriptor
 
 
 def report_crash(report: Any, worker: Any) -> None:
-    """Complete the report of a test whose worker crashed or timed out."""
+    """Complete pytest's report of a test whose worker crashed or timed out."""
     file = Path(worker.workerinput["torchop_call"])
     values = json.loads(file.read_text(encoding="utf-8"))
     limit = worker.config.getoption("timeout", None)
-    # The time limit of pytest-timeout starts a little earlier than `started`.
+    # pytest-timeout starts its clock a little before `started`, so compare with 95 % of its limit.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
     message = f"{values['label']}: the call {problem}."
@@ -304,7 +316,7 @@ def report_crash(report: Any, worker: Any) -> None:
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
-    """Write the results of all tests as JSON, as a list with a report for each operator."""
+    """Write the results of all tests to a JSON file, as a list with one report per operator."""
     by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
         report = CheckReport.from_dict(json.loads(test.torchop))
@@ -313,7 +325,7 @@ def write_report(test_reports: Sequence[Any], path: Path) -> None:
 
 
 def _merged(reports: Sequence[CheckReport]) -> CheckReport:
-    """Return one report for the tests of one operator."""
+    """Merge the reports of several tests of one operator into one report."""
     results = tuple(result for report in reports for result in report.results)
     return dataclasses.replace(
         reports[0],

@@ -28,17 +28,17 @@ def check(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> CheckReport:
-    """Try many kinds of inputs and uses of an operator, starting from a few example calls.
+    """Check an operator for many kinds of inputs and uses, starting from a few example calls.
 
     `check` generates variants of the examples: other memory layouts, sizes, dtypes and values, and
     arguments that share memory. It compares the results for each variant with a call on contiguous
     copies of the arguments, or with a reference. It compares gradients with finite differences,
     `vmap` with a loop, and compiled and exported programs with eager mode. Other checks detect
-    undeclared writes, calls that affect later calls, and leaks. `check` reduces a failing example,
-    and prints a program that reproduces the failure.
+    undeclared writes, calls that affect later calls, and leaks. If a check fails, `check` searches
+    for a smaller example that also fails, and prints a program that reproduces the failure.
 
-    If the operator has providers, `check` compares each provider's kernel with the reference
-    kernel, and verifies the properties that the provider declares.
+    If the operator has providers, i.e. alternative kernels, `check` compares the kernel of each
+    provider with the reference kernel. It also verifies the properties that the provider declares.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -50,11 +50,12 @@ def check(
         reference: a function with the operator's parameters that returns or writes the right
             values. It is called with contiguous copies of the arguments.
         seed: the seed of random inputs; the same seed generates the same inputs.
-        budget: the time limit in seconds. The report lists the checks that did not run.
-        allow_not_run: whether the report may be `ok` although checks did not run.
-        raise_exception: whether to raise failures; otherwise the report contains them.
-        only: the checks to run: names such as `"memory.gaps"`, their last parts, families such as
-            `"memory"`, or patterns such as `"memory.*"`.
+        budget: the time limit in seconds. The report lists the checks that did not run in time.
+        allow_not_run: whether the report may be `ok` although some checks did not run.
+        raise_exception: whether to raise an exception if a check fails. If False, the failures are
+            only in the report.
+        only: the checks to run: names such as `"memory.gaps"`, last parts of names such as
+            `"gaps"`, families such as `"memory"`, or patterns such as `"memory.*"`.
         rtol: the relative tolerance of comparisons; by default, as in `torch.testing.assert_close`.
         atol: the absolute tolerance of comparisons. With `rtol=0, atol=0`, bits are compared.
 
@@ -65,7 +66,7 @@ def check(
         MissingRuleError: no examples were passed or registered.
         OpCheckError: a check failed or did not run, or no check could be done.
         TypeError: an example is not a call of the operator, or `budget` is not a number.
-        ValueError: an example has no data, `only` denotes no check, or `budget` is negative.
+        ValueError: an example has no data, `only` matches no check, or `budget` is negative.
 
     Example:
         >>> import torch, torchop
@@ -77,9 +78,10 @@ def check(
         Traceback (most recent call last):
         torchop.testing.OpCheckError: docs::flat_sum: 1 failed ...
 
-    `check` runs in this process, so a kernel that crashes or hangs crashes or hangs the program.
-    The traceback of a crash names the check. The pytest plugin and `python -m torchop check` use
-    worker processes. `check` resets `torch.compile`, so programs compile again when they run next.
+    `check` runs in the calling process. If a kernel crashes or hangs, the whole program does. The
+    traceback of a crash contains the name of the check. The pytest plugin and
+    `python -m torchop check` use worker processes instead. `check` resets `torch.compile`, so
+    compiled functions are compiled again in their next call.
 
     The checks of layouts and dtypes are modeled on PyTorch's OpInfo.
     """
@@ -104,7 +106,7 @@ def check(
 
 
 def _seconds(budget: float | None) -> float:
-    """Return the time limit of `check`."""
+    """Return the time limit in seconds, or raise if `budget` is invalid."""
     if not isinstance(budget, int | float | None):
         raise TypeError(
             f"check(..., budget={short_repr(budget)}): budget must be a number of seconds, or None."
@@ -118,7 +120,10 @@ def _seconds(budget: float | None) -> float:
 
 @contextlib.contextmanager
 def _report_crashes() -> Iterator[None]:
-    """Print a traceback with the name of the check if a kernel crashes the process."""
+    """Make faulthandler print a traceback if a kernel crashes the process.
+
+    The traceback contains the name of the check, because `run_check` calls a function of this name.
+    """
     was_enabled = faulthandler.is_enabled()
     if not was_enabled:
         faulthandler.enable(2, all_threads=False)

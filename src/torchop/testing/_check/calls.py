@@ -1,4 +1,8 @@
-"""Make one call of an operator, and record its effects for the probes of `check`."""
+"""Make one call of an operator, and record its effects for the probes of `check`.
+
+A probe is a function that raises if the operator is wrong. `valid` is a function that a user passes
+to `register_examples`. It returns False for arguments that no caller may pass.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +26,19 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it instead of a result)
-    """The reason why a check cannot be done, or why a variant does not apply to an example."""
+    """Raised if a check cannot be done, or if a variant does not apply to an example."""
 
 
 class Refused(CannotCheck):
-    """The operator, or its reference, raises for the arguments of a variant."""
+    """Raised if the operator, or its reference, raises for the arguments of a variant."""
 
 
 class ValidError(ValueError):
-    """The predicate `valid` of `register_examples` raised, or did not return a bool."""
+    """Raised if the predicate `valid` of `register_examples` raised or did not return a bool."""
 
 
 class ForkError(Exception):
-    """The recorded error of a call that forks the process. Such a call is not repeated."""
+    """Recorded as the error of a call that forks the process, so that the call is not repeated."""
 
 
 REJECTED = "'valid' of register_examples rejects it"
@@ -46,7 +50,7 @@ def breaks_contract(error: BaseException) -> bool:
     A kernel may raise any other exception to reject arguments.
     """
     ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
-    # The message of torch.library.custom_op.
+    # This is part of the error message of torch.library.custom_op.
     return ours or "may not alias any inputs to this custom operator" in text_of(error)
 
 
@@ -70,7 +74,7 @@ class Example(NamedTuple):
         return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
-        """Return the example with its tensors replaced, in order."""
+        """Return the example, with its tensors replaced by `tensors` in order."""
         return Example(*probes.with_tensors(tuple(self), tensors))
 
     def with_argument(self, name: str, value: Any) -> Example:
@@ -78,7 +82,7 @@ class Example(NamedTuple):
         return Example(self.args, {**self.kwargs, name: value})
 
     def copy(self) -> Example:
-        """Return the example in new memory with the same layout."""
+        """Return a copy of the example in new memory, with the same layout."""
         return Example(*probes.copies(tuple(self)))
 
     def equals(self, other: Example) -> bool:
@@ -119,12 +123,14 @@ class Record:
     Attributes:
         result: the returned value.
         outcome: copies of the results and the written arguments.
-        given: the arguments after the call.
+        given: the arguments that were passed, in their state after the call.
         error: the exception that the call raised, if any.
-        swapped: the exception to raise if the call replaced the storage or the strides of an
-            argument that it may write.
-        mutation: `swapped`, or the exception to raise for an undeclared write.
-        around: the name of an argument if the call wrote next to its elements; otherwise "".
+        swapped: an exception that a probe can raise if the call replaced the storage or the strides
+            of an argument that it may write; otherwise None.
+        mutation: the exception in `swapped`, or an exception for a write that the schema does not
+            declare; otherwise None.
+        around: the name of the first argument whose surrounding memory the call wrote; otherwise an
+            empty string.
     """
 
     result: Any = None
@@ -137,16 +143,18 @@ class Record:
 
 
 class Call:
-    """One call of an operator. It runs when its record is first read.
+    """One call of an operator. The call is made when its record is first read.
 
-    During this call, `torch.empty` returns memory filled with NaN or with the largest integer. In a
-    second call, `torch.empty` returns zeros. Elements that the kernel does not write then differ.
+    During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
+    During a second call, `torch.empty` returns zeros. If the kernel does not write an element, the
+    results of the two calls differ, and probes detect this.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
         self.op, self.example = op, Example(tuple(args), dict(kwargs or {}))
         self.schema = Schema(op._schema)
-        self.reference: Record | None = None  # the same call with the reference kernel, if known
+        # The record of the same call with the reference kernel, if that call was made.
+        self.reference: Record | None = None
 
     @property
     def args(self) -> Any:
@@ -158,7 +166,7 @@ class Call:
 
     @property
     def names(self) -> list[str]:
-        """The names of tensors in messages, such as "argument 'xs[1]'"."""
+        """A name for each tensor, for messages, such as "argument 'xs[1]'"."""
         return probes.argument_names(self.op, *self.example)
 
     @property
@@ -172,22 +180,26 @@ class Call:
         return [name for name, tensor in pairs if tensor.requires_grad]
 
     def again(self, example: Any = None) -> list[Any]:
-        """Call again with copies of the arguments, or of `example`, and return the outcome."""
+        """Call the operator with copies of the arguments, or of `example`. Return the outcome."""
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
-        """Return the call as a function of the tensors that require grad, and these tensors."""
+        """Return a function that makes the call with new values of the tensors that require grad.
+
+        Also return the current values of these tensors.
+        """
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes must change values with these methods, because these call the predicate `valid` of
-    # `register_examples`. Only finite differences bypass `valid`: their steps are tiny.
+    # Probes must use the following three methods to change values, because the methods call the
+    # predicate `valid` of `register_examples`. Only finite differences bypass `valid`, because
+    # their steps are tiny.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
         """Return the example with `change` applied to each tensor, or raise CannotCheck."""
         return self.valid(self.example.map(change))
 
     def valid(self, example: Example) -> Example:
-        """Return the example unchanged.
+        """Return the example unchanged if `valid` of `register_examples` accepts it.
 
         Raises:
             CannotCheck: `valid` of `register_examples` rejects the example.
@@ -197,13 +209,16 @@ class Call:
         return example
 
     def other_values(self, steps: int = 1) -> Example:
-        """Return the example with its elements in another order, unless `valid` rejects that."""
+        """Return the example with the elements of its tensors rotated.
+
+        Return the example unchanged if `valid` of `register_examples` rejects the result.
+        """
         example = Example(*probes.other_values(tuple(self.example), steps))
         return example if is_valid(self.op, example) else self.example
 
     @functools.cached_property
     def record(self) -> Record:
-        """The effects of the call."""
+        """The effects of the call. The first read of this property makes the call."""
         given = self.example.copy()
         snapshot = Snapshot(self.schema, *given)
         writable = probes.written(probes.written_places(self.op), *given)
@@ -222,7 +237,8 @@ class Call:
             return Record(error=ForkError("a call forks the process"), given=given)
         around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
-            # An operator with out= may resize a tensor, which then covers the memory after it.
+            # An operator may resize an out= argument, and then write more memory than before. So
+            # compare the surrounding memory only if the shape is still the same.
             is_same = tensor.shape == shape
             if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
                 around = around or name
@@ -235,14 +251,14 @@ class Call:
 
     @functools.cached_property
     def contiguous(self) -> list[Any]:
-        """The outcome of the call on contiguous copies, where `torch.empty` returns zeros.
+        """The outcome of a call on contiguous copies. In this call, `torch.empty` returns zeros.
 
         Raises:
             Exception: the call on contiguous copies raised this exception.
         """
         outcomes: list[list[Any]] = [[]]
-        # A NaN may come from uninitialized memory, so repeat calls that return NaN. Keeping all
-        # outcomes alive forces each call to allocate other memory.
+        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. The outcomes
+        # of all calls are kept alive, so that each call must allocate different memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))
@@ -273,7 +289,7 @@ def filled_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("warn")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # for functions that have no deterministic mode
+            warnings.simplefilter("ignore")  # PyTorch warns about nondeterministic functions
             yield
     finally:
         torch.set_deterministic_debug_mode(before)
@@ -288,5 +304,5 @@ def text_of(error: BaseException | None) -> str:
 
 
 def reason(error: BaseException | None) -> str:
-    """Return an exception in one line."""
+    """Return the class and the message of an exception in one line."""
     return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"

@@ -1,4 +1,4 @@
-"""Cases, which are calls that may fail a check, and variants, which generate cases."""
+"""Cases and variants. A case is one call that a check makes. A variant generates cases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 from torchop.testing._check.calls import Example
 
-# Tables and numbers that a check adds to its result, such as a table of dtypes.
+# Further information that a check adds to its result, such as a table of dtypes.
 Details: TypeAlias = dict[str, Any]
-# Converts an example to the arguments of a call, for example to transposed tensors.
+# A function that converts an example to the arguments of a call, for example to transposed tensors.
 Arrangement: TypeAlias = Callable[[Example], Example]
 
 
@@ -20,7 +20,8 @@ class Variant:
 
     Attributes:
         name: the name of the variant.
-        group: the kind of change, such as `"layout"`. Failures in one group often have one cause.
+        group: the kind of change, such as `"layout"`. Failures in the same group often have the
+            same cause.
         make: `make(subject, example)` yields the cases for one example, or raises CannotCheck.
         most: the maximum number of examples to generate cases from.
     """
@@ -36,17 +37,17 @@ class Case:
     """One call that a check makes, with the probe that decides whether the operator is wrong.
 
     Attributes:
-        label: a description of the change, for messages.
-        example: the example from which `arrange` makes the arguments. Shrinking replaces it.
-        arrange: converts the example to the arguments of the call, or raises CannotCheck. By
-            default, the arguments are the example.
+        label: a description of the call, for messages.
+        example: the example that `arrange` converts to the arguments.
+        arrange: a function that converts the example to the arguments of the call, or raises
+            CannotCheck. By default, the example is passed unchanged.
         group: the group of the variant.
-        probe: `probe(call, **options)` raises if the operator is wrong. By default, the probe of
-            the check.
-        options: more arguments of the probe, or a function that returns them for the call's
-            arguments.
+        probe: a function that raises if the operator is wrong; called as `probe(call, **options)`.
+            By default, the probe of the check is used.
+        options: more arguments of the probe. If they depend on the arguments of the call, a
+            function that takes the arguments and returns the options.
         calls: whether the call must succeed before the probe runs.
-        shrink: whether to search for a smaller example that fails.
+        shrink: whether to search for a smaller example if this one fails.
     """
 
     label: str
@@ -61,6 +62,6 @@ class Case:
     shrink: bool = True
 
     def arguments(self) -> Example:
-        """Return the arguments of the call, made from the example each time."""
+        """Return new arguments for the call, made from the example."""
         example = self.example.copy()
         return example if self.arrange is None else self.arrange(example)

@@ -1,4 +1,4 @@
-"""Results of checks, and findings: the failures of one operator, grouped by cause."""
+"""Results of checks, and findings. A finding groups failures that have the same cause."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ class Result:
     Attributes:
         check: the name of the check.
         outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
-        message: the failure, with the smallest example; or the reason why the check cannot be done
-            or did not run.
+        message: the failure, or the reason why the check cannot be done or did not run.
         program: a program that raises the same error, if the check failed.
         question: the question that the check answers, such as "Do 200 calls leak nothing?".
-        seconds: the duration.
+        seconds: the duration of the check.
         cases: the number of variants that were tried.
-        refused: the number of variants for which the operator raised an exception.
+        refused: the number of variants that the operator rejected by raising an exception.
         details: further results, such as a table of dtypes.
-        cause: the exception of the kernel that caused the failure, or the crash of the process; an
+        cause: the kernel's exception, or the crash of the process, that caused the failure; an
             empty string for other failures.
         rejected: the number of variants that `valid` of `register_examples` rejected.
         group: the group of the variant that failed, such as `"layout"`.
@@ -52,16 +51,16 @@ class Result:
 
     @property
     def family(self) -> str:
-        """The family of the check: memory, dtypes, values, sharing, subsystems, contracts."""
+        """The family of the check, i.e. the first part of the name, such as `"memory"`."""
         return self.check.partition(".")[0]
 
     @property
     def provider(self) -> str:
-        """The provider under test; an empty string for the reference."""
+        """The provider whose kernel was checked; an empty string for the reference kernel."""
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results, so they also fail if calls with the unchanged examples are wrong.
+# Checks that compare results. All of them fail if the results for the unchanged examples are wrong.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -79,7 +78,8 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# If the check in a key fails for an unchanged example, it explains failures of these other checks.
+# If the check in a key fails for an unchanged example, failures of the checks in its value probably
+# have the same cause.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.repeated": (*_COMPARE, *_OF_GRADIENTS),
@@ -105,10 +105,10 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 
 
 class Finding(NamedTuple):
-    """One fault of an operator.
+    """One fault of an operator. It may cause several failures.
 
     Attributes:
-        failure: the clearest failure, with a program that reproduces it.
+        failure: the failure that shows the fault most clearly.
         others: the names of other checks that fail because of the same fault.
     """
 
@@ -138,8 +138,9 @@ def _explains(one: Result, other: Result) -> bool:
     if one.group in ("plain", "gradient") or first == "memory.contiguous":
         patterns = _EXPLAINS.get(first, ())
         return any(fnmatch.fnmatchcase(second, pattern) for pattern in patterns)
-    # A kernel that ignores strides fails for other layouts, and for arguments that share memory. A
-    # fault of the fake kernel and wrong results never have the same cause.
+    # A kernel that ignores strides fails for other layouts and also for arguments that share
+    # memory, so failures in these two groups have the same cause. Failures of the fake kernel and
+    # wrong results of the kernel never have the same cause.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
 

@@ -14,16 +14,19 @@ from torchop.testing._check.relations import has_fixed_values
 from torchop.testing.probes import is_plain, negative_view
 
 # The number of guard elements after each tensor, and also before a tensor with a storage offset.
+# They reveal a kernel that reads or writes outside of a tensor.
 GUARD = 8
 
 
 def filler(tensor: Tensor, finite: bool = False) -> float:
-    """Return the value to fill the memory around a tensor with.
+    """Return a value for the memory around a tensor.
 
-    For floating-point tensors, the value is NaN by default, because a kernel that reads it returns
-    NaN. Adding to NaN does not change it, so `finite` returns a number that shows out-of-bounds
-    additions. For integer tensors, the value is an element of the tensor: if the integers are
-    indices, any other value may be out of range and crash the kernel.
+    For floating-point tensors, the value is NaN by default, so that a kernel that reads it returns
+    NaN. But a kernel that adds to this memory leaves NaN unchanged. With `finite`, the value is a
+    number instead, so the addition changes it.
+
+    For integer tensors, the value is an element of the tensor. The integers may be indices, and any
+    other value could be out of range and crash the kernel.
     """
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return 3.0 if finite else float("nan")
@@ -49,7 +52,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor whose sizes are larger by `row` than `shape`."""
+    """Return the strides of a contiguous tensor whose sizes are the sizes in `shape` plus `row`."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
@@ -78,7 +81,7 @@ def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """Expand the first row to all rows, or the first element of a vector to all elements."""
+    """Repeat the first row of a tensor, or the first element of a vector, with stride 0."""
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not dims:
         raise CannotCheck("no tensor has a dimension of more than one element")
@@ -125,17 +128,16 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "conjugate": conjugate,
     "expanded": expanded,
 }
-# The layouts for tensors that the operator writes. Their elements must not share memory.
+# The layouts for tensors that the operator writes. Elements of a written tensor must not share
+# memory.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
-    """Return the example with some tensors in other layouts.
+    """Return the example with some of its tensors copied into other layouts.
 
-    Args:
-        layouts: the names of layouts by index of the tensor.
-        example: the example.
-        finite: whether to fill the memory around tensors with finite numbers instead of NaN.
+    `layouts` maps the index of a tensor to the name of its layout. If `finite`, the memory around
+    tensors is filled with finite numbers instead of NaN.
 
     Raises:
         CannotCheck: none of the tensors can have its layout.
@@ -165,7 +167,7 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 def in_layout(
     layout: str, places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
-    """Return a function that lays out the tensors at `places`, by default all tensors."""
+    """Return a function that copies the tensors at `places`, or all tensors, into a layout."""
 
     def arrange(example: Example) -> Example:
         chosen = range(len(example.tensors)) if places is None else places

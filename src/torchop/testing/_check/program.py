@@ -1,4 +1,4 @@
-"""Write a program that reproduces a failure: it calls the probe with literal arguments."""
+"""Write a program that reproduces a failure by calling the probe with literal arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Tensors with more elements are written as the bytes of `torch.save`.
+# Tensors with more elements are written as bytes in the format of `torch.save`.
 _MOST_ELEMENTS = 400
 # The dtypes that `torch.tensor` infers from literals.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
@@ -35,7 +35,10 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return a program that calls a probe. With `provider`, it runs this provider's kernel."""
+    """Return a program that calls a probe.
+
+    If `provider` is given, the program runs the kernel of this provider.
+    """
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -65,7 +68,10 @@ def write(
 
 
 def is_public(probe: Any) -> bool:
-    """Return whether a probe is a public function, so it takes an operator and its arguments."""
+    """Return whether a probe is a public function, such as `check_sharding`.
+
+    A public probe takes an operator and its arguments. All other probes take a `Call`.
+    """
     return getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
 
 
@@ -76,7 +82,7 @@ def _place_among_imports(line: str) -> tuple[bool, str]:
 
 
 def _broken(text: str) -> str:
-    """Put each tensor of a tuple on its own line if one line is too long."""
+    """Put each tensor of a tuple on its own line if the tuple does not fit on one line."""
     if len(text) < 88 or text[0] != "(":
         return text
     for start in ("torch.tensor(", "memory_", "tensor_", "probes."):
@@ -99,12 +105,13 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Write arguments as source code. Tensors that share memory become views of one variable."""
+    """Writes arguments as source code. Tensors that share memory become views of one variable."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        # The keys contain the `id` of a repeated tensor, or the address of shared memory.
+        # Names of variables. A key is ("tensor", id of a repeated tensor) or ("memory", address of
+        # shared memory).
         self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}

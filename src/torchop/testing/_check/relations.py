@@ -1,7 +1,8 @@
 """Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-Kernels often do not verify such arguments, and read out of bounds if indices exceed a size. So
-variants must preserve these relations. They are inferred from the values in the example.
+Kernels often do not verify integers. If an index is too large, for example, they read out of
+bounds. So variants must preserve relations between integers and the sizes of other tensors. This
+module guesses the relations from the values in an example.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from torchop.testing.probes import has_integers, is_plain, is_sorted
 
 
 def has_fixed_values(tensor: Tensor, example: Example) -> bool:
-    """Return whether integers may be sorted, segment lengths, or a permutation.
+    """Return whether a tensor may contain integers that depend on each other.
 
-    Such integers must keep their values. For example, they must not all be set to one value.
+    They may be sorted integers, the lengths of segments, or a permutation. Variants must not change
+    these integers separately, or set all of them to the same value.
     """
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, _Indices) for relation in relations)
 
 
 def referred(example: Example) -> set[int]:
-    """Return the indices of tensors whose sizes limit the values of integer tensors."""
+    """Return the indices of the tensors whose sizes limit the values of an integer tensor."""
     relations = (_relations(t, example) for t in example.tensors if has_integers(t))
     return {each.place for some in relations for each in some if isinstance(each, _Related)}
 
@@ -38,17 +40,14 @@ def are_distinct(tensor: Tensor) -> bool:
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """Adapt the integers of a resized example, so that relations of the original example hold.
-
-    Args:
-        before: the original example.
-        after: the resized example.
+    """Adapt the integers of a resized example, so that the relations of the original still hold.
 
     Raises:
         CannotCheck: no integers satisfy all relations.
     """
     olds, news = before.tensors, after.tensors
-    # New sums of segment lengths by old sum. An int argument with the old sum gets the new sum.
+    # Maps each old sum of segment lengths to the new one. An int argument that is equal to an old
+    # sum is set to the new sum.
     totals: dict[int, int] = {}
     for place, old in enumerate(olds):
         relations = list(_relations(old, before)) if has_integers(old) else []
@@ -67,7 +66,7 @@ def with_valid_integers(before: Example, after: Example) -> Example:
 
 
 class _Relation:
-    """A property of the integers in a tensor, possibly relative to the size of another tensor."""
+    """A property of the integers in a tensor. It may depend on the size of another tensor."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         raise NotImplementedError
@@ -119,7 +118,7 @@ class _Related(_Relation):
 
 
 class _Indices(_Related):
-    """Indices: integers from 0 to size - 1."""
+    """Indices into the dimension, i.e. integers from 0 to size - 1."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return not value.numel() or 0 <= int(value.min()) <= int(value.max()) < self.size(tensors)
@@ -133,14 +132,14 @@ class _Indices(_Related):
 
 
 class _RowLengths(_Indices):
-    """The number of valid elements in each row of a padded batch: from 0 to the row length."""
+    """The number of valid elements in each row of a padded batch, from 0 to the row length."""
 
     def size(self, tensors: Sequence[Tensor]) -> int:
         return super().size(tensors) + 1
 
 
 class _Offsets(_Related):
-    """The start of each segment, and the end of the last: from 0 to the size, never decreasing."""
+    """The start of each segment and the end of the last, from 0 up to the size of the dimension."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         ends = (int(value[0]), int(value[-1])) if len(value) else ()
@@ -155,7 +154,7 @@ class _Offsets(_Related):
 
 
 class _Lengths(_Related):
-    """The lengths of segments. Their sum is the size."""
+    """The lengths of segments. The sum of the lengths is the size of the dimension."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         return bool((value >= 0).all()) and int(value.sum()) == self.size(tensors)
@@ -164,14 +163,15 @@ class _Lengths(_Related):
         total = self.size(tensors)
         if not value.numel():
             return value
-        # If the new size is smaller, shorten the last segments. If it is larger, extend the last.
+        # If the new size is smaller, shorten segments at the end. If it is larger, extend the last
+        # segment.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
         ends[-1] = total
         return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)
 
 
 def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
-    """Yield the relations to preserve for an integer tensor, judging by its current values."""
+    """Yield the relations that the values of an integer tensor satisfy, perhaps by chance."""
     others = [*_sizes_of_others(tensor, example)]
     low, high, total = int(tensor.min()), int(tensor.max()), int(tensor.sum())
     rises = len(tensor) > 1 and is_sorted(tensor) if tensor.dim() else False
@@ -186,8 +186,8 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Sorted()
     elif are_distinct(tensor) and _Permutation().holds(tensor, ()):
         yield _Permutation()
-    # The sum of small indices may equal a size by chance, and then they look like lengths. So also
-    # yield the relations of indices.
+    # Indices look like lengths if their sum happens to be equal to a size. So integers that look
+    # like lengths may be indices, too.
     for place, dim, size in others:
         if low >= 0 and high < size:
             yield _Indices(place, dim)

@@ -24,7 +24,7 @@ def environment() -> dict[str, str]:
     if accelerator is not None:
         names += accelerator.names()
     return {
-        # Not importlib.metadata, because a package on PYTHONPATH has no metadata.
+        # This does not use importlib.metadata, because a package on PYTHONPATH has no metadata.
         "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -43,8 +43,8 @@ class CheckReport:
         results: the result of each check, in the order of execution.
         seed: the seed of the generated inputs.
         seconds: the duration of all checks.
-        environment: versions and devices.
-        allow_not_run: whether the report may be `ok` although checks did not run.
+        environment: the versions of packages, and the devices.
+        allow_not_run: whether the report may be `ok` although some checks did not run.
 
     Example:
         >>> import torch, torchop
@@ -66,9 +66,9 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, at least one ran, and the time limit left out none.
+        """Whether no check failed, at least one could be done, and all of them ran in time.
 
-        With `allow_not_run`, only failures count.
+        With `allow_not_run`, it is enough that no check failed.
         """
         return not self.failures and not self._not_run()
 
@@ -79,7 +79,7 @@ class CheckReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The failures, grouped by cause, with the clearest one first."""
+        """The failures, grouped by cause. Each group has its clearest failure first."""
         return grouped(self.failures)
 
     def count(self, outcome: Outcome) -> int:
@@ -98,7 +98,7 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            # Checks that cannot be done for the same reason share a line, because it can be long.
+            # If several checks have the same reason, print it once, because it can be long.
             checks: dict[str, list[str]] = {}
             for result in self.results:
                 if result.outcome == outcome:
@@ -116,11 +116,11 @@ class CheckReport:
     __repr__ = __str__  # notebooks display the repr
 
     def in_short(self) -> str:
-        """Return the summary and the failures as text, without the checks that passed."""
+        """Return the summary and the failures as text."""
         return "\n".join([self.summary(), *self._problems()])
 
     def _not_run(self) -> str:
-        """Return why the checks are incomplete: "" if complete, or with `allow_not_run`."""
+        """Return why the report is incomplete, or "" if it is complete or need not be."""
         if self.allow_not_run:
             return ""
         if missing := self.count("not run"):
@@ -131,7 +131,7 @@ class CheckReport:
         return ""
 
     def _problems(self) -> list[str]:
-        """Return the text of each finding: failure, program, and other checks with this cause."""
+        """Return lines of text that describe the findings."""
         problem = self._not_run()
         lines = [f"  {problem}"] if problem else []
         for failure, others in self.findings:
@@ -141,12 +141,12 @@ class CheckReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as dicts, lists and strings, which `from_dict` accepts."""
+        """Return the report as a dict for `from_dict`."""
         return {"format": 1, "ok": self.ok, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
-        """Return a report from the result of `to_dict`, possibly of another process.
+        """Return a report from the result of `to_dict`, possibly from another process.
 
         Raises:
             ValueError: the values are not the result of `to_dict`.

@@ -47,7 +47,7 @@ class Check:
 
     Attributes:
         subject: the operator with its examples.
-        kind: the row of the table of checks.
+        kind: the check as defined in the table `CHECKS`.
     """
 
     subject: Subject
@@ -60,17 +60,18 @@ class Check:
         return self.kind.name if provider is None else f"{self.kind.name}[{provider.name}]"
 
     def is_named(self, pattern: str) -> bool:
-        """Return whether `pattern` denotes this check.
+        """Return whether `pattern` matches this check.
 
-        It may be the full name, its last part, the family, or a pattern such as `"memory.*"`. A
-        name without a provider denotes the check of every provider.
+        The pattern may be the full name of a check, its last part, the family, or a pattern such as
+        `"memory.*"`. A name without a provider matches the check for every provider.
         """
         return any(_is_named(name, pattern) for name in (self.name, self.kind.name))
 
 
 def _is_named(check: str, pattern: str) -> bool:
     family, _, last = check.partition(".")
-    # In check names, brackets enclose a provider. fnmatch would read them as a set of characters.
+    # In the name of a check, brackets enclose the name of a provider. Escape them, because fnmatch
+    # would read them as a set of characters.
     return pattern in (family, last) or fnmatch.fnmatchcase(check, pattern.replace("[", "[[]"))
 
 
@@ -96,14 +97,15 @@ def plan_checks(
 
 
 def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the expected failures of one operator, by check.
+    """Return the checks of one operator that are expected to fail, with the reasons.
 
     Args:
-        name: the operator.
-        expected: reasons by name of the check, or one such mapping for each pattern of operators.
+        name: the name of the operator.
+        expected: a mapping from names of checks to reasons, for all operators. Or, if the reasons
+            depend on the operator, a mapping from patterns for operator names to such mappings.
 
     Raises:
-        ValueError: a name denotes no check.
+        ValueError: a name matches no check.
     """
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}
@@ -114,7 +116,7 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
 
 
 def _no_such_check() -> str:
-    """Return the message for a pattern that denotes no check."""
+    """Return the error message for a pattern that matches no check."""
     families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
     return (
         "no check has this name. Give the name of a check, its last part, or a family: "
@@ -185,7 +187,7 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
 
 
 def shortened(message: str) -> str:
-    """Return a message, without the middle if it is very long."""
+    """Remove the middle of a message if the message is very long."""
     if len(message) <= _LONGEST_MESSAGE:
         return message
     half = _LONGEST_MESSAGE // 2 - 3
@@ -193,17 +195,17 @@ def shortened(message: str) -> str:
 
 
 def _renamed(method: Any, name: str) -> Callable[[], Any]:
-    """Return a copy of a method with a new name. After a crash, faulthandler prints this name."""
+    """Return a copy of a method with another name. After a crash, faulthandler prints this name."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
 
 class _OutOfTime(Exception):  # noqa: N818  (not an error)
-    """The deadline has passed."""
+    """Raised if the deadline has passed."""
 
 
 class _Run:
-    """Run the cases of one check in order, until one fails."""
+    """Runs the cases of one check, i.e. calls with their probes, until one fails."""
 
     def __init__(self, check: Check, end: float) -> None:
         self.check, self.end = check, end
@@ -215,7 +217,8 @@ class _Run:
     def outcome(self) -> tuple[Outcome, str, str]:
         if time.perf_counter() > self.end:
             raise _OutOfTime
-        # Some probes compare with the first calls in the process, so make these before all others.
+        # Some probes compare later calls with the first call of the operator in this process, so
+        # make the first calls before all others.
         _ = self.subject.first_calls
         refusals: dict[str, str] = {}
         rejected = self.subject.counts["rejected"]
@@ -238,7 +241,7 @@ class _Run:
                 if failure is not None:
                     failed = case, failure
                     break
-        except CannotCheck as error:  # the reason why the generator yields no more cases
+        except CannotCheck as error:  # says why there are no more cases
             problem = problem or error
         finally:
             self.rejected = self.subject.counts["rejected"] - rejected
@@ -256,7 +259,7 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """Return the exception that the probe raises; None if the probe passes.
+        """Run a case. Return the exception that the probe raises, or None if the probe passes.
 
         Raises:
             CannotCheck: the call cannot be made, or the probe does not apply to it.
@@ -281,7 +284,7 @@ class _Run:
         return None
 
     def _refusal(self, call: Call) -> Exception | None:
-        """Return the exception of a call that violates the schema; None if the probe can run.
+        """Return the exception if a call violates the schema, or None if the probe can run.
 
         Raises:
             CannotCheck: the operator rejects the arguments, or another check reports the violation.
@@ -289,7 +292,8 @@ class _Run:
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        # With no_grad, because a formula that raises does not reject arguments.
+        # Disable autograd, because only an exception of the kernel means that the operator rejects
+        # the arguments. An exception of the autograd formula does not.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:
@@ -303,7 +307,7 @@ class _Run:
         return None
 
     def _again(self, case: Case) -> Exception | None:
-        """Return the exception that the probe raises; None if the probe passes or cannot run."""
+        """Run a case again. Return the exception of the probe, if it runs and fails."""
         try:
             return self.failure(case)
         except Exception:
@@ -333,7 +337,7 @@ class _Run:
         return "failed", message, text
 
     def _fails_contiguous(self, case: Case, options: Any) -> bool:
-        """Return whether the comparison also fails for contiguous copies, in one of two calls."""
+        """Return whether the call also fails on contiguous copies. Try two calls."""
         plain = Example(*probes.contiguous_copies(tuple(case.arguments())))
         if not self.subject.is_valid(plain):
             return False
@@ -355,9 +359,9 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return a program that makes the call of a case, without making the call here.
+    """Return a program that makes the call of a case. Do not make the call here.
 
-    The pytest plugin writes the program to a file before each call, in case the call crashes.
+    The pytest plugin writes the program to a file before each call, because the call may crash.
     """
     options = case.options if isinstance(case.options, Mapping) else {}
     return _program(check, case, case.probe or results.succeeds, options)
@@ -371,13 +375,17 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 
 
 def _cause(error: BaseException) -> str:
-    """Return the exception behind a failure; an empty string for an assertion of a check."""
-    # Dynamo wraps the exception of the kernel in an exception of its own.
+    """Describe the exception of the operator that caused a failure.
+
+    Return an empty string if the operator did not raise, but a check found a wrong result.
+    """
+    # Dynamo wraps an exception of the kernel in its own exception.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:
         return _cause(behind)
     if isinstance(error, (AssertionError, OpCheckError)):
         return ""
-    # Remove the text "(in ... of ...)" about the traced call, because it differs between failures.
+    # Remove the text "(in ... of ...)" about the traced call, so that failures with the same cause
+    # have the same description.
     return re.sub(r" \(in [^()]* of [^()]*\)$", "", reason(error))

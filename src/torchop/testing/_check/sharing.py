@@ -1,4 +1,4 @@
-"""Variants with arguments that share memory."""
+"""Variants that pass two arguments in shared memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torchop.testing._check.cases import Case
 from torchop.testing._check.layouts import GUARD, filler
 from torchop.testing._check.subject import Subject
 
+# A function that takes two tensors, and returns two tensors in shared memory to replace them.
 Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def one_tensor(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pass the first tensor twice."""
+    """Pass the first tensor for both arguments."""
     if first.shape != second.shape:
         raise CannotCheck("no two tensors have equal shapes and dtypes")
     return first, first
@@ -33,7 +34,7 @@ def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Place both tensors in the same memory. The second starts one element after the first."""
+    """Copy both tensors into the same memory. The second starts one element after the first."""
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     memory.fill_(filler(first, finite=True))
@@ -53,8 +54,8 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Sharing memory changes values. Integers may be indices, so changed integers could be out of
-    # range.
+    # Tensors change if they are copied into the same memory. Integers may be indices, and a changed
+    # index could be out of range.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")
@@ -72,9 +73,9 @@ _WORDS: dict[Sharing, str] = {
 def shared(
     sharings: Sequence[Sharing], with_written: bool, subject: Subject, example: Example
 ) -> Iterator[Case]:
-    """Yield a case for each pair of tensors, with the two tensors sharing memory.
+    """Yield cases where two tensors of the example share memory.
 
-    With `with_written`, the operator writes one tensor of the pair. Otherwise it reads both.
+    If `with_written`, the operator writes one of the two tensors. Otherwise, it only reads them.
     """
     tensors, written = example.tensors, subject.written_places(example)
     arguments = [*example.args, *example.kwargs.values()]
@@ -87,7 +88,7 @@ def shared(
             if counts != int(with_written) or (with_written and left not in written):
                 continue
             if with_written and (in_list[left] or in_list[right]):
-                continue  # callers do not pass lists whose items, such as parameters, share memory
+                continue  # callers do not pass list items, such as parameters, that share memory
             if with_written and tensors[left].shape != tensors[right].shape:
                 continue  # callers do not pass part of the written tensor as, for example, a weight
             names, found = subject.names(example), True

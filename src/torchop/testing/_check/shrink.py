@@ -1,4 +1,4 @@
-"""Shrink the example of a failing case."""
+"""Search for a smaller example that also fails a check."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchop.testing.probes import is_plain
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
     """Search for the smallest example that still fails, for at most `seconds`.
 
-    Dimensions of equal size shrink together, and values become simpler. A smaller example replaces
-    the example only if the failure is an exception of the same class.
+    Dimensions of equal size shrink together, and values become simpler. A smaller example is used
+    only if its failure is an exception of the same class.
     """
     before = failure(case)
     if before is None:
-        return case  # the failure is not reproducible, so smaller examples cannot be judged
+        return case  # the example does not fail each time, so smaller examples prove nothing
     end = time.perf_counter() + seconds
     better = True
     while better:
@@ -54,7 +54,10 @@ def _smaller(example: Example) -> Iterator[Example]:
 
 
 def _simple(tensor: Tensor) -> Tensor | None:
-    """Return a tensor of small whole numbers; None if the tensor has integers or small numbers."""
+    """Return a tensor of the same shape with simple numbers, such as 1, 2 and 3.
+
+    Return None if the tensor has integers, or already has these numbers.
+    """
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # integers may be indices
     counted = torch.arange(1, tensor.numel() + 1, device=tensor.device) % 8

@@ -15,12 +15,12 @@ from torchop.testing._check.relations import are_distinct, with_valid_integers
 
 
 def sizes(example: Example) -> list[int]:
-    """Return the distinct sizes of all dimensions."""
+    """Return the sizes that dimensions of the example have, each size once."""
     return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Resize a dimension: remove elements at the end, or append repetitions."""
+    """Resize a dimension. Remove elements at the end, or repeat the elements."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -30,7 +30,9 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Replace sizes in all tensors, so that dimensions with equal sizes stay equal.
+    """Change sizes in all tensors of an example, so that dimensions of equal size stay equal.
+
+    `changes` maps old sizes to new sizes.
 
     Raises:
         CannotCheck: integer arguments cannot be adapted, or an empty dimension would grow.
@@ -49,7 +51,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each change with the resized example, and skip changes that cannot be made."""
+    """Yield each change, and the example resized by it. Skip changes that cannot be made."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
@@ -60,18 +62,21 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
     return ", ".join(f"size {size} changed to {new}" for size, new in changes.items())
 
 
-# Sizes that are one larger than a common block or grid size.
+# Sizes that are one larger than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-_MOST_ELEMENTS = 2**19  # in an example or in the results, to keep calls below a second
+# The largest number of elements in an enlarged example, and in its results. It keeps calls below
+# one second.
+_MOST_ELEMENTS = 2**19
 
 
 def larger_sizes(
     example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
 ) -> list[dict[int, int]]:
-    """Return changes that each enlarge one size beyond a common block size.
+    """Return changes of sizes, each of which enlarges one size beyond a block size of kernels.
 
-    The number of distinct indices does not change, because the indexed size limits it. Sizes that
-    would make the `results` too large, as for an outer product, do not change either.
+    If a tensor contains distinct indices, its size is not enlarged, because there may not be that
+    many valid indices. A size is also not enlarged if the example or the `results` would become too
+    large, as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

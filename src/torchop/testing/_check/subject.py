@@ -1,4 +1,4 @@
-"""The operator under test, with its examples and the calls that checks have made."""
+"""The operator that is being checked, with its examples and the calls that checks have made."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from torchop.testing.process_state import restored
 
 
 class Subject:
-    """The operator under test, with its examples and the properties that checks depend on.
+    """The operator that is being checked, with its examples and with properties that checks use.
 
     Raises:
         MissingRuleError: no examples were passed or registered.
@@ -67,9 +67,11 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The check that reported a schema violation. Other checks skip calls with this violation.
+        # The name of the check that reported that a call violates the schema, if any. Other checks
+        # skip calls that violate the schema instead of reporting the violation again.
         self.broken_in: str | None = None
-        # The number of calls that `valid` rejected, shared by copies of this subject.
+        # The number of calls that the predicate `valid` of `register_examples` rejected. Copies of
+        # this object share this counter.
         self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
@@ -78,11 +80,13 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # The provider under test, and the reason why it cannot run; None for the reference.
+        # The provider whose kernel is checked, or None for the reference kernel, and the reason why
+        # the provider cannot run here, if any.
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # Detached and contiguous, because variants choose the layout and what requires grad.
+        # These are detached and contiguous, because variants choose the layouts and the tensors
+        # that require grad.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
         self._calls: dict[Case, Call] = {}
@@ -108,7 +112,7 @@ class Subject:
         return self.name
 
     def with_provider(self, provider: Provider, unsupported: str) -> Subject:
-        """Return a copy of this object for the kernel of a provider, without recorded calls."""
+        """Return a copy of this object for the kernel of a provider. It has no recorded calls."""
         made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
@@ -121,7 +125,9 @@ class Subject:
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Return whether `valid` of `register_examples` accepts a call. Count rejected calls.
+        """Return whether the predicate `valid` of `register_examples` accepts a call.
+
+        Also count the calls that it rejects.
 
         Raises:
             ValidError: `valid` raised an exception, or did not return a bool.
@@ -131,9 +137,9 @@ class Subject:
         return answer
 
     def declined(self, example: Example) -> str | None:
-        """Return why the provider under test does not support a call.
+        """Return why the provider does not support a call.
 
-        Return None if it supports the call, or if no provider is under test.
+        Return None if the provider supports the call, or if the reference kernel is checked.
         """
         if self.provider is None:
             return None
@@ -149,16 +155,17 @@ class Subject:
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases that a variant generates, the same objects each time.
+        """Yield the cases that a variant generates. Yield the same objects each time.
 
         Raises:
-            CannotCheck: the variant does not apply to an example. Raised after the last case.
+            CannotCheck: the variant cannot change one of the examples. Raised after the last case.
         """
         if variant.name not in self._cases:
             found: list[Case] = []
             problem = None
             base = self.of_reference
-            # Only the unchanged calls also use examples for which the operator raises.
+            # The variants in the group "plain" do not change examples, and also use examples that
+            # the operator rejects. Other variants only use examples that the operator accepts.
             is_plain = variant.group == "plain"
             for example in base.examples if is_plain else base.accepted(most=variant.most):
                 try:
@@ -173,7 +180,7 @@ class Subject:
             raise problem
 
     def call(self, case: Case) -> Call:
-        """Return the call of a case. All probes of the case share the same `Call`.
+        """Return the call of a case. All probes of a case use the same `Call` object.
 
         Raises:
             CannotCheck: the example cannot be changed in this way, or `valid` rejects the call.
@@ -186,22 +193,25 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Let `Subject.call` return an existing call for this case, and return the case."""
+        """Store an existing call as the call of a case, for `Subject.call`. Return the case."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Let the calls of an example in all layouts share one call on contiguous copies."""
+        """Compute the expected outcome of an example only once, for the calls in all layouts.
+
+        The expected outcome is the outcome of a call on contiguous copies.
+        """
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
             self._outcomes.append((example, Call(self.op, *example)))
         (made,) = (made for known, made in self._outcomes if known is example)
-        with contextlib.suppress(Exception):  # the probe repeats the call, and raises its exception
+        with contextlib.suppress(Exception):  # the probe will repeat the call, and raise then
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
-        """Return the exception that the operator raises for an example; None if it succeeds.
+        """Return the exception that the operator raises for an example, or None if it succeeds.
 
         Return CannotCheck if the provider or `valid` of `register_examples` rejects the example.
         """
@@ -213,7 +223,7 @@ class Subject:
 
     @functools.cached_property
     def first_calls(self) -> list[Call]:
-        """The first calls of the operator with the examples, one for each example."""
+        """For each example, the first call of the operator with this example."""
         calls = [Call(self.op, *example) for example in self.examples]
         for call in calls:
             if self.declined(call.example) is None:
@@ -222,7 +232,7 @@ class Subject:
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
-        """Return the first `most` examples for which the operator does not raise."""
+        """Return the first `most` examples that the operator accepts without an exception."""
         return [self.examples[place] for place in self._accepted[:most]]
 
     @functools.cached_property
@@ -260,16 +270,19 @@ class Subject:
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def names(self, example: Example) -> list[str]:
-        """Return the names of tensors in messages, such as "argument 'xs[1]'"."""
+        """Return a name for each tensor, for messages, such as "argument 'xs[1]'"."""
         return probes.argument_names(self.op, *example)
 
     def by_name(self, example: Example) -> Example:
-        """Return the example with all arguments as keywords."""
+        """Return the example with all arguments passed by keyword."""
         names = (argument.name for argument in self.schema.arguments)
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
-        """Return options to compare results, with the outcome of the reference, if any."""
+        """Return options for comparing the results of a call.
+
+        If the user passed a reference function, the options include its outcome as `expected`.
+        """
         options: dict[str, Any] = {"what": what, **self.tolerances}
         if self.is_random:
             options["values"] = False
@@ -283,17 +296,20 @@ class Subject:
         return options
 
     def has_kernel(self, *keys: str) -> bool:
-        """Return whether a kernel is registered at one of these dispatch keys."""
+        """Return whether a kernel exists at one of these keys or at CompositeImplicitAutograd."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:
-        """Return whether a kernel exists for a device type, not only a backend fallback."""
+        """Return whether the operator has its own kernel for a device type.
+
+        A backend fallback is not a kernel of the operator.
+        """
         if kernels := self.operator.kernels:
             return not {device_type, "every device"}.isdisjoint(kernels)
         return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
 
     def needs_fixed_results(self) -> None:
-        """Raise CannotCheck if results are random and cannot be compared."""
+        """Raise CannotCheck if results are random, so that they cannot be compared."""
         if self.is_random:
             raise CannotCheck("results are random")
 
@@ -303,13 +319,13 @@ class Subject:
             raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
-        """Raise CannotCheck if the operator has no fake kernel, or it raises for the examples."""
+        """Raise CannotCheck if there is no fake kernel, or if it raises for an example."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:
-        """The reason why the fake kernel fails for the examples; None if it succeeds."""
+        """The reason why the fake kernel fails for an example, or None if it succeeds for all."""
         with contextlib.suppress(CannotCheck):  # the operator refuses every example
             for example in self.accepted():
                 problem = self.problem_of_fake(example)
@@ -318,7 +334,7 @@ class Subject:
         return None
 
     def problem_of_fake(self, example: Example) -> str | None:
-        """Return why the fake kernel fails for an example; None if it succeeds."""
+        """Return why the fake kernel fails for an example, or None if it succeeds."""
         try:
             self._run_fake(example)
         except Exception as error:
@@ -362,7 +378,9 @@ class Subject:
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
-        """The double examples, or float32 examples if the operator does not support double.
+        """Examples with tensors that require grad, in double if the operator supports double.
+
+        Otherwise, they are in float32.
 
         Raises:
             CannotCheck: the operator has no gradient.
@@ -392,10 +410,11 @@ class Subject:
         return accepted
 
     def _as_given(self, number: int, example: Example) -> Example:
-        """Detach the tensors that do not require grad in the author's example.
+        """Detach the tensors of an example whose gradients should not be checked.
 
-        If no tensor of the author's example requires grad, detach only tensors that the operator
-        writes in addition to returning results, such as running statistics.
+        If some tensors of the author's example require grad, only these tensors still require grad
+        afterwards. Tensors that the operator writes, such as running statistics, are also detached,
+        unless the operator works in place.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):
@@ -408,7 +427,7 @@ class Subject:
 
 
 def _has_fakes(example: Example) -> bool:
-    """Return whether all tensors have a layout of which fake tensors exist, unlike CSR."""
+    """Return whether fake tensors support all layouts in an example. They do not support CSR."""
     try:
         with fake_tensors.new_fake_mode() as mode:
             example.map(mode.from_tensor)

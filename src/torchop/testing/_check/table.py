@@ -1,8 +1,8 @@
 """The table of all checks.
 
-A check generates calls, with variants or with a function of its own, and runs a probe on each. Its
-name consists of a family and a last part, such as `"memory.transposed"`. To add a check, add a row
-to `CHECKS`.
+A check generates calls of an operator, with variants or with its own function. On each call, it
+runs a probe, i.e. a function that raises if the operator is wrong. The name of a check consists of
+a family and a last part, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from torchop.testing._check.checks import (
 from torchop.testing._check.subject import Subject
 from torchop.testing._check.variants import VARIANTS
 
-# Returns the options of a probe for a call, or raises CannotCheck if the probe does not apply.
+# A function that returns the keyword arguments of a probe for one call. It raises CannotCheck if
+# the probe cannot be used for the call.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# Yields the cases of a check, and may add details to its result. If it raises CannotCheck before
-# the first case, the outcome of the check is "cannot be done".
+# A function that yields the cases of a check, and may add details to its result. If it raises
+# CannotCheck before the first case, the outcome of the check is "cannot be done".
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -44,12 +45,12 @@ class CheckKind:
     Attributes:
         name: the name, such as `"memory.transposed"`.
         question: the question that the check answers. Reports and the documentation print it.
-        cases: yields the calls to check.
-        probe: raises if a call is wrong. A case may have another probe.
-        options: returns the options of the probe.
-        of_kernel: whether to repeat the check for a provider's kernel.
-        is_costly: whether the check compiles programs. Such checks run last.
-        takes_refused: whether the probe also runs on calls that raise.
+        cases: a function that yields the calls to check.
+        probe: a function that raises if a call is wrong. A case may have its own probe instead.
+        options: a function that returns the keyword arguments of the probe.
+        of_kernel: a function that returns whether to repeat the check for the kernel of a provider.
+        is_costly: whether the check compiles programs. Costly checks run last.
+        takes_refused: whether to run the probe even if the operator raises in the call.
     """
 
     name: str
@@ -70,14 +71,10 @@ class CheckKind:
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """Return a check that runs a probe on the calls of variants.
+    """Return one check, as a tuple. It runs a probe on the calls that variants generate.
 
-    Args:
-        name: the name of the check.
-        options: keyword arguments of `CheckKind`, such as the probe.
-        variants: the names of variants, separated by spaces.
-        question: the question that the check answers.
-        more: more keyword arguments of `CheckKind`.
+    `variants` contains the names of variants, separated by spaces. `options` and `more` are keyword
+    arguments for `CheckKind`, such as the probe.
     """
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
@@ -94,7 +91,10 @@ def _of(
 
 
 def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[CheckKind, ...]:
-    """Return one check for each variant. `questions` has the names of variants as keys."""
+    """Return one check for each variant.
+
+    `questions` maps the name of a variant to the question that its check answers.
+    """
     items = questions.items()
     return tuple(c for name, text in items for c in _of(f"{family}.{name}", options, name, text))
 
@@ -102,8 +102,8 @@ def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[Check
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
     """Return one check for each function that yields cases.
 
-    The name of the check is the name of the function, and its question is the first line of the
-    docstring.
+    The name of the function is the last part of the check's name. The first line of its docstring
+    is the question that the check answers.
     """
     # With `python -OO`, functions have no docstrings.
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]
@@ -117,7 +117,10 @@ def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ..
 
 
 def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options of `same_as_contiguous`, with the outcome of the reference, if any."""
+    """Return the options of the probe `same_as_contiguous`.
+
+    If the user passed a reference function, the options include its outcome.
+    """
     options = subject.expectation(call.example, case.label)
     if "expected" not in options and case.group == "layout":
         subject.share_expected(call, case.example)
@@ -146,7 +149,7 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch uses one thread per 32,768 elements, so only large calls use several threads.
+    # PyTorch starts another thread for every 32,768 elements, so only large calls use several.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 
@@ -186,7 +189,7 @@ def _if_deterministic(provider: Provider) -> bool:
 # The table
 
 CHECKS: tuple[CheckKind, ...] = (
-    # Checks of contracts come first, because later checks may change the state of the operator.
+    # The "contracts" checks come first, because other checks may change the operator's state.
     *_of(
         "contracts.schema",
         _SCHEMA,

@@ -1,7 +1,7 @@
-"""Variants, which generate calls from the author's examples.
+"""Variants generate calls from the examples that the author of an operator wrote.
 
-A variant yields calls that differ from an example in one way, for example in memory layout or in
-values. `VARIANTS` lists the variants, in groups. The probes in `table.py` check each call.
+The calls of a variant differ from an example in one way, such as the memory layout or the values.
+`VARIANTS` lists all variants. `table.py` lists the checks that use them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cases = Iterator[Case]
 
 
 def all_and_each(items: Iterable[int]) -> list[list[int]]:
-    """Return a list with all items, then a list with each single item."""
+    """Return one list of all items, followed by a list for each single item."""
     every = list(items)
     singles = [[item] for item in every]
     return [every, *singles] if len(every) > 1 else singles
@@ -47,12 +47,12 @@ def _which(subject: Subject, example: Example, chosen: list[int], count: int) ->
 
 
 def plain(subject: Subject, example: Example) -> Cases:
-    """Yield the example with contiguous tensors."""
+    """Yield the example, whose tensors are contiguous."""
     yield Case("the example", example)
 
 
 def original(subject: Subject, example: Example) -> Cases:
-    """Yield the author's example with its original layouts."""
+    """Yield the author's example with its original memory layouts."""
     passed = subject.originals[subject.place(example)]
     yield Case("the example as it was passed", passed.map(Tensor.detach))
 
@@ -64,7 +64,7 @@ _WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negat
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """Give all tensors this layout, then each tensor alone."""
+    """Yield a case with all tensors in this layout, then a case for each single tensor."""
     places = set(range(len(example.tensors)))
     if not places:
         raise CannotCheck("no argument is a tensor")
@@ -82,7 +82,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
-    """Replace tensors by conjugate views. Real floating-point tensors become complex first."""
+    """Replace tensors by conjugate views. If none is complex, first convert them to complex."""
     if not any(t.dtype.is_complex for t in example.tensors):
         # float8 has no complex dtype.
         example = example.map(
@@ -106,7 +106,7 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
-    """Set all dimensions to `size`, then for each present size only the dimensions of this size."""
+    """Set all dimensions to `size`. In further cases, set only the dimensions of one old size."""
     chosen = all_and_each([n for n in sizes(example) if n != size])
     if not chosen:
         raise CannotCheck("no tensor has a dimension")
@@ -131,13 +131,13 @@ def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
-    """Give dimensions of size 1 odd strides, because kernels must ignore these."""
+    """Give dimensions of size 1 unusual strides. Kernels must ignore these."""
     for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
         yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
 
 
 def zero_dim(subject: Subject, example: Example) -> Cases:
-    """Replace tensors by 0-dim tensors with their first element."""
+    """Replace tensors by 0-dim tensors that contain their first element."""
     tensors = example.tensors
     places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
     places = [place for place in places if not has_fixed_values(tensors[place], example)]
@@ -163,7 +163,7 @@ def is_float(tensor: Tensor) -> bool:
 
 
 def in_dtype(dtype: torch.dtype, example: Example) -> Example:
-    """Return the example with floating-point and complex tensors in another dtype."""
+    """Return the example with its floating-point and complex tensors converted to a dtype."""
 
     def change(tensor: Tensor) -> Tensor:
         if not is_float(tensor):
@@ -212,7 +212,7 @@ def precisions(subject: Subject, example: Example) -> Cases:
 
 
 def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
-    """Add noise, relative to each element, that a dtype with fewer digits cannot represent."""
+    """Change each element a little, so that a dtype with fewer digits cannot represent it."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -235,8 +235,8 @@ def _needs_float(example: Example) -> None:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# For each kind of special numbers, a description and a function from the limits of a dtype to the
-# sets of numbers to try.
+# For each kind of special numbers, a description, and a function that takes the limits of a dtype
+# and returns lists of numbers. The numbers of one list are put into one tensor.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
@@ -247,7 +247,7 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # The maximum and the minimum are in separate sets. With both in one tensor, a sum would
+        # The maximum and the minimum are in separate lists. With both in one tensor, a sum would
         # depend on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
@@ -255,7 +255,7 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
 
 
 def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
-    """Replace every `step`-th element by one of these numbers."""
+    """Replace every `step`-th element by the next of these numbers."""
     flat = tensor.flatten().clone()
     places = range(0, flat.numel(), step)
     for index, place in enumerate(places):
@@ -279,7 +279,11 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 
 
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
-    """Return a non-contiguous layout, or the contiguous one if the unchanged call fails in it."""
+    """Return a non-contiguous layout.
+
+    If the call with the example's own values already fails in this layout, return the contiguous
+    layout instead.
+    """
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
         call = subject.call(Case("", example, layout))
@@ -308,7 +312,7 @@ def _may_be_places(integers: Tensor, example: Example) -> bool:
 
 
 def scalars(subject: Subject, example: Example) -> Cases:
-    """Replace numbers by values that kernels often treat as special cases, and invert bools."""
+    """Replace numbers with values that kernels often treat as special cases, and invert bools."""
     named = subject.by_name(example)
     for name, value in named.kwargs.items():
         others: set[Any] = set()
@@ -317,9 +321,10 @@ def scalars(subject: Subject, example: Example) -> Cases:
         elif type(value) is float:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
-            # Only for operators in Python, because C++ operators may require particular integers.
-            # If all elements of an integer tensor are smaller than this number, they may be indices
-            # and the number their limit. A smaller number would make them invalid, so enlarge it.
+            # Change integers only for operators written in Python, because C++ operators may
+            # require particular integers. If all elements of an integer tensor are smaller than
+            # this number, they may be indices, and the number may be their limit. A smaller limit
+            # would make them invalid, so only increase the number.
             indices = filter(probes.has_integers, named.tensors)
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
@@ -353,7 +358,8 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", longer=longer),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
-    # Smaller than "blocks", for checks of fake kernels in Python, which may loop over elements.
+    # Smaller than "blocks", for checks of fake kernels. A fake kernel in Python may be slow for
+    # large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),

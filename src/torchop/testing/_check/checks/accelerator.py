@@ -1,4 +1,4 @@
-"""Checks on an accelerator: agreement with the CPU, and graph capture."""
+"""Checks on an accelerator. They compare it with the CPU, and capture calls into graphs."""
 
 from __future__ import annotations
 
@@ -44,11 +44,8 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
     The graph is replayed with the captured values, then with other values in the same tensors. If
     tensors require grad, the graph contains the backward, and gradients are compared.
 
-    Args:
-        call: the call to capture.
-        device_type: the type of the accelerator.
-        others: arguments of calls to make between capture and replay. These calls must not
-            invalidate memory that the graph uses.
+    `others` contains the arguments of calls to make between capture and replay. These calls must
+    not invalidate memory that the graph uses.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     to_device = operator.methodcaller("to", device)
@@ -63,7 +60,8 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # An error during capture invalidates the graph, and the graph raises a second error.
+            # An error during capture invalidates the graph, and the graph then raises a second
+            # error. Report the first error.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
                 f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
@@ -150,7 +148,8 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Larger calls, because a kernel may reallocate a cached workspace.
+        # Also make larger calls, because a kernel may then reallocate a workspace that the graph
+        # uses.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

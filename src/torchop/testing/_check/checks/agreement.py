@@ -1,4 +1,4 @@
-"""Probes of providers: agreement with the reference kernel, and soundness of `supports`."""
+"""Probes that check the kernels of providers, i.e. alternative kernels of an operator."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from torchop.testing.process_state import process_state, restored, seed_all
 
 
 def only(op: OpOverload, name: str) -> priority:
-    """Return a context where the operator runs one provider's kernel, if it supports the call."""
+    """Return a context manager that makes the operator run the kernel of one provider.
+
+    If the provider does not support a call, the operator runs another kernel.
+    """
     return in_order({op.name(): [name]})
 
 
 def in_order(orders: Any) -> priority:
-    """Return a `torchop.priority` context with these priorities, and no other restrictions.
+    """Return a `torchop.priority` context manager with these priorities and no restrictions.
 
-    Restrictions of outer contexts, such as `deterministic_only`, do not apply in this context.
+    Restrictions from outer contexts, such as `deterministic_only`, do not apply inside it.
     """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
@@ -38,9 +41,9 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    The default tolerances are the defaults of `torch.testing.assert_close`. A result of less than
-    64 bits may differ by more than the tolerance if its error is at most twice the error of the
-    reference. Both errors are differences from the reference in double.
+    By default, the tolerances are the defaults of `torch.testing.assert_close`. A result in float32
+    or a smaller dtype may differ by more if its error is at most twice the error of the reference.
+    The errors are measured against the result of the reference in double.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -54,7 +57,7 @@ def agrees_with_reference(
             raise AssertionError(f"{what} raises {reason(error)}.") from error
         actual = actual[: len(expected)]
     else:
-        record = call.record  # the caller sets the priority, so the provider's kernel runs
+        record = call.record  # of the provider's kernel, because the caller sets the priority
         if record.error is not None:
             raise record.error
         if record.around:
@@ -78,9 +81,9 @@ def agrees_with_reference(
 def _as_near_as_reference(
     call: Call, actual: list[Any], expected: list[Any], declared: Mapping[Any, Any]
 ) -> list[bool]:
-    """Return for each result whether its error is at most twice the error of the reference.
+    """For each result, return whether its error is at most twice the error of the reference.
 
-    Both errors are differences from the outcome of the reference in double.
+    The errors are measured against the results of the reference in double.
     """
 
     def is_near(one: Any, other: Any, double: Any) -> bool:
@@ -122,31 +125,29 @@ def reference_outcome(call: Call) -> list[Any]:
 
 
 def provider_of(call: Call, name: str) -> Provider:
-    """Return the provider's kernel for the device of a call."""
+    """Return the provider of this name whose kernel is for the device of a call."""
     device = next((t.device.type for t in call.tensors), "cpu")
     found = [each for each in providers_of(call.op) if each.name == name]
     return min(found, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
 def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Check that gradients computed with a provider's kernels agree with the reference kernel's."""
+    """Check that gradients are the same with the kernels of a provider and with the reference."""
     function, inputs = call.function()
     tolerance = {torch.double: (1e-7, 1e-7), **provider_of(call, provider).tolerance}
     with in_order({"*": [REFERENCE]}):
         expected = probes.gradients(function, inputs)
-    with in_order({"*": [provider]}):  # also operators that the formula calls
+    with in_order({"*": [provider]}):  # also for the operators that the formula calls
         actual = probes.gradients(function, inputs)
     what = f"gradients with the provider {provider!r}"
     probes.assert_same(actual, expected, what, tolerance=tolerance, rtol=rtol, atol=atol)
 
 
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
-    """Check that the result for a row has the same bits alone and at each position of a batch.
+    """Check that the result for a row has the same bits whether it is computed alone or in a batch.
 
-    Args:
-        call: the call.
-        provider: the name of the provider.
-        batched: the indices of the tensors whose rows are the batch.
+    Batches of different sizes are tried, with the row at different positions. `batched` contains
+    the indices of the tensors whose first dimension is the batch dimension.
 
     Raises:
         CannotCheck: the reference does not compute results row by row.
@@ -183,12 +184,10 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
-    """Check that `supports` depends only on arguments, and rejects calls that the kernel rejects.
+    """Check the function `supports` of a provider.
 
-    Args:
-        call: the call.
-        provider: the name of the provider.
-        first: the value that `supports` returned first in this process, if known.
+    It must depend only on its arguments, and reject all calls that the kernel rejects. `first` is
+    the value that `supports` returned for this call before, if known.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
@@ -246,7 +245,8 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor by zeros of the same shape, and return other tensors unchanged.
 
-    `supports` can read the data of sparse tensors, and must not depend on it.
+    `supports` cannot read the data of dense tensors. It can read the data of sparse tensors, but
+    its result must not depend on the data.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

@@ -1,4 +1,4 @@
-"""Checks of calls in vmap, torch.func, autocast, inference mode, and with subclasses."""
+"""Checks of calls under transforms and modes such as vmap and autocast, and on subclasses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def compiles_in_vmap(call: Call) -> None:
 
 
 def maps_gradients_like_a_loop(call: Call) -> None:
-    """Check that per-sample gradients, `vmap` of `grad`, agree with a loop."""
+    """Check that per-sample gradients, computed by `vmap` of `grad`, agree with a loop."""
     function, inputs = call.function()
     others = [t for t in call.other_values().tensors if t.requires_grad]
     batched = [torch.stack(pair).detach() for pair in zip(inputs, others, strict=True)]
@@ -103,7 +103,7 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 
 
 def runs_in_autocast(call: Call) -> None:
-    """Check that a call under autocast has the same outcome as without, or with inputs cast."""
+    """Check that a call under autocast agrees with a plain call, or with a call on cast inputs."""
     tensors = call.tensors
     device = tensors[-1].device
     lower = torch.get_autocast_dtype(device.type)
@@ -119,7 +119,8 @@ def runs_in_autocast(call: Call) -> None:
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # Autocast applies to each PyTorch call inside the kernel, so values are rounded in between.
+    # Autocast may also apply to PyTorch functions inside the kernel, so intermediate values may be
+    # rounded.
     ways += [(*each, probes.rounding(lower, actual)) for each in choices]
     for dtype, places, tolerances in ways:
         try:
@@ -145,10 +146,10 @@ def runs_in_inference_mode(call: Call) -> None:
 
 
 def takes_subclasses(call: Call) -> None:
-    """Check that passing tensor subclasses that only forward calls does not change the outcome."""
+    """Check that the outcome is the same for tensor subclasses that only forward calls."""
 
     class PassingFunctionTensor(torch.Tensor):
-        """A subclass with the default `__torch_function__`, which only forwards calls."""
+        """A subclass with the default `__torch_function__`. It only forwards calls."""
 
     with torch.no_grad():
         expected = call.again()
@@ -165,13 +166,14 @@ def takes_subclasses(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases. The report prints the first line of each docstring, the question that the check answers.
+# Functions that yield the cases of checks. The first line of a docstring is the question that the
+# check answers. Reports print this question.
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
     """Does vmap agree with a loop?
 
-    Cases vary the mapped tensors and dimensions.
+    The cases map different tensors, and different dimensions of the tensors.
     """
     subject.needs_vmap()
     if subject.is_random:
@@ -236,7 +238,8 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
-        # torch.library.custom_op does not support functorch; torchop raises for mutable operators.
+        # Operators of torch.library.custom_op do not support torch.func, and neither do mutable
+        # operators of torchop.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:
@@ -252,7 +255,7 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def autocast(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does autocast change nothing, or cast some of the inputs?"""
+    """Does a call under autocast agree with a call on plain or cast inputs?"""
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)

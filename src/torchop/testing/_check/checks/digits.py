@@ -1,4 +1,4 @@
-"""Checks of precision, and of default values of float arguments."""
+"""Checks of the precision of results, and of the default values of float arguments."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def _in_double(tensor: Tensor) -> Tensor:
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
     """Check that the result agrees with the result in double, up to the precision of the dtype.
 
-    Without tolerances, the acceptable error is estimated: each input changes by one unit in the
-    last place of the dtype, and the largest change of the results in double is the bound.
+    If no tolerances are given, the acceptable error is estimated. For the estimate, each input is
+    changed by about one unit in the last place of its dtype. The more this changes the results in
+    double, the larger is the acceptable error.
     """
 
     def moved(share: float) -> Any:
-        """Return the outcome in double, after changing each input by `share` of one unit."""
+        """Return the outcome in double, with inputs changed by `share` units in the last place."""
         example = call.changed(
             lambda t: (
                 t.double() * (1 + share * torch.finfo(t.dtype).eps * probes.signs_like(t))
@@ -112,8 +113,8 @@ def keeps_digits_of_half(call: Call) -> None:
 def keeps_float_arguments(call: Call, name: str) -> None:
     """Check that the kernel reads a float argument as a double, not as float32.
 
-    A change of the argument by 2**-32 is lost in float32. If a change by 2**-20 changes every
-    result, a change by 2**-32 must change the results too.
+    If a relative change of the argument by 2**-20 affects every element of a result, then a change
+    by 2**-32 must affect the result too. In float32, the change by 2**-32 would be lost.
     """
     value = call.kwargs[name]
 
@@ -145,10 +146,11 @@ def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def uses_its_default(call: Call, name: str) -> None:
-    """Check that the kernel's default of an argument is the default in the schema.
+    """Check that the default of an argument is the same in the kernel and in the schema.
 
-    The dispatcher drops an argument that equals the schema's default, so the kernel's default
-    applies. A call that passes almost the schema's default must give the same results.
+    If a caller passes the default in the schema, the dispatcher drops the argument, and the kernel
+    uses its own default. So a call without the argument must agree with a call that passes a number
+    very close to the default in the schema.
     """
     near = call.example.kwargs[name]
     kwargs = {k: v for k, v in call.kwargs.items() if k != name}

@@ -106,9 +106,10 @@ _CONTIGUOUS = (
 def fakes_on_the_device(call: Call, device: str) -> None:
     """Check that the fake kernel returns floating-point tensors on the device of the arguments.
 
-    Fake tensors have no memory, so the device need not exist. A result on the CPU is an error only
-    if it follows the default device in a second call: then the fake kernel omitted `device=`. A
-    result that stays on the CPU in both calls is on the CPU on purpose.
+    Fake tensors have no memory, so the device need not exist. The fake kernel is called twice, and
+    `device` is the default device in the second call. If a result is on `device` only in the second
+    call, the fake kernel creates it without `device=`. If it is on another device in both calls,
+    the fake kernel puts it there on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
@@ -136,7 +137,7 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 
 
 def compiles_the_same(call: Call, gradients: bool = False) -> None:
-    """Check that a compiled call with dynamic sizes agrees with eager mode, gradients included."""
+    """Check that a call compiled with dynamic sizes agrees with a call in eager mode."""
     places = probes.written_places(call.op)
 
     def program(args: Any, kwargs: Any) -> list[Any]:
@@ -166,9 +167,7 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
 def exports_the_same(call: Call, dynamic: Any = ()) -> None:
     """Check that an exported, saved and loaded program agrees with the call.
 
-    Args:
-        call: the call.
-        dynamic: the sizes to export as dynamic, in every dimension that has one of them.
+    Every dimension with a size in `dynamic` is exported as dynamic.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 
@@ -192,7 +191,10 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 
 
 def registers_autograd(call: Call) -> None:
-    """Check that results do not require grad if no kernel is registered at an autograd key."""
+    """Check that results do not require grad if no kernel is registered at an autograd key.
+
+    If they do, autograd has recorded the functions that the kernel calls.
+    """
     args, kwargs = call.example.copy()
     try:
         with optests.without_autograd_fallback():
@@ -209,7 +211,8 @@ def registers_autograd(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases. The report prints the first line of each docstring, the question that the check answers.
+# Functions that yield the cases of checks. The first line of a docstring is the question that the
+# check answers. Reports print this question.
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:
@@ -301,7 +304,7 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _open_sizes(subject: Subject, example: Example) -> list[int]:
-    """Return the sizes of an example that can be changed without the kernel raising."""
+    """Return the sizes of an example that can be increased without making the kernel raise."""
 
     def is_open(size: int) -> bool:
         resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]

@@ -1,4 +1,4 @@
-"""Checks of gradients: finite differences, other ways to compute them, and saved tensors."""
+"""Checks that gradients are right, and that backward detects writes to saved tensors."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from torchop.testing.process_state import seed_torch
 def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
     """Check gradients with finite differences.
 
-    If they disagree, the inputs may lie where the function has a kink, such as relu at 0. So the
-    check is repeated at nearby inputs.
+    If they disagree, the function may have a kink at these inputs, like relu at 0. So the check is
+    repeated at nearby inputs.
     """
     function, inputs = call.function()
     check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
@@ -107,7 +107,7 @@ def gradients_are_numbers(call: Call, what: str) -> None:
 def slopes_are_right(call: Call) -> None:
     """Check gradients in float32 with finite differences, in one direction, at three points.
 
-    They must agree at one of the points only, because the function may have kinks at the others.
+    It is enough if they agree at one point, because the function may have kinks at the others.
     """
     function, _ = call.function()
     problem: RuntimeError | None = None
@@ -162,7 +162,7 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # In the caller's context, because the provider priority is a context variable.
+    # Run the thread in a copy of the caller's context, because it contains the provider priority.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:
@@ -188,7 +188,7 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
-# Ways to compute the gradients of a call. All must agree.
+# Different ways to compute the gradients of a call. All must agree.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
     "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,
@@ -197,7 +197,10 @@ WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
 
 
 def same_gradients(call: Call, ways: Sequence[str]) -> None:
-    """Check that autograd's gradients agree with gradients computed in `ways`, keys of `WAYS`."""
+    """Check that autograd's gradients agree with gradients computed in other ways.
+
+    `ways` contains keys of `WAYS`.
+    """
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -206,7 +209,8 @@ def same_gradients(call: Call, ways: Sequence[str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases. The report prints the first line of a check's docstring, the question that it answers.
+# Functions that yield the cases of checks. The first line of a docstring is the question that the
+# check answers. Reports print this question.
 
 gradient_case = functools.partial(Case, group="gradient")
 
@@ -237,7 +241,10 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 
 def trainable_example(subject: Subject) -> Example | None:
-    """Return the first example with tensors that require grad; None without a formula."""
+    """Return the first example, with its floating-point tensors requiring grad.
+
+    Return None if the operator writes arguments, or has no autograd formula.
+    """
     if subject.schema.is_mutable:
         return None
     try:
@@ -256,7 +263,7 @@ def requiring_grad(example: Example) -> Example:
 
 
 def _needs_digits(subject: Subject) -> None:
-    """Raise CannotCheck if results have too few digits for finite differences."""
+    """Raise CannotCheck if results are not precise enough for finite differences."""
     function, inputs = Call(subject.op, *subject.double_examples[0]).function()
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
@@ -267,7 +274,7 @@ def _needs_digits(subject: Subject) -> None:
 
 
 def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do gradients agree with finite differences, also broadcast and with 0 elements?"""
+    """Do gradients agree with finite differences, also for broadcast and empty tensors?"""
     needs_formula(subject)
     if not subject.takes_double:
         details["precision"] = "float32, because the operator does not support double"
@@ -284,17 +291,19 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes):
             yield gradient_case(
-                sizes_changed(change), _leaf(empty, example), probe=gradients_are_right
+                sizes_changed(change), _requiring_grad_as(empty, example), probe=gradients_are_right
             )
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
-            ("integers all the same", "expanded", _of_reads(example)),
+            ("integers all the same", "expanded", _indices_that_may_repeat(example)),
         ):
             arrange = functools.partial(_laid_out, layout, places)
             yield gradient_case(label, example, arrange, probe=gradients_are_right)
         for place, tensor in enumerate(example.tensors):
             if tensor.requires_grad and tensor.layout is torch.strided:
-                zeros = _leaf(example.replace(place, torch.zeros_like(tensor)), example)
+                zeros = _requiring_grad_as(
+                    example.replace(place, torch.zeros_like(tensor)), example
+                )
                 what = f"{subject.names(example)[place]} full of zeros"
                 yield gradient_case(
                     what, zeros, probe=gradients_are_numbers, options={"what": what}
@@ -314,21 +323,21 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """Yield the example with one dimension of one tensor narrowed to size 1."""
+    """Yield examples with one dimension of one tensor narrowed to size 1."""
     tensors = example.tensors
     for place, tensor in enumerate(tensors if len(tensors) > 1 else ()):
         for dim, size in enumerate(tensor.shape[:3]):
             if size > 1 and tensor.dtype.is_floating_point:
                 label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
-                yield label, _leaf(example.replace(place, narrow), example)
+                yield label, _requiring_grad_as(example.replace(place, narrow), example)
 
 
-def _of_reads(example: Example) -> list[int]:
-    """Return the indices of integer tensors whose elements may be equal, such as gather indices.
+def _indices_that_may_repeat(example: Example) -> list[int]:
+    """Return the positions of integer tensors whose elements may be equal, such as gather indices.
 
-    An operator may require distinct scatter indices. Scatter indices have one element for each row
-    of another tensor, so integer tensors with such a number of elements are left out.
+    An operator may require scatter indices to be distinct. An integer tensor probably contains
+    scatter indices if it has one element for each row of another tensor, and is then left out.
     """
     floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
     lengths = {size for tensor in floats for size in tensor.shape}
@@ -339,14 +348,14 @@ def _of_reads(example: Example) -> list[int]:
     ]
 
 
-def _leaf(example: Example, before: Example) -> Example:
-    """Return the example where the tensors require grad that require grad in `before`."""
+def _requiring_grad_as(example: Example, before: Example) -> Example:
+    """Return the example with requires_grad set on the same tensors as in `before`."""
     pairs = zip(example.tensors, before.tensors, strict=True)
     return example.with_tensors([t.detach().requires_grad_(o.requires_grad) for t, o in pairs])
 
 
 def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:
-    return _leaf(in_layout(layout, places)(example.map(torch.Tensor.detach)), example)
+    return _requiring_grad_as(in_layout(layout, places)(example.map(torch.Tensor.detach)), example)
 
 
 def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
@@ -374,7 +383,10 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def with_formula(subject: Subject, label: str, probe: Any, order: int = 1) -> Iterator[Case]:
-    """Yield two trainable examples of an operator with a formula."""
+    """Yield a case for each of the first two trainable examples.
+
+    Raise CannotCheck if the operator has no autograd formula.
+    """
     needs_formula(subject, order)
     for example in subject.trainable_examples[:2]:
         yield gradient_case(label, example, probe=probe)

@@ -1,4 +1,4 @@
-"""Checks of backward: incoming gradients in other layouts, and inputs that require no grad."""
+"""Checks of backward with incoming gradients in other layouts and inputs that require no grad."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from torchop.testing.process_state import seed_torch
 
 
 def incoming_gradient(result: Tensor) -> Tensor:
-    """Return an incoming gradient for a result. Its elements differ from each other."""
+    """Return an incoming gradient for a result. All of its elements are different."""
     values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
     return values.reshape(result.shape).to(result.dtype)
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives by one tensor are the same if the others require no grad."""
+    """Check that second derivatives stay the same if some of the tensors require no grad.
+
+    The expected values are computed with all tensors requiring grad.
+    """
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -63,8 +66,8 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Layouts of incoming gradients. Each has a description, which names an operation whose backward
-# passes such gradients, and a function that copies a gradient into the layout.
+# Layouts of incoming gradients. Each has a phrase that names an operation whose backward passes
+# gradients in this layout, and a function that copies a gradient into this layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -77,8 +80,8 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
     """Repeat the first element along each dimension in `dims`, with stride 0.
 
-    The memory is as large as for a contiguous tensor, and filled with NaN. A kernel that ignores
-    the strides therefore reads NaN instead of memory out of bounds.
+    The memory has the size of a contiguous tensor, and the part that the strides do not use is NaN.
+    So a kernel that ignores the strides reads NaN, and does not read out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values
@@ -91,7 +94,7 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
     """Check that backward returns the same gradients if an incoming gradient has this layout.
 
-    One incoming gradient at a time has the layout. The gradients of other results are contiguous.
+    Only one incoming gradient has the layout at a time. The others are contiguous.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
@@ -124,7 +127,8 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
             raise AssertionError(text) from error
         problem = _difference(actual, expected, what)
-        # A backward that draws random numbers cannot be compared.
+        # If two calls of backward with equal gradients also differ, backward draws random numbers,
+        # and cannot be compared.
         if problem and not _difference(backward(place, in_fresh_memory), expected, what):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
 
@@ -132,8 +136,8 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
     """Describe how two lists of gradients differ; return "" if they agree up to rounding."""
     try:
-        # A kernel may round differently in another layout. Ignored strides cause larger differences
-        # than the rounding of float16.
+        # A kernel may round differently in another layout. If it ignores strides, the differences
+        # are larger than the rounding of float16.
         tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
         probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:
@@ -159,7 +163,7 @@ def grad_strides(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def gradients_of_each_are_the_same(call: Call) -> None:
-    """Check that each gradient is the same if no other argument requires grad."""
+    """Check that each argument gets the same gradient if it is the only one that requires grad."""
     function, inputs = call.function()
     together = probes.gradients(function, inputs)
     for place, expected in enumerate(together):

@@ -1,4 +1,4 @@
-"""Checks of a call's side effects on the process, on later calls, and on other threads."""
+"""Checks of the side effects of a call on the process, on later calls and on other threads."""
 
 from __future__ import annotations
 
@@ -54,11 +54,8 @@ def _differ(actual: Any, expected: Any) -> bool:
 def is_repeatable(call: Call, first: Any = None) -> None:
     """Check that calls with the same arguments return the same bits.
 
-    Makes 5 to 300 calls, for about 0.2 seconds.
-
-    Args:
-        call: the call.
-        first: the outcome of the first call in the process. By default, the probe makes a call.
+    Make calls for about 0.2 seconds, at most 300. Compare their results with `first`, the outcome
+    of the first call in the process, or by default with another call.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -89,7 +86,10 @@ def draws_from_its_generator(call: Call) -> None:
 
 
 def draws_anew(call: Call) -> None:
-    """Check that results change with the seed, or that the call advances a generator."""
+    """Check that the call draws random numbers.
+
+    Either its results depend on the seed, or it advances a generator.
+    """
     results = []
     for seed in range(16):
         seed_all(seed)
@@ -113,8 +113,8 @@ def has_no_memory(call: Call, others: Any) -> None:
             with contextlib.suppress(Exception):  # failed calls must not change results either
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # A kernel may cache results by address. So change the values of tensors in place, and compare
-    # with a call on copies of the new values at other addresses.
+    # A kernel may wrongly cache results by the address of its arguments. So change the values of
+    # the tensors in place, and compare with a call on copies at other addresses.
     try:
         call.changed(_minus_twice)
     except CannotCheck:
@@ -122,7 +122,7 @@ def has_no_memory(call: Call, others: Any) -> None:
     same = tuple(call.example.copy())
     probes.outcome(call.op, *same)
     probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
-    # 32 copies, because the allocator may place a few at the address of an earlier argument.
+    # Make 32 copies, because the allocator may place some at the address of an earlier argument.
     elsewhere = [probes.copies(same) for _ in range(32)]
     try:
         here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
@@ -137,7 +137,7 @@ def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def keeps_no_input(call: Call) -> None:
-    """Check that the memory of the arguments can be freed after the call."""
+    """Check that the operator does not keep the memory of its arguments alive after the call."""
     names = iter(call.names)
     watched = []
 
@@ -170,22 +170,25 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # The first run may also fill caches, so only growth in a second run is a leak.
+    # In a first run, memory may also grow because caches fill. Only growth in a second run is a
+    # leak.
     if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
         raise AssertionError(f"memory grows with every {calls // 4} calls: {growths}.")
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """Return the counters that indicate a leak, with their growth in each window of `each` calls.
+    """Measure several counters after every `each` calls, and return those that indicate a leak.
 
-    Such a counter grows in every window, by about the same amount.
+    A counter indicates a leak if it grows every time, by about the same amount. The values of the
+    result are the amounts.
     """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # A full collection clears CPython's free lists, such as 2,000 tuples of each length. Freezing
-    # keeps it fast, because it then skips all older objects.
+    # Only a full garbage collection clears CPython's free lists, for example of 2,000 tuples of
+    # each length. Freeze all existing objects, because full collections skip frozen objects and
+    # are then fast.
     gc.freeze()
-    # For each counter, its getter and the growth per call from which it counts as a leak.
+    # For each counter, a function that reads it, and the smallest growth per call that is a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),
@@ -209,8 +212,8 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     growths: dict[str, list[int]] = {}
     for what, (_, limit) in counters.items():
         growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
-        # A leak grows by the same amount per window. Caches, for example of the backward thread,
-        # grow less with every window.
+        # A leak grows by the same amount every time. A cache, for example in the backward thread,
+        # grows less every time.
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth
     return growths
@@ -221,7 +224,7 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
     With `draws`, the call may advance random number generators.
     """
-    # Set the state to values that a kernel is unlikely to set, so that a write changes the state.
+    # Set the state to values that a kernel is unlikely to set, so that any write changes them.
     seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
@@ -255,7 +258,8 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases. The report prints the first line of each docstring, the question that the check answers.
+# Functions that yield the cases of checks. The first line of a docstring is the question that the
+# check answers. Reports print this question.
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
@@ -263,7 +267,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call succeeded, so an exception of an equal call is a failure.
+        # The first call succeeded, so it is a failure if an equal call raises.
         yield Case(
             "the first call",
             example,
@@ -293,7 +297,7 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Return calls with other values, calls with other sizes, and calls with other examples."""
+    """Return the arguments of other calls: other values, other sizes and other examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
@@ -306,7 +310,7 @@ def _others(subject: Subject, examples: list[Example], arranged: Example) -> dic
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is the memory of arguments released?"""
+    """Is the memory of the arguments released after a call?"""
     for example in subject.accepted():
         if any(t.numel() for t in example.tensors):
             yield Case("the memory of the arguments", example, probe=keeps_no_input, shrink=False)
@@ -366,13 +370,13 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
                 right = expected[: len(result)]  # the results come before the written arguments
-                # With tolerances, because the number of OpenMP threads, and so the order of a sum,
-                # depends on the other call.
+                # Allow for rounding. The number of OpenMP threads depends on the other call, and
+                # the order of additions depends on the number of threads.
                 probes.assert_same(result, right, "in two threads", **tolerances)
         except BaseException as error:
             problems.append(error)
 
-    # In the caller's context, because the provider priority is a context variable.
+    # Run each thread in a copy of the caller's context, because it contains the provider priority.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs
@@ -391,7 +395,7 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
 
 
 def threads(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do two threads that call at once get the same results, and return?"""
+    """Do two threads that call the operator at the same time both get the right results?"""
     subject.needs_fixed_results()
     options: dict[str, Any] = subject.tolerances
     for example in subject.accepted(most=2):

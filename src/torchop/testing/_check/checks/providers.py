@@ -1,4 +1,4 @@
-"""Checks of providers, the alternative kernels of an operator."""
+"""Checks of providers, i.e. of alternative kernels of an operator."""
 
 from __future__ import annotations
 
@@ -46,21 +46,24 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
         )
         made = subject.with_provider(provider, unsupported)
         pairs = provider.tolerance.values()
-        if pairs:  # compare calls of this kernel with each other up to its declared tolerance
+        if pairs:  # calls of this kernel may differ from each other by its declared tolerance
             limits = map(max, zip(*pairs, strict=True))
             made.tolerances = dict(zip(("rtol", "atol"), limits, strict=True))
         yield made
 
 
 def order_of(subject: Subject) -> str | None:
-    """Return the name of the provider under test; None for an operator without providers."""
+    """Return the name of the provider whose kernel is checked.
+
+    Return None if the operator has no providers.
+    """
     if subject.provider is not None:
         return subject.provider.name
     return REFERENCE if providers_of(subject.op) else None
 
 
 def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Return a context where calls run the kernel of the provider under test."""
+    """Return a context manager that makes the operator run the kernel that is checked."""
     name = order_of(subject)
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
@@ -75,7 +78,7 @@ _COMPARED = [
 
 
 def declared(subject: Subject) -> Provider:
-    """Return the provider under test.
+    """Return the provider whose kernel is checked.
 
     Raises:
         CannotCheck: the operator has no provider.
@@ -86,7 +89,7 @@ def declared(subject: Subject) -> Provider:
 
 
 def compared(subject: Subject, details: Details) -> Iterator[Case]:
-    """Yield the cases of all variants, after recording each call with the reference kernel."""
+    """Yield the cases of all variants. For each case, first record a call of the reference."""
     base = subject.of_reference
     declared(subject)
     for variant in _COMPARED:
@@ -105,7 +108,7 @@ def _cases(base: Subject, variant: Variant) -> list[Case]:
 
 
 def provider_options(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options to compare a provider with the reference."""
+    """Return the options for comparing a provider with the reference."""
     values = {"values": False} if subject.is_random else {}
     return {"provider": declared(subject).name, **values, **subject.of_reference.tolerances}
 
@@ -151,14 +154,14 @@ def gradients(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def batch_invariant(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a row have the same bits alone and in batches?"""
+    """Is the result for a row the same, bit for bit, alone and in a batch?"""
     provider = declared(subject).name
     subject.needs_fixed_results()
     for example in subject.accepted():
         tensors = enumerate(example.tensors)
         lengths = {n: len(t) for n, t in tensors if probes.is_plain(t) and t.dim()}
         rows = next(iter(lengths.values()), 0)
-        # The tensors with as many rows as the first tensor have a batch dimension.
+        # Assume that a tensor has a batch dimension if it has as many rows as the first tensor.
         batched = [n for n, length in lengths.items() if length == rows]
         if rows:
             options = {"provider": provider, "batched": batched}

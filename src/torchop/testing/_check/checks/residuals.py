@@ -1,4 +1,4 @@
-"""Checks of residuals: kernel outputs that only the backward uses."""
+"""Checks of residuals, i.e. of kernel outputs that only the backward uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchop.testing._saved import saved_bytes
 
 
 def same_in_training(call: Call) -> None:
-    """Check that computing residuals does not change any bit of the result."""
+    """Check that a call has the same result, bit for bit, if it also computes residuals."""
     with torch.no_grad():
         expected = call.again()
     actual = call.again()
@@ -87,7 +87,7 @@ def every_residual_is_read(call: Call) -> None:
 
 
 def _training(call: Call) -> tuple[Any, Any]:
-    """Return the operator that also returns residuals, and the arguments for this call."""
+    """Return the helper operator that also returns residuals, and its arguments for this call."""
     op, (args, kwargs) = call.op, call.example
     definition = _definition(op)
     form = definition.declaration.residuals.training_form(definition)
@@ -106,13 +106,15 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Cases. The report prints the first line of the docstring, the question that the check answers.
+# The function that yields the cases of the check. The first line of the docstring is the question
+# that the check answers. Reports print this question.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
-    """Are residuals new tensors that setup_context reads and the fake kernel describes?
+    """Does setup_context read all residuals, and does the fake kernel describe them?
 
-    The check also compares the results of calls with and without residuals.
+    The check also detects residuals that a later call overwrites, and compares the results of calls
+    with and without residuals.
     """
     definition = _definition(subject.op)
     if definition is None or definition.declaration.residuals is None:
@@ -127,5 +129,6 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    args, kwargs = examples[0].copy()  # after all cases, because a wrong operator may raise here
+    # This is after all cases, because a wrong operator may raise here.
+    args, kwargs = examples[0].copy()
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Probes of the results of a call."""
+"""Probes that check the results of a call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
 
 
 def _in_zeros(call: Call) -> list[Any]:
-    """Return the outcome of the call where `torch.empty` returns zeros."""
+    """Return the outcome of another call, where `torch.empty` returns zeros."""
     if all(t.is_contiguous() for t in call.tensors if probes.is_plain(t)):
         return call.contiguous
     probes.free_zeros(probes.tensors_of(call.record.outcome))
@@ -75,7 +75,7 @@ def _in_zeros(call: Call) -> list[Any]:
 
 
 def keeps_its_schema(call: Call) -> None:
-    """Check that the call writes only arguments declared as mutated, and returns new memory."""
+    """Check that the call writes only to arguments declared as mutated, and returns new memory."""
     succeeds(call)
     if call.record.mutation is not None:
         raise call.record.mutation
@@ -120,7 +120,8 @@ def keeps_its_schema(call: Call) -> None:
 def _share_memory(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided or right.layout is not torch.strided:
         return left is right
-    # NumPy and DLPack wrap the same memory in a second storage.
+    # Compare the memory of the storages, because NumPy and DLPack create a second storage for the
+    # same memory.
     return overlap(left.untyped_storage(), right.untyped_storage())
 
 
@@ -143,8 +144,9 @@ def ignores_num_threads(
 ) -> None:
     """Check that results do not depend on the number of threads.
 
-    If the call `draws` random numbers, they may depend on the number of threads. If the call
-    `is_large`, the order of a sum and the choice between equal elements may depend on it too.
+    Two differences are allowed. If the call `draws` random numbers, each number of threads may give
+    different random numbers. If the call `is_large`, it uses several threads, so the order of
+    additions and the choice between equal elements may differ.
     """
 
     def outcome() -> Any:
@@ -160,8 +162,8 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # Not an error: enlarged arguments may be inconsistent, so that the kernel reads out of
-        # bounds and returns arbitrary values.
+        # This is not a failure, because enlarged arguments may be inconsistent. The kernel may then
+        # read out of bounds, and return arbitrary values.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
