@@ -11,7 +11,6 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # What is installed from a checkout, and how that is said where an index has torchop.
 _INSTALLED = (
-    (r"Run\s+`docker build` in a checkout of torchop, because[^.]*\.\s", ""),
     (r"WORKDIR /torchop\nCOPY \. \.\n", ""),
     (r"\s+(?:#\s+)?in\s+a\s+checkout\s+of\s+torchop", ""),
     (r"(?<!-e )'\.\[(\w+)\]'", r"'torchop[\1]'"),
