@@ -14,6 +14,14 @@ from tests.testing.zoo.specimen import define, floats_only, one, right
 # Tables, sorting, sampling
 
 
+def rounded_to_steps(x: Tensor) -> Tensor:
+    assert x.dtype in (torch.float16, torch.bfloat16, torch.float32), f"no kernel for {x.dtype}"
+    return (x * 7).round() / 7
+
+
+right(define("rounded_to_steps", rounded_to_steps, fake=torch.empty_like), one)
+
+
 def interpolated(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
     """Linear between the values at these places, which rise."""
     floats_only("interpolated", x, places, values)

@@ -78,7 +78,7 @@ class TunedKernels(NamedTuple):
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """Return the fastest kernel that supports a call, or None without a measurement."""
+        """Return the fastest kernel that supports a call, or None if no such call was measured."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)

@@ -164,7 +164,7 @@ class BackwardKernel:
         return helper
 
     def _can_replace(self, other: BackwardKernel) -> bool:
-        """Return whether graphs that call the operator of `other` can run this backward kernel."""
+        """Return whether this kernel can replace `other` in graphs that were compiled with it."""
         is_flat = self.convention.structure is other.convention.structure is None
         if self.definition is not other.definition:  # the operator was redefined
             return False

@@ -142,7 +142,8 @@ class TrainingForm:
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """Register a backward formula for `name__with_residuals`.
 
-        If torch.func transforms are nested, the outer ones differentiate `name__with_residuals`.
+        Nested torch.func transforms need this: the innermost one calls `name__with_residuals`, so
+        the outer ones must differentiate it.
         """
         count = len(self.definition.schema.returns)
 
