@@ -1,7 +1,8 @@
-"""What a package index shows of torchop: README.md.
+"""Adapt README.md for package indexes such as PyPI.
 
-Links of README.md are relative, which only works beside the other files, and it says how torchop is
-installed from a checkout. `published` is also how the site's pages are read.
+README.md has relative links that only work inside the repository, and explains how to install
+torchop from a checkout. This build hook replaces both. The documentation site also calls
+`published` for each page.
 """
 
 import re
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-# What is installed from a checkout, and how that is said where an index has torchop.
+# Patterns that match instructions for a checkout, and the text for readers who have none.
 _INSTALLED = (
     (r"WORKDIR /torchop\nCOPY \. \.\n", ""),
     (r"\s+(?:#\s+)?in\s+a\s+checkout\s+of\s+torchop", ""),
@@ -20,14 +21,17 @@ _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
 
 
 def published(text: str, on_index: bool) -> str:
-    """A page as readers find it who may have no checkout."""
+    """Return a page. If `on_index` is true, leave out the instructions for a checkout."""
     for pattern, replacement in _INSTALLED if on_index else ():
         text = re.sub(pattern, replacement, text)
     return text
 
 
 def with_absolute_links(text: str, repository: str, version: str) -> str:
-    """Markdown with links into a public repository; where there is none, with the text of links."""
+    """Return Markdown whose relative links point into a repository.
+
+    If `repository` is empty, links are replaced by their text, and pictures are removed.
+    """
 
     def absolute(link: re.Match[str]) -> str:
         is_picture, words, target = link.groups()
@@ -40,7 +44,7 @@ def with_absolute_links(text: str, repository: str, version: str) -> str:
 
 
 class MetadataHook(MetadataHookInterface):
-    """Fills in what pyproject.toml says is dynamic."""
+    """Sets the field `readme`, declared as dynamic in pyproject.toml."""
 
     def update(self, metadata: dict) -> None:
         root, urls = Path(self.root), metadata.get("urls", {})

@@ -1,8 +1,9 @@
-"""Development tasks beyond the ten `make` targets.
+"""Development tasks that have no `make` target.
 
-List them with `nox -l`. Sessions for another Python or another PyTorch create environments of their
-own. All other sessions run in the environment that runs nox, which `make setup` creates:
-`.venv/bin/nox -s zoo`. Arguments after `--` go to the program that the session runs.
+`nox -l` lists the sessions. Sessions that test another Python or another PyTorch create their own
+environments. All other sessions run in the environment of nox itself. `make setup` creates this
+environment, so call for example `.venv/bin/nox -s zoo`. Arguments after `--` are passed to the
+program that the session runs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ nox.options.default_venv_backend = "uv"
 nox.options.sessions = []
 os.environ.setdefault("TORCHOP_CACHE_DIR", str(CACHE))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# uv does not read pip's configuration.
+# uv does not read pip's configuration, so pass this setting on.
 if "PIP_FIND_LINKS" in os.environ:
     os.environ.setdefault("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
-# nox and uv look for interpreters in PATH only.
+# nox and uv look for interpreters only in PATH, so add those that pyenv has installed.
 for _folder in sorted(Path.home().glob(".pyenv/versions/*/bin")):
     os.environ["PATH"] += f"{os.pathsep}{_folder}"
 
@@ -39,23 +40,23 @@ for _folder in sorted(Path.home().glob(".pyenv/versions/*/bin")):
 @nox.session(python=PYTHONS)
 @nox.parametrize("torch", RELEASES)
 def tests(session: nox.Session, torch: str) -> None:
-    """Run the tests with one Python and one PyTorch; name test files to run only these."""
+    """Run the tests with one Python and one PyTorch; `-- FILE ...` runs only these test files."""
     _install(session, f"torch=={torch}")
     session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["-m", "not project"]))
 
 
 @nox.session
 def prerelease(session: nox.Session) -> None:
-    """Run the tests with the newest PyTorch, prereleases included."""
+    """Run the tests with the newest PyTorch, even if it is a prerelease."""
     _install(session, "--prerelease=allow", "torch")
     session.run("python", "-m", "pytest", *PARALLEL, *(session.posargs or ["-m", "not project"]))
 
 
 @nox.session(python=PYTHONS)
 def headers(session: nox.Session) -> None:
-    """Compile the C++ sources, without linking, against the headers of each Python."""
+    """Compile the C++ sources against the headers of each Python, without linking them."""
     program = str(session.virtualenv.bin_paths[0] + "/python")
-    # Which nodes are known does not depend on the Python, so one Python is enough.
+    # Test with unknown autograd nodes just once, because Python's headers do not affect them.
     options = ["--unknown-nodes"] if session.python == PYTHONS[0] else []
     session.run(sys.executable, "tools/headers.py", *options, program, external=True)
 
@@ -71,33 +72,33 @@ def _install(session: nox.Session, *torch: str) -> None:
 
 @nox.session(venv_backend="none")
 def project(session: nox.Session) -> None:
-    """Test the repository: site, examples, notebooks, benchmarks, packaging and type checkers."""
+    """Run the tests of the site, examples, notebooks, benchmarks, packaging and type checkers."""
     files = session.run("git", "grep", "-l", "pytest.mark.project", "--", "tests", silent=True)
     session.run(sys.executable, "-m", "pytest", *PARALLEL, "-m", "project", *files.split())
 
 
 @nox.session(venv_backend="none")
 def device(session: nox.Session) -> None:
-    """Run the device tests on a simulated device, or on TORCHOP_TEST_DEVICE=cuda:0."""
+    """Run the device tests on a simulated device; set TORCHOP_TEST_DEVICE=cuda:0 to use a GPU."""
     _pytest(session, "tests/integration/device")
 
 
 @nox.session(venv_backend="none")
 def on_device(session: nox.Session) -> None:
-    """Run the package's tests with tensors on a simulated device, or on TORCHOP_TEST_DEVICE."""
+    """Run all tests with their tensors on a simulated device, or on TORCHOP_TEST_DEVICE."""
     os.environ.setdefault("TORCHOP_TEST_DEVICE", "standin:1")
     session.run(sys.executable, "-m", "pytest", *PARALLEL, "-p", "tests._support.on_device")
 
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Run everything that needs a GPU, in at most nine minutes; without one, check that it runs."""
+    """Run all tests and benchmarks that need a GPU. Takes at most nine minutes."""
     session.run(sys.executable, "tools/gpu.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
-    """Compare native calls with the dispatcher on 200,000 generated examples, or `-- N [SEED]`."""
+    """Compare native calls with the dispatcher on 200,000 random examples, or `-- N [SEED]`."""
     number, *seed = session.posargs or ["200000"]
     os.environ["TORCHOP_FUZZ_EXAMPLES"] = number
     if seed:
@@ -108,13 +109,13 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Remove each condition of the native call path in turn; a test must fail each time."""
+    """Remove each condition from the C++ sources in turn, and check that a test then fails."""
     session.run(sys.executable, "tools/mutants.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def leaks(session: nox.Session) -> None:
-    """Repeat each kind of call a million times and check that memory stays flat."""
+    """Repeat each kind of call a million times, and check that memory usage does not grow."""
     os.environ["TORCHOP_LEAK_CALLS"] = "1000000"
     _pytest(session, "tests/native/test_leaks.py")
 
@@ -158,16 +159,19 @@ def sanitize(session: nox.Session) -> None:
         "-fsanitize=address,undefined",
         "-fno-sanitize=vptr",
         "-fno-sanitize-recover=undefined",
-        # Flattened calls put all variables into one frame, which overflows the stack here.
+        # Ignore the attribute `flatten`. It puts the variables of all inlined functions into one
+        # stack frame, and the sanitizers enlarge this frame so much that the stack overflows.
         "-D__flatten__=",
     )
-    # The sanitizers must be loaded before Python, and libstdc++ too, or exceptions are not seen.
+    # Load the sanitizers before Python, and libstdc++ too, because the sanitizers must find it to
+    # intercept C++ exceptions.
     libraries = [_library(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so")]
     session.run(
         *(sys.executable, "-m", "pytest", "-p", "no:faulthandler", *SANITIZED_TESTS),
         env={
             "LD_PRELOAD": " ".join(libraries),
-            # PyTorch and Python leak on purpose; the session `leaks` looks for leaks.
+            # Don't look for leaks here, because PyTorch and Python leak some memory on purpose. The
+            # session `leaks` finds torchop's leaks.
             "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=1",
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "PYTHONMALLOC": "malloc",
@@ -177,7 +181,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def threads(session: nox.Session) -> None:
-    """Call operators from 16 threads while others redefine them, then measure scaling."""
+    """Call operators in 16 threads while they are redefined, and measure how calls scale."""
     os.environ["TORCHOP_NATIVE"] = "require"
     session.run(sys.executable, "tools/threads.py", *session.posargs)
     session.run(sys.executable, "tools/threads.py", "--scaling")
@@ -185,7 +189,7 @@ def threads(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def threads_sanitized(session: nox.Session) -> None:
-    """Run the thread test with ThreadSanitizer; needs a Python without the GIL."""
+    """Run the session `threads` with ThreadSanitizer. Requires free-threaded Python."""
     _build_with(session, "threads", "-fsanitize=thread")
     session.run(
         *("setarch", "-R", sys.executable, "tools/threads.py", "--threads", "4", *session.posargs),
@@ -205,7 +209,7 @@ def _pytest(session: nox.Session, *arguments: str) -> None:
 
 
 def _build_with(session: nox.Session, name: str, *flags: str) -> None:
-    """Compile the extension with sanitizers, into a cache that no other program uses."""
+    """Compile the extension with additional flags, into a separate cache folder."""
     folder = CACHE / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["TORCHOP_CACHE_DIR"] = str(folder)
@@ -219,17 +223,17 @@ def _library(name: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What `check` finds
+# Tests of `torchop.testing.check`
 
 
 @nox.session(venv_backend="none")
 def zoo(session: nox.Session) -> None:
-    """Run every check on the operators of the zoo, wrong and right ones, and print the score."""
+    """Run all checks on a collection of correct and incorrect operators, and print the score."""
     session.run(sys.executable, "-m", "tests.testing.zoo", *session.posargs)
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators of real packages, accelerated
+# Operators of real packages
 
 REALWORLD = ROOT / ".realworld"
 QUANTO = "optimum-quanto==0.2.7"
@@ -239,7 +243,7 @@ QUANTO_TESTS = REALWORLD / "sources" / "optimum_quanto-0.2.7" / "test"
 @nox.session(venv_backend="none")
 @nox.parametrize("part", ["operators", "checks", "steps", "tests", "vllm", "quick"])
 def realworld(session: nox.Session, part: str) -> None:
-    """Run operators of real packages natively: same results, their own tests, what check finds."""
+    """Run operators of real packages natively, compare the results, and run checks and tests."""
     packages = _realworld(session, "vllm" if part == "vllm" else "packages")
     env = {
         "PYTHONPATH": str(packages),
@@ -262,7 +266,7 @@ def realworld(session: nox.Session, part: str) -> None:
 
 
 def _realworld(session: nox.Session, name: str) -> Path:
-    """Install packages into a folder of their own, so that none of them changes PyTorch."""
+    """Install packages into a separate folder, because they must not replace PyTorch."""
     folder = REALWORLD / name
     finished = REALWORLD / f".{name}"
     requirements = ROOT / "requirements" / f"realworld-{name}.txt"
@@ -271,7 +275,7 @@ def _realworld(session: nox.Session, name: str) -> Path:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     install = [*pip, "install", "--no-deps", "--no-compile", "--upgrade"]
     session.run(*install, "--target", str(folder), "-r", str(requirements))
-    if name == "packages":  # only this package ships its tests, and only with its sources
+    if name == "packages":  # Quanto's tests are only in the source distribution
         sources = REALWORLD / "sources"
         download = [*pip, "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
         session.run(*download, "--dest", str(sources), QUANTO)
@@ -287,7 +291,7 @@ def _realworld(session: nox.Session, name: str) -> Path:
 
 @nox.session(venv_backend="none")
 def notebooks(session: nox.Session) -> None:
-    """Run the notebooks and store their outputs; redraw the pictures of the documentation."""
+    """Run the notebooks and store their outputs, and redraw the documentation's pictures."""
     session.run(sys.executable, "tools/notebooks.py")
     session.run(sys.executable, "tools/trace_picture.py")
     session.run(sys.executable, "benchmarks/report.py")
@@ -295,5 +299,5 @@ def notebooks(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def sharding(session: nox.Session) -> None:
-    """Measure calls with sharding rules beside DTensor's own, on a fake process group."""
+    """Compare torchop's sharding rules with DTensor's own, on a fake process group."""
     session.run(sys.executable, "benchmarks/sharding.py", *session.posargs)

@@ -1,4 +1,4 @@
-"""The rows of `calls.py`: a function, its rules, its arguments, and the state of PyTorch."""
+"""The cases that `calls.py` measures. Each case is a function and a way to call it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 
 
 def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
-    """Return a function of the tensors x1, x2, ...
+    """Return a function with `count` tensor parameters x1, x2, ...
 
-    Each tensor needs a parameter, because schemas cannot be inferred from `*xs`.
+    The function cannot take `*xs` instead, because no schema can be inferred from that.
     """
     parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
     namespace: dict[str, Any] = {"Tensor": Tensor}
@@ -58,7 +58,7 @@ def clone_typed(
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients: the same formulas for operators and for `torch.autograd.Function`
+# Gradient formulas, shared by operators and `torch.autograd.Function`
 
 
 class Formula(NamedTuple):
@@ -115,7 +115,7 @@ def leaves(count: int) -> Callable[[], Arguments]:
 
 
 def parameter() -> Arguments:
-    """Return a leaf with a live AccumulateGrad node, as parameters have during a training step."""
+    """Return a leaf tensor that has an AccumulateGrad node, like a parameter in a training step."""
     x = torch.randn(4, requires_grad=True)
     x.edge = get_gradient_edge(x)  # type: ignore[attr-defined]  # keeps the node alive
     return [x], {}
@@ -135,16 +135,16 @@ def nine_arguments() -> Arguments:
 
 
 # --------------------------------------------------------------------------------------------------
-# A profiler, a mode and a subclass that do as little as possible
+# A minimal profiler, dispatch mode and tensor subclass
 
 
 def profiler() -> contextlib.AbstractContextManager[Any]:
-    """Return a profiler that observes every operator and stores nothing."""
+    """Return a profiler that is called for every operator but stores nothing."""
     return torch.autograd.profiler.emit_itt()
 
 
 class PassThrough(TorchDispatchMode):
-    """Call every operator unchanged."""
+    """A dispatch mode that calls each operator with unchanged arguments."""
 
     def __torch_dispatch__(
         self,
@@ -157,7 +157,7 @@ class PassThrough(TorchDispatchMode):
 
 
 class Wrapper(Tensor):
-    """A tensor subclass that calls operators with the wrapped tensor as their first argument."""
+    """A tensor subclass that wraps a tensor, and passes the wrapped tensor to operators."""
 
     wrapped: Tensor
 
@@ -183,21 +183,21 @@ class Wrapper(Tensor):
 
 
 class Case(NamedTuple):
-    """One row.
+    """A row of the table: a function and a way to call it.
 
     Attributes:
-        name: the local name of the operators.
+        name: the name of the operators, without namespace.
         title: the title of the row.
-        function: the function that the operators run.
-        arguments: return the arguments of the calls.
-        formula: the formula for gradients.
-        mutates_args: the arguments that the function writes.
-        tags: names of the operators' tags.
-        context: the state of PyTorch around the calls.
-        written: a `torch.autograd.Function` that does the same.
-        cpp: an operator of clone_first.cpp that does the same.
-        backward: run the backward after each call.
-        counters: the counters of `torchop.native` that a call increments.
+        function: the Python function that the operators run.
+        arguments: creates the arguments of the calls.
+        formula: the gradient formula of the operators, or None.
+        mutates_args: the arguments that the function mutates.
+        tags: the names of the operators' tags.
+        context: creates a context manager in which the calls are made, for example a profiler.
+        written: a `torch.autograd.Function` that computes the same.
+        cpp: the name of an operator in clone_first.cpp that computes the same.
+        backward: whether to run the backward after each call.
+        counters: the counters of `torchop.native` that a call must increment.
     """
 
     name: str
@@ -237,7 +237,7 @@ MUTATION_OF_3 = MUTATION._replace(
     mutates_args=("x1", "x2", "x3"),
     cpp=None,
 )
-# As inference engines write their key-value caches.
+# Inference engines call operators like this one to write their key-value caches.
 MUTATION_INFERENCE = MUTATION._replace(
     name="mutation_inference", title="inference, mutates", context=torch.inference_mode
 )
@@ -268,13 +268,15 @@ SAVES = GRAD._replace(
     name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave, cpp=None
 )
 TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
-# These have a formula, because `torch.library.define` alone has no autograd kernel, which makes it
-# cheaper than every operator that has one.
+# The operators of the following cases have a formula, because the comparison would be unfair
+# without one: an operator of `torch.library.define` would then have no autograd kernel, which saves
+# time.
 RULES = Case("rules", "", CLONE_FIRST, tensors(14), CLONE_FORMULA)
 PROFILED = RULES._replace(
     name="profiled", title="profiler", context=profiler, counters=("profiler",)
 )
-# The handlers of the mode and of the subclass call the operator again, also without a native call.
+# The mode and the subclass call the operator a second time. These calls are not native either, so
+# they are counted too.
 IN_MODE = RULES._replace(
     name="in_mode", title="dispatch mode", context=PassThrough, counters=("mode",)
 )
@@ -290,5 +292,5 @@ _ALL = (
     *(GRAD_1, PARAMETER, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
     *(PROFILED, IN_MODE, SUBCLASS),
 )
-# PyTorch before 2.13 lacks the tags, and `torch.library` lacks these operators.
+# Leave out cases whose tags do not exist in the installed PyTorch (before 2.13).
 CASES = tuple(case for case in _ALL if all(hasattr(torch.Tag, tag) for tag in case.tags))

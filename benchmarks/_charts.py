@@ -1,4 +1,4 @@
-"""Draw the charts of the documentation from stored results."""
+"""Draw the documentation's charts from the stored results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,22 @@ LABELS = {
     calls.LOW_LEVEL: "define and impl",
     calls.CUSTOM_OP: "custom_op",
 }
-# Text, bars and torchop's bars, with a contrast of at least 4.5 to 1 on the site's backgrounds. The
-# light chart has an opaque background, because README.md shows it too.
+# The colours of the light and the dark charts. The contrast with the site's backgrounds is at least
+# 4.5 to 1. The light charts have an opaque background, because README.md shows them too, even to
+# readers who use a dark theme.
 THEMES = {
     "": {"text": "#1f2328", "bar": "#656d76", "torchop": "#0a58ca", "background": "#ffffff"},
     "-dark": {"text": "#e6edf3", "bar": "#8d96a0", "torchop": "#6cb0ff", "background": "none"},
 }
-# Text stays text, and the same numbers always give the same file.
+# Store text as text instead of as outlines, and use a fixed salt, so that the same numbers always
+# give the same file.
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "torchop"}
 
 Groups = Mapping[str, Mapping[str, float]]
 
 
 def call_groups(result: Result) -> Groups:
-    """Return microseconds by row and variant, with the labels of the chart."""
+    """Return the microseconds for each row and variant. The keys are the labels in the chart."""
     groups = {}
     for row, title in ROWS.items():
         values = result.values(calls.TABLE, row)
@@ -65,7 +67,7 @@ def draw(folder: Path = STATIC) -> None:
 
 
 def draw_bars(file: Path, groups: Groups, scales: Mapping[str, float]) -> None:
-    """Draw a group of horizontal bars for each row, once for each theme."""
+    """Draw a chart with a group of horizontal bars for each row. Draws one file per theme."""
     lines = sum(len(group) + 1.5 for group in groups.values())
     for suffix, colours in THEMES.items():
         with mpl.rc_context(SVG):
@@ -93,7 +95,7 @@ def draw_bars(file: Path, groups: Groups, scales: Mapping[str, float]) -> None:
 
 
 def draw_link_preview(file: Path, groups: Groups, release: str) -> None:
-    """Draw the picture that messengers show for a link to the site."""
+    """Draw the preview picture that messengers show for a link to the documentation site."""
     colours = THEMES[""]
     figure = plt.figure(figsize=(12, 6.3), dpi=100)
     figure.text(0.06, 0.84, "torchop", fontsize=46, weight="bold")

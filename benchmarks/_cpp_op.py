@@ -1,4 +1,4 @@
-"""Compile the operators of clone_first.cpp."""
+"""Compile the C++ operators in clone_first.cpp."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ FOLDER = Path(__file__).parents[1] / ".native_cache" / "bench"
 
 
 def build() -> Path:
-    """Compile the operators with the compiler and the flags of torchop's extension.
+    """Compile the operators, unless they were compiled before.
+
+    The compiler and the flags are the same as for torchop's own extension.
 
     Returns:
-        The shared library, which may be from an earlier build.
+        The path of the shared library.
 
     Raises:
-        NativeUnavailableError: no compiler was found, or it failed.
+        NativeUnavailableError: no compiler was found, or compiling failed.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
     command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
@@ -32,7 +34,8 @@ def build() -> Path:
     if file.exists():
         return file
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Rename the file when it is complete, because other processes may compile it at the same time.
+    # Compile to another name, and rename the file when it is complete, because another process may
+    # compile it at the same time.
     unfinished = file.with_suffix(f".{os.getpid()}")
     process = subprocess.run(
         [*command, "-o", str(unfinished)],

@@ -1,29 +1,31 @@
-"""Measure calls to small operators: torchop, `torch.library` and the function alone.
+"""Measure how long calls to small operators take, with torchop and with `torch.library`.
 
-Each row is one function and one kind of call. The variants are:
+Each row of the table is a function and a way to call it. The variants (columns) are:
 
 - plain call: the Python function itself.
 - torchop handle: the result of `torchop.custom_op`.
 - torch.ops: the same operator, called as `torch.ops.<namespace>.<name>.default`.
 - custom_op: the result of `torch.library.custom_op`.
-- accelerated: the same after `torchop.accelerate`.
-- define + impl: `torch.library.define` and `impl`, called through `torch.ops`. It does not check
-  aliases, and does not count versions of mutated arguments.
+- accelerated: the same custom_op operator after `torchop.accelerate`.
+- define + impl: an operator from `torch.library.define` and `torch.library.impl`, called through
+  `torch.ops`. Its calls neither check results for aliases nor bump versions of mutated arguments.
 - C++ op: `TORCH_LIBRARY` with a C++ kernel, and a C++ formula if gradients are recorded.
 - autograd.Function: a `torch.autograd.Function`, without an operator.
 
-Unless a row says otherwise, the function clones the first of 14 tensors of 4 elements
-(pytorch/pytorch#177109). The numbers are microseconds of CPU time per call. Nothing is disabled:
-torchop checks results, reads the dispatch table and counts versions in every call. The benchmark
-fails if `torchop.native.counters` shows that a call took another path than its row expects.
+Unless a row says otherwise, the function has 14 tensor arguments with 4 elements each, and clones
+the first of them (as in pytorch/pytorch#177109). The numbers are microseconds of CPU time per call.
+All of torchop's features are enabled, so each call checks its results, reads the dispatch table and
+bumps versions. The benchmark fails if `torchop.native.counters` shows that calls were not native,
+or that calls that should fall back to the dispatcher did not.
 
-Rows with a special operator:
+Some rows have a special operator:
 
 - "dataclass, 5 fields": the handle flattens a dataclass, and the kernel receives a new one.
-- "operator of PyTorch": `torch.ops.aten.neg.default`. torchop replaces the function that calls
-  objects of `torch.ops`; the plain call uses PyTorch's own function.
+- "operator of PyTorch": `torch.ops.aten.neg.default`. torchop replaces the C function that calls
+  objects in `torch.ops`, which also affects PyTorch's operators. The variant "plain call" uses
+  PyTorch's original function.
 - "profiler", "dispatch mode", "tensor subclass": calls that fall back to the dispatcher.
-- "Inductor graph": one call in a graph of ten.
+- "Inductor graph": one call in a compiled graph of ten calls.
 """
 
 from __future__ import annotations
@@ -83,12 +85,12 @@ GRAPH_CALLS = 10
 
 
 class Row(NamedTuple):
-    """The calls of one row.
+    """The calls to time for one row.
 
     Attributes:
-        variants: the calls, by name.
-        handle: the operator of torchop.
-        counters: the counters of `torchop.native` that its calls increment.
+        variants: the calls. The keys are the names of the variants.
+        handle: torchop's operator.
+        counters: the counters of `torchop.native` that calls to torchop's operator must increment.
     """
 
     variants: Mapping[str, Variant]
@@ -102,7 +104,7 @@ def measure(settings: Settings) -> Tables:
         torch.ops.load_library(str(_cpp_op.build()))
         cpp = True
     except NativeUnavailableError:
-        cpp = False  # without a compiler
+        cpp = False  # no compiler was found
     rounds = settings["rounds"]
     rows: dict[str, dict[str, float]] = {}
     for case in CASES:
@@ -110,17 +112,17 @@ def measure(settings: Settings) -> Tables:
             rows[case.title] = time_row(case.title, case_row(case, cpp=cpp), rounds)
     rows[DATACLASS] = time_row(DATACLASS, dataclass_row(), rounds)
     rows[PYTORCH] = harness.measure(calls_of_pytorch(), rounds)
-    # Last, because compiling leaves many objects for the garbage collector.
+    # Compile only now, because that creates many objects and so slows down the garbage collector.
     graph = time_row(GRAPH, graph_row(), rounds)
     rows[GRAPH] = {name: micros / GRAPH_CALLS for name, micros in graph.items()}
     return {TABLE: rows}
 
 
 def time_row(title: str, row: Row, rounds: int) -> dict[str, float]:
-    """Time a row, and check that torchop's calls took the expected path.
+    """Time a row, and check that it incremented the expected counters of `torchop.native`.
 
     Raises:
-        RuntimeError: if they took another path.
+        RuntimeError: if it incremented other counters.
     """
     for variant in row.variants.values():
         variant.function(*variant.args, **variant.kwargs)  # compiles the rules, or the graph
@@ -140,11 +142,11 @@ def time_row(title: str, row: Row, rounds: int) -> dict[str, float]:
 
 
 def case_row(case: Case, *, cpp: bool) -> Row:
-    """Define the operators of a case.
+    """Define the operators of a case, and return the calls to time.
 
     Args:
         case: the case.
-        cpp: the operators of clone_first.cpp are loaded.
+        cpp: whether the C++ operators in clone_first.cpp are available.
     """
     name, function = case.name, case.function
     low_level = f"bench_low_level::{name}"
@@ -203,7 +205,7 @@ def clone_with_config(x: Tensor, config: Config) -> Tensor:
 
 
 def dataclass_row() -> Row:
-    """Define an operator with a dataclass argument. `torch.library` has no equivalent."""
+    """Define an operator with a dataclass argument. `torch.library` does not support these."""
     ours = torchop.custom_op("bench_torchop::structured", clone_with_config, mutates_args=())
     x, config = torch.randn(4), Config(torch.randn(4), 2.0)
     values = dataclasses.asdict(config)
@@ -218,7 +220,7 @@ def dataclass_row() -> Row:
 
 def graph_row() -> Row:
     """Compile a graph with several calls to an operator."""
-    import torch._inductor.config  # imported late: the demo imports this file
+    import torch._inductor.config  # slow; the demo imports this file, but does not need Inductor
 
     ours = torchop.custom_op("bench_torchop::compiled", CLONE_FIRST, mutates_args=())
     stock = torch.library.custom_op("bench_custom_op::compiled", CLONE_FIRST, mutates_args=())
@@ -239,7 +241,7 @@ def _graph(op: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def calls_of_pytorch() -> dict[str, Variant]:
-    """Return calls to an operator of PyTorch with and without torchop's function in `tp_call`.
+    """Return calls to an operator of PyTorch, with and without torchop's replacement of `tp_call`.
 
     Raises:
         RuntimeError: if torchop has not replaced `tp_call`.
@@ -247,7 +249,8 @@ def calls_of_pytorch() -> dict[str, Variant]:
     # PyObject_VAR_HEAD (3 pointers) and 13 fields precede tp_call in PyTypeObject.
     offset = 16 * ctypes.sizeof(ctypes.c_void_p)
     slot = ctypes.c_void_p.from_address(id(OpOverload) + offset)
-    # Python fills tp_call with this function for every class with a `__call__` written in Python.
+    # The original function. CPython uses it as tp_call for all classes whose `__call__` is a Python
+    # function.
     stock = ctypes.c_void_p.from_address(id(_Callable) + offset).value
     if slot.value == stock:
         raise RuntimeError("torchop has not replaced tp_call of OpOverload. Load its extension.")
@@ -296,8 +299,8 @@ LIMITS = (
     *(_ratio(case.title, CPP, 1.0) for case in (GRAD, TRAINING)),
     *(_ratio(case.title, LOW_LEVEL, 0.7) for case in (PROFILED, IN_MODE, SUBCLASS)),
     _ratio(GRAPH, CUSTOM_OP, 1 / 1.5),
-    # Fixed costs: of entering a native call, of flattening a dataclass, of recognizing an operator
-    # that torchop does not call natively.
+    # The cost of entering a native call, of flattening a dataclass, and of recognizing an operator
+    # whose calls are not native.
     Limit(TABLE, ONE.title, HANDLE, 0.10, PLAIN, difference=True),
     Limit(TABLE, DATACLASS, HANDLE, 1.5, PLAIN, difference=True),
     Limit(TABLE, PYTORCH, OPS, 0.02, PLAIN, difference=True),
@@ -309,7 +312,6 @@ BENCHMARK = Benchmark(
     parts={"calls": measure},
     settings={"processes": 5, "rounds": 40},
     limits=LIMITS,
-    # Otherwise the first process would measure the dispatcher while the extension compiles.
 )
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-// clone_first.cpp: C++ versions of operators in _cases.py. Calls run no Python kernel and no Python
-// rule, so they show the cost of a C++ operator through torch.ops.
+// clone_first.cpp: C++ versions of operators in _cases.py. They run no Python code, so they show
+// how long a call to a C++ operator through torch.ops takes.
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ at::Tensor zero_and_clone_first(at::Tensor first, const Others&... /* others */)
   return first.zero_().clone();
 }
 
-// The formula, with PyTorch's C++ API for autograd functions.
+// The gradient formula. It uses PyTorch's C++ API for autograd functions.
 template <typename... Others>
 struct CloneFirst : torch::autograd::Function<CloneFirst<Others...>> {
   static at::Tensor forward(
@@ -42,7 +42,7 @@ at::Tensor record_clone_first(const at::Tensor& first, const Others&... others) 
   return CloneFirst<Others...>::apply(first, others...);
 }
 
-using T = at::Tensor; // fourteen parameters fit into one line
+using T = at::Tensor; // a short name, because fourteen parameters must fit on a line
 
 } // namespace
 
@@ -71,7 +71,8 @@ TORCH_LIBRARY_IMPL(bench_cpp, CPU, library) {
   library.impl("mutation", &zero_and_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
 }
 
-// Otherwise calls would run PyTorch's autograd fallback for operators without a formula.
+// The operators without a formula get a fallthrough kernel at Autograd. Otherwise, PyTorch would
+// run its autograd fallback for them, which takes longer.
 TORCH_LIBRARY_IMPL(bench_cpp, Autograd, library) {
   library.impl("grad", &record_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
   for (const char* name : {"one", "four", "fourteen", "mutation"}) {

@@ -1,23 +1,26 @@
-"""Measure operators in `torch.compile`: the first compilation, and calls from compiled graphs.
+"""Measure operators with `torch.compile`: the first compilation, and calls in compiled graphs.
 
-- "first compilation": the first call of a program with many operators, in milliseconds of CPU time.
-  The backend is imported before.
-- "call in a graph": one call of an operator in a graph of ten calls, guards included.
-- "overhead in a graph": the time that a call adds to its kernel, computed from graphs of ten and of
-  thirty calls, so that costs per graph cancel out.
-- "peak memory": the most memory that a graph of ten calls allocates, in results of one call.
+The benchmark prints four tables:
+
+- "first compilation": the CPU time (in milliseconds) of the first call to a compiled program with
+  many operators. The backend has been imported before.
+- "call in a graph": the time of one call in a graph of ten calls, guards included.
+- "overhead in a graph": the time that a call takes in addition to its kernel. It is the difference
+  between graphs of ten and thirty calls, so it includes no costs per graph.
+- "peak memory": the most memory that a graph of ten calls allocates at a time. The unit is the size
+  of one call's result.
 
 The variants are:
 
 - torchop: an operator of `torchop.custom_op` with five arguments besides the tensor.
-- torchop, dataclass: the same five arguments in a dataclass.
+- torchop, dataclass: the same operator, but with the five arguments in a dataclass.
 - custom_op: the same operator with `torch.library.custom_op`.
-- out_op: a family of `torchop.out_op`, whose results Inductor allocates.
-- out_op, elementwise: the same, with results that may replace their inputs.
-- torch.Tag.out: an operator of `torch.library` with an overload tagged `out`.
+- out_op: an operator of `torchop.out_op`, for whose results Inductor allocates the memory.
+- out_op, elementwise: the same operator, but results may reuse the memory of inputs.
+- torch.Tag.out: an operator of `torch.library` with an overload that has the tag `out`.
 
-In the row "derived, training", the formula of torchop is derived and the formula of custom_op is
-written by hand.
+In the row "derived, training", torchop derives the gradient formula from the kernel, whereas the
+formula for custom_op is written by hand.
 """
 
 from __future__ import annotations
@@ -72,7 +75,7 @@ def like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Step(NamedTuple):
-    """One call in a program. Its first argument is the result of the previous step."""
+    """A call in a program. The result of the previous step is passed as the first argument."""
 
     op: Callable[..., Tensor]
     args: tuple[Any, ...] = ()
@@ -80,7 +83,7 @@ class Step(NamedTuple):
 
 
 def step(variant: str, name: str) -> Step:
-    """Return a call of a new operator with five arguments."""
+    """Define an operator with five arguments besides the tensor, and return a call to it."""
     define = torch.library.custom_op if variant == STOCK else torchop.custom_op
     namespace = "bench_custom_op" if variant == STOCK else "bench_torchop"
     function = scale_structured if variant == STRUCTURED else scale
@@ -93,11 +96,14 @@ def step(variant: str, name: str) -> Step:
 
 
 def training_step(variant: str) -> Step:
-    """Return a call of a new operator with a derived formula, or with a written one."""
+    """Define an operator with a gradient formula, and return a call to it.
+
+    torchop's operator has a derived formula, and custom_op's operator an explicit one.
+    """
     if variant == STOCK:
         op: Any = torch.library.custom_op("bench_custom_op::double", double, mutates_args=())
         op.register_fake(like_first)
-        # A derived formula saves its input, so this formula also saves it.
+        # Save the input, although this formula does not need it, because a derived formula does.
         op.register_autograd(
             lambda ctx, grad: grad * 2,
             setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -115,7 +121,8 @@ def program(steps: Sequence[Step]) -> Callable[[Tensor], Tensor]:
             x = op(x, *args, **kwargs)
         return x
 
-    # Dynamo caches graphs by code object, and a call would check the guards of all of them.
+    # Use a new code object for each program. Dynamo stores graphs under the code object, so each
+    # call would otherwise check the guards of all programs.
     function.__code__ = function.__code__.replace()
     return function
 
@@ -211,7 +218,7 @@ def chains(settings: Settings) -> Tables:
 
 
 def peak(compiled: Callable[[Tensor], Tensor]) -> float:
-    """Return the most memory that a call allocates, as a multiple of its argument."""
+    """Return the most memory that a call allocates at a time, as a multiple of its argument."""
     x = torch.ones(1 << 16)
     compiled(x)
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -224,7 +231,7 @@ def peak(compiled: Callable[[Tensor], Tensor]) -> float:
     return most / x.nbytes
 
 
-# Backends with the share of the operators that a program has, and the variants.
+# For each backend, the divisor for the number of operators in a program, and the variants.
 PROGRAMS = (
     ("eager", 1, (FLAT, STOCK)),
     ("aot_eager", 1, (FLAT, STOCK)),
@@ -251,7 +258,7 @@ BENCHMARK = Benchmark(
         Limit(CALLS, STRUCTURED_ROW, STRUCTURED, 0.43, STOCK, PLAIN_ROW),
         Limit(CALLS, DERIVED_ROW, FLAT, 0.63, STOCK, PLAIN_ROW),
         Limit(OVERHEAD, ELEMENTWISE, FLAT, 0.15, STOCK),
-        # PyTorch's tag, and noise.
+        # As fast as with PyTorch's tag, except for noise.
         Limit(OVERHEAD, ELEMENTWISE, FAMILY, 1.15, TAGGED),
         Limit(OVERHEAD, ELEMENTWISE, OVERWRITING, 1.15, TAGGED),
     ),

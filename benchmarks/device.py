@@ -1,15 +1,15 @@
-"""Measure calls on an accelerator, or on the CPU if there is none.
+"""Measure how long calls take on an accelerator, or on the CPU if there is none.
 
-Each column is one way to call a function:
+Each column is a different way to call the same function:
 
 - plain function: the Python function itself.
 - torchop handle, torchop torch.ops: an operator of torchop.
 - custom_op: an operator of `torch.library.custom_op`.
-- accelerated: such an operator after `torchop.accelerate`.
-- define + impl: `torch.library.define` and `impl`.
+- accelerated: an operator of `torch.library.custom_op` after `torchop.accelerate`.
+- define + impl: an operator of `torch.library.define` and `torch.library.impl`.
 
-The row "CPU" is the CPU time of the calling thread, without the thread that runs the backward. The
-row "elapsed" is the time until the device has finished.
+The row "CPU" is the CPU time of the calling thread. It does not include the time of the thread that
+runs the backward. The row "elapsed" is the time until the device has finished.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def device() -> torch.device:
 def variants(
     name: str, body: Function, schema: str, formula: tuple[Any, Any] | None = None
 ) -> dict[str, Function]:
-    """Return the ways to call a function."""
+    """Define all operators that run the function `body`, and return how to call them."""
     ours = torchop.custom_op(f"bench::{name}", body, mutates_args=(), schema=schema)
     stock = torch.library.custom_op(f"bench_stock::{name}", body, mutates_args=(), schema=schema)
     fast = torch.library.custom_op(f"bench_fast::{name}", body, mutates_args=(), schema=schema)

@@ -1,8 +1,9 @@
-"""The harness of all benchmarks: time variants in turn, compare them, and store the numbers.
+"""Time, compare and store measurements. All benchmarks use this module.
 
-A benchmark declares *parts*. Each part runs in a separate process and returns *tables*: a number
-for each variant of each row. The harness runs all parts in several processes, prints the medians,
-checks the limits, and writes the numbers of every process to `results/<name>.json`.
+A benchmark consists of *parts*. A part is a function that runs in a separate process and returns
+*tables*, with a number for each row and variant (column). This module runs each part in several
+processes, prints the medians, checks that the numbers do not exceed their limits, and writes the
+numbers of all processes to `results/<name>.json`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from typing import Any, NamedTuple
 import torch
 
 RESULTS = Path(__file__).with_name("results")
-# Reading the clock takes 0.3 us. Blocks of this length hide that, and are short enough for all
-# variants to run within the same disturbance of a busy machine.
+# Calls are timed in blocks of this length. Reading the clock takes 0.3 us, which is not noticeable
+# in such a block. If another program disturbs the measurement, the blocks are short enough that it
+# disturbs all variants equally.
 BLOCK_SECONDS = 0.002
 WARM_UP_CALLS, WARM_UP_SECONDS = 300, 0.1
 
 # A list of numbers in JSON. Results files have one list per line.
 _LIST = re.compile(r"\[[^\[\]{}]*\]")
-# The numbers of one process: by table, row and variant.
+# The numbers that one process measured: `tables[table][row][variant]`.
 Tables = dict[str, dict[str, dict[str, float]]]
 Settings = Mapping[str, int]
 
@@ -43,7 +45,7 @@ Settings = Mapping[str, int]
 
 
 class Variant(NamedTuple):
-    """A call to time, and the context that it runs in."""
+    """A call to time, and the context manager around it."""
 
     function: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -52,18 +54,19 @@ class Variant(NamedTuple):
 
 
 def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
-    """Time variants in turn.
+    """Time variants in alternation.
 
-    Every round times one block of calls to each variant, and starts with another variant. CPU time
-    of this thread is measured, because elapsed time would include other programs. The garbage
-    collector is enabled, as it is in programs, but skips all objects that exist already.
+    In each round, one block of calls to each variant is timed, and each round starts with another
+    variant. The CPU time of this thread is measured, because elapsed time would also include time
+    that other programs use. The garbage collector stays enabled, as in real programs, but objects
+    that exist before the measurement are frozen.
 
     Args:
-        variants: the calls, by name.
-        rounds: the number of blocks of each variant.
+        variants: the calls to time. The keys are the names of the variants.
+        rounds: the number of blocks to time for each variant.
 
     Returns:
-        The median time of one call of each variant, in microseconds.
+        The median time of one call for each variant, in microseconds.
     """
     timers = {name: _Timer(variant) for name, variant in variants.items()}
     gc.collect()
@@ -78,15 +81,15 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
 
 
 class _Timer:
-    """Time blocks of calls to one variant."""
+    """Times blocks of calls to one variant."""
 
     def __init__(self, variant: Variant) -> None:
-        from torch.utils.benchmark import Timer  # imported late: `registration` times imports
+        from torch.utils.benchmark import Timer  # not at the top: registration.py times imports
 
         self.context = variant.context
         call = "function(*args, **kwargs)" if variant.kwargs else "function(*args)"
         names = {**variant._asdict(), "gc": gc}
-        # timeit disables the collector; the set-up enables it again.
+        # timeit disables the garbage collector, so enable it again in the set-up code.
         self.timer = Timer(call, setup="gc.enable()", globals=names, timer=time.thread_time)
         with self.context():
             seconds = self.timer.timeit(5).mean
@@ -94,7 +97,7 @@ class _Timer:
             self.calls = max(1, round(BLOCK_SECONDS / self.timer.timeit(calls).mean))
 
     def block(self) -> float:
-        """Return the seconds that one call takes, on average in a block."""
+        """Time one block, and return the average seconds per call."""
         with self.context():
             return self.timer.timeit(self.calls).mean
 
@@ -104,14 +107,14 @@ class _Timer:
 
 
 class Limit(NamedTuple):
-    """The highest number that a benchmark accepts.
+    """An upper limit for a number, or for the ratio of two numbers.
 
     Attributes:
-        table, row, variant: the number.
-        most: the limit of the number, or of its comparison with `base`.
-        base: the variant of the same row and process to compare with.
-        base_row: the row of `base`, if it is another one.
-        difference: subtract `base` instead of dividing by it.
+        table, row, variant: where the number is.
+        most: the limit.
+        base: the variant by which to divide the number, or None to limit the number itself.
+        base_row: the row of `base`, if it is a different row.
+        difference: whether to subtract `base` instead of dividing by it.
     """
 
     table: str
@@ -123,7 +126,7 @@ class Limit(NamedTuple):
     difference: bool = False
 
     def value(self, runs: Sequence[Tables]) -> float | None:
-        """Return the median of all processes, or None if this machine did not measure it."""
+        """Return the limited number (median of all processes), or None if it was not measured."""
 
         def numbers(row: str, variant: str) -> list[float] | None:
             values = [run[self.table].get(row, {}).get(variant) for run in runs]
@@ -136,7 +139,7 @@ class Limit(NamedTuple):
         return None if bases is None else compare(values, bases, difference=self.difference)
 
     def describe(self, unit: str) -> tuple[str, str]:
-        """Return the number's name and unit."""
+        """Return the name and the unit of the limited number."""
         name = f"{self.row}: {self.variant}"
         if self.base is not None:
             other = f"{self.base_row}: {self.base}" if self.base_row else self.base
@@ -145,28 +148,32 @@ class Limit(NamedTuple):
 
 
 def compare(values: Sequence[float], bases: Sequence[float], *, difference: bool = False) -> float:
-    """Return the median ratio or difference. Pairs are from one process, which set the speed."""
+    """Return the median ratio (or difference) of pairs of numbers.
+
+    Each pair was measured in the same process, because some processes are slower than others.
+    """
     pairs = zip(values, bases, strict=True)
     return statistics.median(v - b if difference else v / b for v, b in pairs)
 
 
-# Without the first, the first process would measure the dispatcher while the extension compiles.
-# Without the second, Inductor's worker processes would disturb the measurement.
+# Without the first variable, the first process would measure calls through the dispatcher, as long
+# as the extension is being compiled. Without the second, Inductor's worker processes would disturb
+# the measurement.
 ENVIRONMENT = {"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What a benchmark measures.
+    """The definition of a benchmark.
 
     Attributes:
-        name: the name of its program, and of its file in `results`.
+        name: the name of the benchmark's program, and of its file in `results`.
         units: the unit of each table.
-        parts: functions that return tables. Each runs in a separate process.
-        settings: options of the command line with their defaults, all of them numbers. Every
-            benchmark has `processes`, the number of processes for each part.
-        limits: the numbers that must not grow.
-        environment: environment variables of the processes.
+        parts: functions that measure and return tables. Each runs in a separate process.
+        settings: the names and defaults of command-line options, which are all numbers. Each
+            benchmark has the option `processes`, the number of processes to run for each part.
+        limits: upper limits for some of the numbers.
+        environment: environment variables to set in the processes.
     """
 
     name: str
@@ -192,14 +199,14 @@ def main(benchmark: Benchmark) -> int:
     if options.part is not None:
         print(json.dumps(run_here(benchmark, options.part, settings)))
         return 0
-    found = environment()  # before the run, so that a commit made during the run is not recorded
+    found = environment()  # call it now, because the user may commit something during the run
     runs = collect(benchmark, settings)
     write(options.json, benchmark.units, runs, found)
     return show(benchmark, runs, found)
 
 
 def collect(benchmark: Benchmark, settings: Settings) -> list[Tables]:
-    """Run all parts in turn, as often as `processes` says."""
+    """Run all parts one after the other, and repeat this `processes` times."""
     runs = []
     for _ in range(settings["processes"]):
         tables: Tables = {}
@@ -215,7 +222,8 @@ def run_part(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
     """Run a part in a new process."""
     program = str(Path(__file__).with_name(f"{benchmark.name}.py"))
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    # Installed packages have bytecode, so imports must not compile sources.
+    # Allow Python to write bytecode. Otherwise, each process would compile torchop's sources, which
+    # is not necessary for an installed package.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.run(
         [sys.executable, program, "--part", part, *options],
@@ -229,7 +237,7 @@ def run_part(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
 
 
 def run_here(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
-    """Run a part in this process, with one thread of PyTorch."""
+    """Run a part in this process. PyTorch uses only one thread."""
     torch.set_num_threads(1)
     return benchmark.parts[part](settings)
 
@@ -239,7 +247,7 @@ def run_here(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
 
 
 def environment() -> dict[str, Any]:
-    """Describe the machine, the releases and the commit of a measurement."""
+    """Return the machine, the installed releases and the commit, to be stored with the numbers."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
@@ -260,12 +268,12 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-# Changes of other files, such as results and pages, cannot change the numbers.
+# The files that can influence the numbers, as Git pathspecs.
 MEASURED = (":/src", ":/benchmarks", ":/examples", ":(top,exclude)benchmarks/results")
 
 
 def _commit() -> str:
-    """Return the commit of the working tree, with `-dirty` if the measured code differs from it."""
+    """Return the current commit, with the suffix `-dirty` if measured code has changed since."""
 
     def git(*words: str) -> subprocess.CompletedProcess[str]:
         folder = Path(__file__).parent
@@ -286,7 +294,7 @@ def _commit() -> str:
 def write(
     file: Path, units: Mapping[str, str], runs: Sequence[Tables], found: Mapping[str, Any]
 ) -> None:
-    """Write the numbers of every process, in the order of the processes."""
+    """Write the numbers of all processes to a file."""
     tables = {
         table: {
             "unit": units[table],
@@ -308,7 +316,7 @@ def _short(number: float) -> float:
 
 
 class Result:
-    """Stored numbers of one benchmark."""
+    """The stored numbers of a benchmark."""
 
     def __init__(self, name: str) -> None:
         text = (RESULTS / f"{name}.json").read_text(encoding="utf-8")
@@ -317,20 +325,20 @@ class Result:
         self.tables: dict[str, Any] = stored["tables"]
 
     def values(self, table: str, row: str) -> dict[str, float]:
-        """Return the median of each variant."""
+        """Return the median for each variant in a row."""
         found = self.tables[table]["rows"][row]
         return {variant: statistics.median(values) for variant, values in found.items()}
 
     def compare(
         self, table: str, row: str, variant: str, base: str, *, difference: bool = False
     ) -> float:
-        """Return the median ratio or difference of two variants."""
+        """Return the median ratio (or difference) of two variants in a row."""
         found = self.tables[table]["rows"][row]
         return compare(found[variant], found[base], difference=difference)
 
 
 def show(benchmark: Benchmark, runs: Sequence[Tables], found: Mapping[str, Any]) -> int:
-    """Print the medians and the limits. Return 1 if a number exceeds its limit."""
+    """Print the medians, and compare them with the limits. Return 1 if one exceeds its limit."""
     shown = console()
     shown.print(f"torch {found['torch']}, Python {found['python']}, {found['cpu']}")
     for title, rows in runs[0].items():
@@ -356,7 +364,7 @@ def show(benchmark: Benchmark, runs: Sequence[Tables], found: Mapping[str, Any])
 
 
 def _cells(row: str, variants: Sequence[str], runs: Sequence[Any]) -> Iterator[str]:
-    """Yield the median of each variant, and its ratio to the first variant of the row."""
+    """Yield the median of each variant, and the ratio to the first variant of the row."""
     values = {name: [run[row][name] for run in runs] for name in runs[0][row]}
     medians = {name: statistics.median(of) for name, of in values.items()}
     first = next(iter(medians))
@@ -370,10 +378,11 @@ def _cells(row: str, variants: Sequence[str], runs: Sequence[Any]) -> Iterator[s
 
 
 def console() -> Any:
-    """Return a rich console, also for pipes."""
+    """Return a rich console that also works if the output is piped."""
     from rich.console import Console
 
-    # Without a terminal, rich assumes 80 columns and breaks the tables.
+    # If the output is no terminal, rich would assume 80 columns, which is too narrow for the
+    # tables.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
 

@@ -1,10 +1,11 @@
-"""Measure the kernels of `examples/tuned_rms_norm.py`, and the operator that selects between them.
+"""Measure the operator in `examples/tuned_rms_norm.py`. It selects between two kernels.
 
-Each row has another number of rows of 1024 numbers. The variants are:
+One kernel is a C++ loop, and the other calls PyTorch's operators. Each row of the table is for a
+tensor with a different number of rows of 1024 numbers. The variants are:
 
-- cpp: the operator with the C++ loop first in the order of providers.
-- reference: the operator with PyTorch's operators first.
-- torchop: the operator with the measurements of `torchop.testing.tune`.
+- cpp: the operator always runs the C++ loop.
+- reference: the operator always runs the kernel that calls PyTorch's operators.
+- torchop: the operator runs the kernel that `torchop.testing.tune` measured to be faster.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def title(size: int) -> str:
 
 
 def measure(settings: Settings) -> Tables:
-    """Tune the operator, then measure it with each kernel."""
+    """Tune the operator, and then measure it with each kernel."""
     op = runpy.run_path(str(EXAMPLE))["rms_norm"]
     with tempfile.TemporaryDirectory() as folder:
         torchop.testing.tune(op, budget=1.0, table=Path(folder, "tuned.json"))
@@ -57,7 +58,7 @@ BENCHMARK = Benchmark(
     units={TABLE: "us"},
     parts={"calls": measure},
     settings={"processes": 3, "rounds": 40},
-    # The operator runs the faster kernel of the smallest and of the largest size.
+    # For the smallest and the largest tensor, the operator must run the faster kernel.
     limits=(
         Limit(TABLE, title(SIZES[0]), TUNED, 1.15, CPP),
         Limit(TABLE, title(SIZES[-1]), TUNED, 1.15, REFERENCE),

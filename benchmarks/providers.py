@@ -1,14 +1,15 @@
-"""Measure the selection between kernels of several providers.
+"""Measure how long it takes to select between the kernels of several providers.
 
-Every variant calls the same kernel, `torch.empty_like`:
+All variants call the same kernel, `torch.empty_like`:
 
 - one kernel: an operator without providers.
-- by priority: two providers, the first of which supports every call.
-- supports: the first provider has a `supports` function, and its result for this call is cached.
-- in a block: the same, inside `with torchop.priority(...)`.
-- Python: a kernel that selects as inference engines do, with a list of providers in the order of
-  priority and a call of `supports_args` for each.
-- Python table: the same behind a dictionary of shapes and dtypes.
+- by priority: an operator with two providers. The first one supports every call.
+- supports: the first provider has a function `supports`, whose result for this call is cached.
+- in a block: like "supports", but inside a `with torchop.priority(...)` block.
+- Python: a kernel that selects in Python, as inference engines do. It tries a list of providers in
+  the order of their priority, and calls `supports_args` of each.
+- Python table: like "Python", but the selections are cached in a dictionary, under the arguments'
+  shapes and dtypes.
 
 "selection" is the time of a call minus the time of the variant "one kernel".
 """
@@ -42,7 +43,7 @@ def supports_matrices(x: Tensor, y: Tensor) -> bool:
 
 
 class Implementation:
-    """A provider of an inference engine."""
+    """A provider as in an inference engine: a kernel and a function that checks arguments."""
 
     def __init__(self, function: Function, supports_args: Callable[[Tensor, Tensor], bool]) -> None:
         self.function, self.supports_args = function, supports_args
@@ -50,7 +51,7 @@ class Implementation:
 
 
 def selection() -> Function:
-    """Return a kernel that selects as vLLM IR does: the first provider that supports the call."""
+    """Return a kernel that calls the first provider that supports a call, as vLLM IR does."""
     implementations = {"fast": Implementation(kernel, supports_matrices)}
     implementations["native"] = Implementation(kernel, lambda x, y: True)
     priority = ["fast", "native"]
@@ -66,7 +67,7 @@ def selection() -> Function:
 
 
 def table() -> Function:
-    """Return the same with a cache of selections, as autotuners have."""
+    """Return a kernel that caches the selections of `selection`, as autotuners do."""
     selected: dict[Any, Function] = {}
     select = selection()
 
@@ -86,7 +87,8 @@ def measure(settings: Settings) -> Tables:
     operators = {name: define(f"op{place}") for place, name in enumerate((ONE, PRIORITY, SUPPORTS))}
     for name, supports in ((PRIORITY, None), (SUPPORTS, supports_matrices)):
         op = operators[name]
-        # Each kernel has its own code object, because CPython specializes code by its callers.
+        # Give each kernel its own code object, because CPython specializes code objects for the
+        # calls that they get.
         op.register_kernel(
             "cpu", lambda x, y: torch.empty_like(x), provider="fast", supports=supports
         )
@@ -95,10 +97,10 @@ def measure(settings: Settings) -> Tables:
     operators[PYTHON] = define("python", selection())
     operators[PYTHON_TABLE] = define("table", table())
     arguments, rounds = (torch.zeros(4, 4), torch.zeros(4, 4)), settings["rounds"]
-    with torch.no_grad():  # otherwise outputs record that the operator has no formula
+    with torch.no_grad():  # otherwise results get a node that raises, as there is no formula
         calls = {name: Variant(op, arguments) for name, op in operators.items()}
         micros = harness.measure(calls, rounds)
-        # Last, because the first block of a process changes the plan of the operator.
+        # Measure this last, because the first `priority` block in a process replaces call plans.
         with torchop.priority({"bench::op2": ["fast"]}):
             pair = {ONE: calls[ONE], BLOCK: calls[SUPPORTS]}
             inside = harness.measure(pair, rounds)

@@ -1,18 +1,20 @@
-"""Measure registering operators, and the first definition, call and training step of a process.
+"""Measure how long it takes to register operators, and to use the first operator of a process.
 
 The variants are:
 
 - torchop: `torchop.custom_op`.
 - custom_op: `torch.library.custom_op`.
-- define + impl: `torch.library.define` and `impl` with a schema written by hand, and
-  `torch.library.register_fake` and `register_autograd` for the rules.
+- define + impl: `torch.library.define` and `torch.library.impl` with a schema that is written by
+  hand. Fake kernels and formulas are registered with `register_fake` and `register_autograd` of
+  `torch.library`.
 
-Packages register hundreds of operators at import, so "time" and "memory" are averages over many
-operators, with three signatures of one to three tensors. "memory" is the growth of the process
-without the functions of the operators. "first use" shows that the first call of a
+Packages register hundreds of operators when they are imported. So "time" and "memory" are averages
+over many operators, which have one to three tensor arguments. "memory" is the growth of the
+process's memory, not counting the operators' Python functions. "first use" measures the first
+definition, call and training step of a process. It shows that the first call to an operator of
 `torch.library.custom_op` imports torch._dynamo.
 
-torchop is imported inside the parts, because an import at the top would not be measured.
+torchop is imported inside of functions, because we also measure the import.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ TIME, MEMORY = "time", "memory"
 
 
 class Source(NamedTuple):
-    """The functions of one operator, and arguments for a call."""
+    """The schema and functions of an operator, and arguments for a call."""
 
     schema: str
     args: tuple[Any, ...]
@@ -113,7 +115,7 @@ KINDS = (scale, affine, attention)
 
 
 class Registrar:
-    """Register operators with one of the variants, and call them."""
+    """Registers operators with one of the variants, and calls them."""
 
     def __init__(self, variant: str) -> None:
         self.custom_op: Callable[..., Any] | None = None
@@ -125,7 +127,7 @@ class Registrar:
             self.custom_op = torch.library.custom_op
 
     def define(self, name: str, source: Source) -> Any:
-        """Return the handle, or the name if the variant has no handles."""
+        """Define an operator. Return the handle, or the name if the variant has no handles."""
         if self.custom_op is not None:
             return self.custom_op(f"bench::{name}", source.kernel, mutates_args=())
         torch.library.define(f"bench::{name}", source.schema)
@@ -160,7 +162,10 @@ def import_torchop(settings: Settings) -> Tables:
 
 
 def first_use(settings: Settings, variant: str) -> Tables:
-    """Time the first definition, call and training step of a process, and count their imports."""
+    """Time the first definition, call and training step of a process.
+
+    Also counts the modules that they import.
+    """
     registrar = Registrar(variant)
     source = scale()
     x = torch.ones(2, requires_grad=True)
@@ -193,11 +198,12 @@ def first_use(settings: Settings, variant: str) -> Tables:
 
 
 def many(settings: Settings, variant: str, contents: str) -> Tables:
-    """Register many operators."""
+    """Measure the time and memory to register many operators."""
     count = settings["operators"]
     registrar = Registrar(variant)
     sources = [KINDS[index % len(KINDS)]() for index in range(count)]
-    # The first operators of a process pay for imports and caches.
+    # Do not measure the first operators of the process, because they import modules and fill
+    # caches.
     warm_up = [(f"warm_up_{i}", kind()) for i, kind in enumerate(KINDS)]
     handles = register(registrar, contents, warm_up)
     registrar.call(handles[0], warm_up[0][1].args)
@@ -229,13 +235,13 @@ def register(registrar: Registrar, contents: str, named: list[tuple[str, Source]
 
 
 def _freeze() -> None:
-    """Collect the garbage of earlier imports before a measurement."""
+    """Collect garbage before a measurement. Otherwise the measurement might include it."""
     gc.collect()
     gc.freeze()
 
 
 def resident_kilobytes() -> float:
-    """Return the memory of this process, or its peak on systems without /proc."""
+    """Return the memory of this process in KB, or the peak memory on systems without /proc."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024

@@ -2,10 +2,10 @@
 
     python benchmarks/report.py
 
-`passages` has every sentence and table row that states a measurement, with numbers from
-`results/*.json`. This program finds each passage in its page, with any numbers, and replaces the
-numbers. It also draws the charts. `tests/project/test_benchmarks.py` checks that all pages and
-charts are up to date.
+`passages` returns all sentences and table rows that state a measurement, with the numbers from
+`results/*.json`. For each of them, this program finds the same sentence with other numbers in a
+page, and replaces the numbers. It also draws the charts. `tests/project/test_benchmarks.py` checks
+that all pages and charts are up to date.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def passages() -> dict[str, list[str]]:
-    """Return the passages of each page that state measurements."""
+    """Return the passages that state measurements, for each page."""
     return {
         "README.md": [*_readme()],
         "docs/dev/native-calls.md": [*_costs()],
@@ -171,10 +171,10 @@ def _devices() -> Iterator[str]:
 
 
 def refresh(page: str, passage: str) -> str:
-    """Return a page with the numbers of a passage.
+    """Find a passage in the text of a page, and return the text with the passage's numbers.
 
     Raises:
-        ValueError: if the page does not have the passage.
+        ValueError: if the page does not contain the passage.
     """
     numbers = NUMBER.findall(passage)
 
@@ -192,8 +192,8 @@ def refresh(page: str, passage: str) -> str:
 
 
 def pattern(passage: str) -> re.Pattern[str]:
-    """Return a pattern for a passage with any numbers and any line breaks."""
-    text = NUMBER.sub("\0", passage)  # which no page has
+    """Return a pattern that matches a passage with any other numbers and line breaks."""
+    text = NUMBER.sub("\0", passage)  # no page contains this character
     words = [re.escape(word).replace("\0", f"({NUMBER.pattern})") for word in text.split()]
     return re.compile(r"\s+".join(words))
 
@@ -205,7 +205,7 @@ def main() -> None:
         for text in texts:
             page = refresh(page, text)
         path.write_text(page, encoding="utf-8")
-    import _charts  # needs matplotlib
+    import _charts  # not at the top, because it requires matplotlib
 
     _charts.draw()
 

@@ -1,13 +1,13 @@
-"""Measure training through an operator with one residual.
+"""Measure training with an operator that has a residual, i.e. an output that only backward uses.
 
-Every variant computes the same two small tensors in its forward and multiplies in its backward:
+All variants compute two small tensors in the forward, and use the second one in the backward:
 
 - torchop: the second tensor is a residual.
-- autograd.Function: the same function in a `torch.autograd.Function`.
-- two results: an operator of `torch.library.custom_op` that returns both tensors.
+- autograd.Function: a `torch.autograd.Function` saves the second tensor.
+- two results: an operator of `torch.library.custom_op` returns both tensors.
 
-The row "inference" is the forward alone, in which the kernel of the first variant skips the
-residual. The variant "no residuals" is an operator without residuals.
+The row "inference" measures just the forward. In this row, torchop's kernel does not compute the
+residual. The variant "no residuals" is an operator of torchop without residuals.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ TORCHOP, FUNCTION, SPLIT, PLAIN = "torchop", "autograd.Function", "two results",
 
 
 def forward(x: Tensor) -> Tensor:
-    # Not `torchop.residuals`, because attributes of modules with a `__getattr__` are slow.
+    # Don't write `torchop.residuals` here: looking up attributes of a module is slow if the module
+    # has a `__getattr__`.
     if not records_gradient():
         return x * x
     return residuals(x * x, x + x)

@@ -1,17 +1,22 @@
-"""Measure calls on DTensors with sharding rules, on a fake process group.
+"""Measure calls with DTensors to operators that have sharding rules, on a fake process group.
 
-- "calls": one operator on a tensor of 8 by 8.
-- "propagation": a matrix product with placements that are not in DTensor's cache.
-- "propagation, 16 tensors": the same for a list of tensors, by a pointwise rule and by `torch.cat`.
-- "memory of a propagation", "memory of a new shape": the growth of the process for one of them.
+The benchmark prints five tables:
+
+- "calls": the time of a call with an 8 by 8 tensor.
+- "propagation": the time to propagate the sharding of a matrix product whose placements are not yet
+  in DTensor's cache.
+- "propagation, 16 tensors": the same for a list of tensors, with an operator that has a pointwise
+  rule and with `torch.cat`.
+- "memory of a propagation", "memory of a new shape": how much memory the process needs in addition,
+  for each propagation and for each new shape.
 
 The variants of "calls" are:
 
 - local: the operator on the shard itself, without DTensor.
-- rule: `register_sharding("pointwise")` of torchop.
-- register_sharding: the same operator with PyTorch's experimental function.
-- stock: an operator of `torch.library.custom_op` with that function.
-- aten: `torch.sin`, with PyTorch's own strategy.
+- rule: torchop's operator with torchop's `register_sharding("pointwise")`.
+- register_sharding: torchop's operator with PyTorch's experimental `register_sharding`.
+- stock: an operator of `torch.library.custom_op` with PyTorch's experimental `register_sharding`.
+- aten: `torch.sin`, with the sharding strategy that PyTorch has for it.
 - local_map: the operator inside `torch.distributed.tensor.experimental.local_map`.
 """
 
@@ -52,7 +57,7 @@ LOCAL, RULE, EXPERIMENTAL, STOCK, ATEN, MAP = (
     "aten",
     "local_map",
 )
-MANY = 16  # tensors in a list
+MANY = 16  # number of tensors in a list
 CALLS, PROPAGATION, PROPAGATION_OF_MANY = "calls", "propagation", f"propagation, {MANY} tensors"
 MEMORY, MEMORY_OF_SHAPE = "memory of a propagation", "memory of a new shape"
 CALL_MESHES = ((4,), (2, 2))
@@ -67,7 +72,7 @@ def label(shape: Shape) -> str:
 
 @contextmanager
 def process_group(shape: Shape) -> Iterator[Any]:
-    """Yield a mesh of a fake process group."""
+    """Create a fake process group, and yield a device mesh of the given shape."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -124,7 +129,7 @@ def sum_of_many() -> Any:
 
 
 def calls(settings: Settings) -> Tables:
-    """Time calls with placements that DTensor has seen."""
+    """Time calls whose placements are already in DTensor's cache."""
     operators = {RULE: define(torchop, "rule"), EXPERIMENTAL: define(torchop, "experimental")}
     operators[STOCK] = define(torch.library, "stock")
     operators[RULE].register_sharding("pointwise")
@@ -151,7 +156,7 @@ def calls(settings: Settings) -> Tables:
 
 
 def propagation(settings: Settings) -> Tables:
-    """Time matrix products that DTensor has not seen, on meshes of all sizes."""
+    """Time matrix products whose placements are not in DTensor's cache, on meshes of all sizes."""
     op, repeats = matrix_product(), settings["repeats"]
     tables: Tables = {PROPAGATION: {}, MEMORY: {}}
     for shape in MESHES:
@@ -167,9 +172,10 @@ def propagation(settings: Settings) -> Tables:
 
 
 def many(settings: Settings) -> Tables:
-    """Time propagation for a list of tensors, and measure the memory that a new shape keeps."""
+    """Time propagation for a list of tensors, and measure the memory that each new shape takes."""
     op, repeats = sum_of_many(), settings["repeats"]
-    # Concatenate along a dimension that is not sharded, so neither variant redistributes.
+    # Concatenate along a dimension that is not sharded, because no variant must redistribute
+    # tensors.
     functions = {RULE: op, ATEN: functools.partial(torch.cat, dim=1)}
     tables: Tables = {PROPAGATION_OF_MANY: {}, MEMORY_OF_SHAPE: {}}
     for shape in MESHES[:3]:
@@ -186,7 +192,7 @@ def many(settings: Settings) -> Tables:
             tables[PROPAGATION_OF_MANY][label(shape)] = times
             kept = {}
             for start, (name, function) in enumerate(functions.items(), 1):
-                for length in range(20):  # imports and caches of the first calls
+                for length in range(20):  # the first calls import modules and fill caches
                     function(tensors(1000 * start + length))
                 gc.collect()
                 tracemalloc.start()
@@ -202,10 +208,10 @@ def many(settings: Settings) -> Tables:
 def propagate(
     functions: dict[str, Callable[..., Any]], *args: Any, repeats: int
 ) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of a call that DTensor has not seen, and the growth in KB."""
+    """Return the milliseconds of a call if DTensor's cache is empty, and the growth in KB."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
-        function(*args)  # imports of the first call
+        function(*args)  # the first call imports modules
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(repeats):
         for name, function in functions.items():

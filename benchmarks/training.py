@@ -1,15 +1,16 @@
-"""Measure memory and time of training through a derived formula.
+"""Measure memory and time of training with a derived formula.
 
-Each row is one function with inputs of 250 KB each. The variants are:
+With a derived formula, the backward runs the forward again and lets autograd differentiate it. Each
+row of the tables is a function whose inputs take 250 KB each. The variants are:
 
-- plain call: the function itself, differentiated by PyTorch.
+- plain call: the function itself, differentiated by autograd.
 - derived: an operator with `derive_autograd()`.
-- checkpoint: the plain call in `torch.utils.checkpoint`.
-- compiled: the operator in a graph of `torch.compile` with `aot_eager`.
+- checkpoint: the function in `torch.utils.checkpoint`.
+- compiled: the operator, compiled by `torch.compile` with the backend `aot_eager`.
 
-"memory" counts the storages that autograd saves, each once. A derived formula saves the inputs, as
-a checkpoint does, and a compiled graph also saves the 5 KB of the generator's state. All three run
-the forward again in the backward.
+"memory" is the total size of all storages that autograd saves. A derived formula saves only the
+inputs, like a checkpoint. A compiled graph also saves the state of the random number generator, of
+5 KB. All three run the forward again in the backward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from harness import Benchmark, Limit, Settings, Tables, Variant
 
 PLAIN, DERIVED, CHECKPOINT, COMPILED = "plain call", "derived", "checkpoint", "compiled"
 MEMORY, TIME = "memory", "time"
-SIDE = 250  # of the square matrices
+SIDE = 250  # number of rows and columns of the square matrices
 
 
 def elementwise(x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ def dropout(x: Tensor) -> Tensor:
     return torch.nn.functional.dropout(torch.nn.functional.gelu(x) * x)
 
 
-ROWS = {elementwise: 1, attention: 3, dropout: 1}  # functions and their numbers of inputs
+ROWS = {elementwise: 1, attention: 3, dropout: 1}  # the number of inputs of each function
 
 
 def variants(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -62,14 +63,17 @@ def variants(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 @contextmanager
 def saved() -> Iterator[dict[int, int]]:
-    """Yield the sizes of the storages that autograd saves inside the block, by address."""
+    """Yield a dict that receives the size of each storage that autograd saves in the block.
+
+    The keys are the addresses of the storages.
+    """
     sizes: dict[int, int] = {}
     tensors = []
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
-        tensors.append(tensor)  # keeps the address from being reused
+        tensors.append(tensor)  # keep it alive, or another storage might get the same address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -77,11 +81,11 @@ def saved() -> Iterator[dict[int, int]]:
 
 
 def kilobytes(function: Callable[..., Any], inputs: list[Tensor]) -> float:
-    """Return the size of everything that autograd saves in a call."""
-    function(*inputs)  # compiles
+    """Return the total size of the storages that autograd saves in a call."""
+    function(*inputs)  # the first call may compile
     with saved() as sizes:
         function(*inputs)
-    if not sizes:  # a checkpoint saves its inputs before these hooks see them
+    if not sizes:  # a checkpoint saves the inputs itself, without calling these hooks
         return sum(tensor.nbytes for tensor in inputs) / 1000
     return sum(sizes.values()) / 1000
 
@@ -108,7 +112,7 @@ BENCHMARK = Benchmark(
     units={MEMORY: "KB", TIME: "us"},
     parts={"training": measure},
     settings={"processes": 3, "rounds": 5},
-    # The inputs, and 6 KB for the state of the generator.
+    # The size of the inputs, and 6 KB for the generator's state.
     limits=tuple(
         Limit(MEMORY, function.__name__, variant, count * SIDE * SIDE * 4 / 1000 + 6)
         for function, count in ROWS.items()

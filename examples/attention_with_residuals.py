@@ -29,7 +29,7 @@ def _(q, k, v):
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients; the parameters name the tensors to save for backward."""
+    """Compute the gradients. torchop saves the tensors that the parameters name."""
     arrays = (tensor.numpy() for tensor in (grad, q, k, v, output, lse))
     grad_, q_, k_, v_, output_, lse_ = arrays
     scale = q_.shape[-1] ** -0.5
@@ -41,7 +41,8 @@ def attention_backward(
 
 
 attention.register_autograd(backward_kernel=attention_backward)
-# Batches and heads are independent, so each rank computes its share of outputs and residuals.
+# Batches and heads are independent, so each rank can compute its share of them without
+# communication.
 attention.register_sharding("b h q d, b h k d, b h k d -> b h q d; b h q", whole="q k d")
 
 

@@ -11,7 +11,7 @@ import torchop
 
 
 class KeepsShape:
-    """Shared members of operators that preserve the shape of the first argument."""
+    """A base class for operators whose result has the shape of the first argument."""
 
     @staticmethod
     def fake(x: Tensor, *rest: object) -> Tensor:
@@ -53,7 +53,7 @@ class rotate(KeepsShape):
 
 def main() -> None:
     print(rotate)
-    torchop.opcheck(rotate)  # on its examples
+    torchop.opcheck(rotate)  # checks the operator with the arguments from `examples`
     print("opcheck: all examples pass")
 
     x = torch.arange(6.0).reshape(2, 3)

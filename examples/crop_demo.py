@@ -1,9 +1,9 @@
-"""PIL's crop as a PyTorch operator: eager, compiled, exported, differentiated and checked.
+"""Turn PIL's crop into a PyTorch operator. Call, compile, export, differentiate and check it.
 
     python examples/crop_demo.py [--output DIRECTORY] [--rounds N]
 
-PyTorch cannot trace PIL. As an operator with a fake kernel and an autograd formula, `crop` works
-wherever PyTorch's own operators do.
+PyTorch cannot trace PIL. But once `crop` is an operator with a fake kernel and an autograd formula,
+it works everywhere where PyTorch's own operators work.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from _demo.pictures import fractal, from_pil, save, to_pil
 
 @torchop.custom_op("demo::crop", mutates_args=())
 def crop(picture: Tensor, box: Sequence[int]) -> Tensor:
-    """Cut the box (left, top, right, bottom) out of a picture of (channels, height, width)."""
+    """Cut a box (left, top, right, bottom) out of a picture of shape (channels, height, width)."""
     left, top, right, bottom = box
-    width = picture.element_size()  # PIL pixels per column, see `to_pil`
+    width = picture.element_size()  # the number of PIL pixels per column, see `to_pil`
     columns = (width * left, top, width * right, bottom)
     return from_pil([channel.crop(columns) for channel in to_pil(picture)], like=picture)
 
@@ -43,10 +43,10 @@ def _(picture: Tensor, box: Sequence[int]) -> Tensor:
     return picture.new_empty(picture.shape[0], bottom - top, right - left)
 
 
-# The formula of `crop` must consist of operators, so define one for PIL's paste too.
+# The formula of `crop` needs PIL's paste. A formula must consist of operators, so define one.
 @torchop.custom_op("demo::paste", mutates_args=())
 def paste(background: Tensor, picture: Tensor, corner: Sequence[int]) -> Tensor:
-    """Return `background` with the upper left corner of `picture` pasted at (left, top)."""
+    """Paste `picture` into a copy of `background`, with the upper left corner at (left, top)."""
     left, top = corner
     channels = to_pil(background)
     for channel, pasted in zip(channels, to_pil(picture.to(background)), strict=True):
@@ -71,13 +71,13 @@ def _(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The steps: each raises if a check fails, and returns a summary
+# The steps of the demo. Each step returns a summary, and raises an error if a check fails.
 
 BOX = (130, 150, 380, 450)  # the middle of the picture
 
 
 def negative(picture: Tensor) -> Tensor:
-    """Call the operator between PyTorch's own; this function is compiled and exported."""
+    """Call the operator together with PyTorch's. The demo compiles and exports this function."""
     return 255 - crop(picture, BOX).flip(-1)
 
 
@@ -161,7 +161,7 @@ def check_contract(original: Tensor, output: Path) -> str:
 
 
 def expect(condition: bool, otherwise: str) -> None:
-    # Not an assert statement, because python -O would remove it.
+    # Don't use an assert statement, because `python -O` would remove it.
     if not condition:
         raise AssertionError(otherwise)
 
@@ -176,7 +176,7 @@ STEPS: dict[str, Callable[[Tensor, Path], str]] = {
 
 
 def working(console: Console, name: str) -> Progress:
-    """Show the elapsed time of a step, or log the start if the console is not a terminal."""
+    """Show how long a step has been running, or only the name if the console is no terminal."""
     if not console.is_terminal:
         console.print(f"...  {name}")
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -194,13 +194,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60, help="rounds of the time measurement")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    # In a pipe, rich assumes 80 columns, which would wrap the table.
+    # If the output is no terminal, rich would assume 80 columns, which is too narrow for the table.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"{crop!r}\n{paste!r}\n", markup=False, soft_wrap=True)
 
     try:
         with working(console, "native calls"):
-            torchop.native.wait()  # otherwise the table would show calls through the dispatcher
+            torchop.native.wait()  # until then, calls would go through the dispatcher
     except torchop.native.NativeUnavailableError as problem:
         console.print(f"{problem}\n", markup=False, soft_wrap=True)
 

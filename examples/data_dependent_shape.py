@@ -17,7 +17,7 @@ def peaks(signal: Tensor) -> Tensor:
 
 @peaks.register_fake
 def _(signal: Tensor) -> Tensor:
-    # The number of peaks depends on the data, so the compiler uses a symbol for it.
+    # The number of peaks depends on the data, so represent it by a symbol.
     count = torchop.get_ctx().new_dynamic_size()
     return signal.new_empty(count, dtype=torch.int64)
 
@@ -27,7 +27,7 @@ def peak_heights(signal: Tensor) -> Tensor:
 
 
 def main() -> None:
-    # Without this, Dynamo breaks the graph at data-dependent shapes.
+    # Without this setting, Dynamo breaks the graph at operators with data-dependent shapes.
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     graphs = []
 

@@ -9,7 +9,7 @@ engine = torchop.Library("engine", "FRAGMENT")
 
 
 def register(function, fake, mutates_args=()) -> None:
-    """Define an operator with a CPU kernel and a fake kernel, like the helpers of engines."""
+    """Define an operator with a CPU kernel and a fake kernel, as the helpers of engines do."""
     name = function.__name__
     engine.define(name + torchop.infer_schema(function, mutates_args=mutates_args))
     engine.impl(name, function, "CPU")
@@ -29,7 +29,8 @@ register(silu_and_mul, lambda x: x.new_empty(*x.shape[:-1], x.shape[-1] // 2))
 register(write_cache, lambda key, cache, slots: None, mutates_args=("cache",))
 
 
-# `custom_op` in the same library: it infers the schema and checks the results of the kernel.
+# The same library can contain operators of `custom_op`. For these, torchop infers the schema and
+# checks the results of the kernel.
 @torchop.custom_op("engine::rms_norm", mutates_args=(), lib=engine)
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float = 1e-6) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon) * weight
@@ -50,7 +51,7 @@ if __name__ == "__main__":
     torch.testing.assert_close((result, compiled_cache), (block(x, weight, cache, slots), cache))
     print("compiled without a graph break, equal to eager, cache included:", result)
 
-    engine.close()  # deregisters the operators, as when a plugin is unloaded
+    engine.close()  # deregisters all operators, for example to unload a plugin
     assert not hasattr(torch.ops.engine, "silu_and_mul")
     try:
         rms_norm(x, weight)

@@ -1,6 +1,7 @@
-"""A C++ kernel bound by nanobind, as an operator. Requires `pip install nanobind`, and g++.
+"""Turn a C++ function that is bound with nanobind into an operator.
 
-`nb::ndarray` checks dtype, dimensions, device and layout, and needs no headers of PyTorch.
+The C++ code does not need PyTorch's headers, because the parameters are of type `nb::ndarray`. This
+type also checks the dtype, dimensions, device and layout. Requires `pip install nanobind`, and g++.
 """
 
 import importlib.util
@@ -51,7 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 
-# The bound function is the kernel. It has no annotations, so pass a schema.
+# The bound function itself is the kernel. It has no annotations, so pass a schema.
 scale_into = torchop.custom_op(
     "examples::nb_scale_into",
     module.scale,
@@ -61,7 +62,7 @@ scale_into = torchop.custom_op(
 )
 
 
-# The same kernel as a functional operator and an `out=` overload.
+# `out_op` defines a functional operator and an `out=` overload with the same kernel.
 @torchop.out_op("examples::nb_scale", like="x", device_types="cpu")
 def scale(x: Tensor, factor: float, *, out: Tensor) -> None:
     module.scale(x, factor, out)

@@ -1,4 +1,4 @@
-"""NumPy's sin as a mutable operator, and as a family: functional, in place, and with out=."""
+"""Turn NumPy's sin into an operator that writes to a buffer, and into one with all usual forms."""
 
 import numpy as np
 import torch
@@ -7,15 +7,16 @@ from torch import Tensor
 import torchop
 
 
-# A mutable operator: it writes into `out` and returns nothing. Autograd and compilers rely on
-# `mutates_args`.
+# This operator writes to `out` and returns nothing. Autograd and compilers only know about the
+# write because of `mutates_args`.
 @torchop.custom_op("examples::numpy_sin", mutates_args=("out",), device_types="cpu")
 def numpy_sin(x: Tensor, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
 
 
-# All forms of an operator, as in PyTorch: sin(x), sin(x, out=buffer), and sin_(x) in place. The
-# kernel reads each element before writing it, so it may overwrite the input.
+# This operator has the same forms as PyTorch's: sin(x), sin(x, out=buffer), and sin_(x) in place.
+# `elementwise` says that the kernel reads each element before it writes the result, so `out` may be
+# the input.
 @torchop.out_op("examples::sin", like="x", inplace=True, elementwise=True, device_types="cpu")
 def sin(x: Tensor, *, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
@@ -55,13 +56,13 @@ def main() -> None:
     torch.testing.assert_close(buffer, x.sin())
     print("eager:   ", buffer)
 
-    # The compiled graph reads the buffer after the operator wrote it.
+    # In a compiled graph too, the buffer is read after the operator has written it.
     sine, double = sine_and_double(x)
     torch.testing.assert_close(sine, buffer)
     torch.testing.assert_close(double, 2 * buffer)
     print("compiled:", sine, "and doubled:", double)
 
-    # The write bumps the version of the buffer, so a backward that needs the old value raises.
+    # The write bumps the buffer's version, so a backward that needs the old values raises an error.
     weight = torch.ones(4, dtype=torch.double, requires_grad=True)
     product = weight * buffer
     numpy_sin(x, buffer)
@@ -72,7 +73,7 @@ def main() -> None:
     else:
         raise AssertionError("backward used an overwritten buffer")
 
-    # The family, eager and compiled.
+    # All three forms return the same results, in eager mode and compiled.
     eager = sin(x), sin(sin(x), out=torch.empty_like(x)), sin.inplace(x.clone())
     compiled = all_forms(x, buffer)
     torch.testing.assert_close(eager, (x.sin(), x.sin().sin(), x.sin()))
@@ -80,7 +81,7 @@ def main() -> None:
     torch.testing.assert_close(buffer, x.sin().sin())
     print(sin, "agree, eager and compiled")
 
-    # One formula, in place too.
+    # The same formula is used for all forms, here for the in-place form.
     angle = torch.tensor([0.0, 1.0], dtype=torch.double, requires_grad=True)
     doubled = angle * 2
     sin.inplace(doubled)
@@ -88,7 +89,7 @@ def main() -> None:
     torch.testing.assert_close(angle.grad, 2 * (2 * angle.detach()).cos())
     print("gradient through sin_:", angle.grad)
 
-    # A buffer of the wrong shape is rejected before any write.
+    # If the buffer has the wrong shape, the call raises an error before it writes anything.
     try:
         sin(x, out=torch.empty(3))
     except torchop.MutationError as error:

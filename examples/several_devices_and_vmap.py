@@ -1,4 +1,4 @@
-"""One operator with a kernel for each device, mapped over a batch without a loop."""
+"""Define an operator with a kernel for each device and a vmap rule."""
 
 import numpy as np
 import torch
@@ -7,11 +7,12 @@ from torch import Tensor
 import torchop
 
 
-# This kernel is for the CPU, the next for the GPU. The device of the tensors selects one.
+# This kernel is for the CPU, and the next kernel is for the GPU. A call runs the kernel for the
+# device of its tensors.
 @torchop.custom_op("examples::cumulative_max", mutates_args=(), device_types="cpu")
 def cumulative_max(x: Tensor, dim: int) -> Tensor:
-    # NumPy preserves the strides of the input. Copy to contiguous memory, because all kernels must
-    # return the same strides.
+    # NumPy's result would have the strides of the input. Make the input contiguous, because the
+    # result of every kernel must have the same strides.
     return torch.from_numpy(np.maximum.accumulate(x.contiguous().numpy(), axis=dim))
 
 
@@ -27,7 +28,8 @@ def _(x: Tensor, dim: int) -> Tensor:
 
 @cumulative_max.register_vmap
 def _(info, in_dims, x: Tensor, dim: int) -> tuple[Tensor, int]:
-    # The batch dimension is now the first, so a non-negative `dim` shifts by one.
+    # Make the batch dimension the first one. This shifts the other dimensions by one, so add one to
+    # `dim` unless it is negative.
     x = x.movedim(in_dims[0], 0)
     return cumulative_max(x, dim + 1 if dim >= 0 else dim), 0
 

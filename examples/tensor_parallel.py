@@ -1,4 +1,4 @@
-"""Train a transformer block with matrices that are sharded over several processes.
+"""Train a transformer block whose matrices are sharded over several processes.
 
 torchrun --standalone --nproc-per-node 4 examples/tensor_parallel.py
 """
@@ -47,7 +47,7 @@ def parameters() -> list[Tensor]:
 
 
 def train(x: Tensor, weights: list[Tensor], steps: int) -> list[float]:
-    """Run steps of gradient descent, and return the losses. Works on tensors and DTensors."""
+    """Train for some steps, and return the losses. `x` and `weights` may be DTensors."""
     optimizer = torch.optim.SGD([weight.requires_grad_() for weight in weights], lr=0.1)
     losses = []
     for _ in range(steps):
@@ -60,10 +60,15 @@ def train(x: Tensor, weights: list[Tensor], steps: int) -> list[float]:
 
 
 def train_on(mesh: DeviceMesh) -> tuple[list[float], list[float], dict[str, int]]:
-    """Return the losses on one process and on all, and the collectives of a call of `block`."""
+    """Train on one process and on all.
+
+    Returns:
+        The losses on one process, the losses on all processes, and the number of collectives in a
+        call to `block`.
+    """
     rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
-    # Shard the columns of the first matrix and the rows of the second, so the block needs one
-    # all-reduce at the end.
+    # Shard the columns of the first matrix and the rows of the second one. The block then needs
+    # just one all-reduce, at the end.
     placements = [[Replicate()], [Shard(1)], [Shard(0)]]
     weights = [
         distribute_tensor(weight, mesh, placement)
@@ -86,7 +91,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # a regular exit may abort while threads of gloo are still running
+    os._exit(0)  # a normal exit may crash, because threads of gloo are still running
 
 
 if __name__ == "__main__":

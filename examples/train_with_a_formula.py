@@ -18,13 +18,13 @@ def _(x: Tensor, beta: float = 1.0) -> Tensor:
 
 
 def save_inputs(ctx, inputs, output):
-    x, ctx.beta = inputs  # includes omitted defaults
+    x, ctx.beta = inputs  # contains the default of `beta` if the caller has omitted it
     ctx.save_for_backward(x)
 
 
 @softplus.register_autograd(setup_context=save_inputs)
 def _(ctx, grad):
-    # Consists of PyTorch operators, so it is differentiable again.
+    # The formula consists of PyTorch operators, so it can be differentiated again.
     (x,) = ctx.saved_tensors
     return grad * torch.sigmoid(ctx.beta * x), None
 

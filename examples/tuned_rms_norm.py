@@ -1,8 +1,8 @@
-"""An RMS norm with two kernels: a C++ loop for few rows, and PyTorch operators for many.
+"""Define an RMS norm that runs a C++ loop for few rows, and PyTorch operators for many rows.
 
-The C++ loop has no overhead, but adds the numbers one by one. The five PyTorch operators have an
-overhead of ten microseconds, but use vector instructions. The break-even point depends on the
-machine, so tuning measures it. Requires g++.
+The C++ loop has no overhead, but adds the numbers one by one. The PyTorch operators use vector
+instructions, but calling five of them takes ten microseconds. It depends on the machine which one
+is faster for a given number of rows, so measure it by tuning. Requires g++.
 """
 
 import ctypes
@@ -57,15 +57,16 @@ def _(x, weight, eps):
     return out
 
 
-# Bucket calls by number of rows, with an example for each bucket. `python -m torchop bench` runs
-# the examples to compare the kernels.
+# Tune separately for calls with up to 1, 4, 16, 64 and 256 rows, with an example for each of these
+# buckets. `python -m torchop bench` also uses the examples to compare the kernels.
 rms_norm.set_tuning(buckets={"x": {0: [1, 4, 16, 64, 256]}})
 rms_norm.register_examples(
     lambda: [(torch.randn(rows, 1024), torch.randn(1024)) for rows in (1, 4, 16, 64, 256)]
 )
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as folder:  # do not change the table in the user's cache
+    # Store the measurements in a temporary folder, and not in the user's cache.
+    with tempfile.TemporaryDirectory() as folder:
         print(torchop.testing.tune(rms_norm, budget=1.0, table=Path(folder, "tuned.json")))
     for rows in (1, 4, 16, 64, 256):
         x, weight = torch.randn(rows, 1024), torch.randn(1024)

@@ -1,7 +1,8 @@
-"""A C++ kernel loaded by tvm-ffi, as an operator. Requires `pip install apache-tvm-ffi`, and g++.
+"""Turn a C++ function that is loaded with tvm-ffi into an operator.
 
-tvm-ffi passes tensors as DLPack, so one build without PyTorch's headers works with every release.
-FlashInfer and TileLang load their kernels this way.
+tvm-ffi passes tensors as DLPack structures. The C++ code does not need PyTorch's headers, so the
+same build works with every release of PyTorch. FlashInfer and TileLang load their kernels in this
+way. Requires `pip install apache-tvm-ffi`, and g++.
 """
 
 import shlex
@@ -63,7 +64,7 @@ scale_into = torchop.custom_op(
 )
 
 
-# The same kernel as a functional operator and an `out=` overload.
+# `out_op` defines a functional operator and an `out=` overload with the same kernel.
 @torchop.out_op("examples::ffi_scale", like="x", device_types="cpu")
 def scale(x: Tensor, factor: float, *, out: Tensor) -> None:
     module.scale(x, factor, out)

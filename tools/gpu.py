@@ -1,11 +1,12 @@
-"""Run everything that needs a GPU (`nox -s gpu`).
+"""Run all tests and benchmarks that need a GPU (`nox -s gpu`).
 
     python tools/gpu.py [--out FOLDER] [--limit SECONDS]
 
-Each part is a command with a time limit. FOLDER receives the output of each part, summary.json and
-the benchmark's results. Parts run in parallel, except for the benchmark and other parts that use
-the whole machine. Without a GPU, the parts run on the CPU and skip tests that need one. Requires
-only PyTorch, pytest and torchop's dependencies; the output of a part shows missing packages.
+The script runs several commands ("parts"), each with a time limit. It stores the output of each
+part in FOLDER, together with summary.json and the results of the benchmark. Parts run in parallel,
+except for the benchmark and other parts that use the whole machine. If there is no GPU, the parts
+run on the CPU, and tests that need a GPU are skipped. The script only requires PyTorch, pytest and
+torchop's dependencies. If another package is missing, the output of the part shows it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# At most 12, because the CUDA context of each process takes device memory.
+# Not more than 12, because each process has its own CUDA context, and these take device memory.
 PROCESSES = min(12, os.cpu_count() or 1)
 PAGES = (
     "docs/tutorials/getting-started.md",
@@ -40,7 +41,7 @@ for number in range(torch.cuda.device_count()):
 
 
 class Part(NamedTuple):
-    """A command with a time limit in seconds; `alone` if it must not run in parallel to others."""
+    """A command with a time limit in seconds. If `alone` is true, it must not run in parallel."""
 
     name: str
     limit: int
@@ -50,7 +51,7 @@ class Part(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of a part; `last` is the last line of the output."""
+    """How a part ended. `last` is the last line of the output."""
 
     name: str
     status: str
@@ -59,7 +60,10 @@ class Outcome(NamedTuple):
 
 
 def device() -> str:
-    """Return the device for the tests, from another process, to create no CUDA context here."""
+    """Return the device for the tests.
+
+    Asks for it in another process, because this one should not create a CUDA context.
+    """
     ask = "import torch; print('cuda:0' if torch.cuda.is_available() else 'cpu')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     return done.stdout.strip()
@@ -73,9 +77,9 @@ def marked() -> list[str]:
 
 
 def parts(target: str, out: Path) -> list[Part]:
-    """Return the parts, the most important first."""
+    """Return all parts, beginning with the most important."""
     python = sys.executable
-    # pytest-benchmark, if installed, would warn about parallel processes.
+    # Disable pytest-benchmark, because it would warn about parallel processes.
     pytest = (python, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-p", "no:benchmark")
     found = [
         Part("machine", 60, (python, "-c", DESCRIBE)),
@@ -99,7 +103,7 @@ def parts(target: str, out: Path) -> list[Part]:
 
 
 def stages(found: Iterable[Part]) -> list[list[Part]]:
-    """Group consecutive parts that may run in parallel."""
+    """Group consecutive parts that may run in parallel into stages."""
     result: list[list[Part]] = []
     for part in found:
         if part.alone or not result or result[-1][0].alone:
@@ -109,7 +113,7 @@ def stages(found: Iterable[Part]) -> list[list[Part]]:
 
 
 def run(part: Part, target: str, out: Path, end: float) -> Outcome:
-    """Run a part, stop it at the monotonic time `end`, and print the result."""
+    """Run a part and print the outcome. Stops the part at the time `end` (of time.monotonic)."""
     environment = dict(os.environ)
     environment.pop("TORCHOP_TEST_DEVICE", None)
     if part.on_device:

@@ -1,10 +1,11 @@
-"""Compile the C++ sources against the headers of another Python, and find undefined functions.
+"""Compile the C++ sources against the headers of other Pythons, and find undefined functions.
 
     python tools/headers.py [--unknown-nodes] PYTHON [PYTHON ...]
 
-`nox -s headers` runs this for each supported Python. PyTorch's headers come from this environment,
-because they do not depend on the Python version. With --unknown-nodes, the sources are compiled a
-second time, as for a PyTorch release with unknown autograd nodes.
+`nox -s headers` runs this script for each supported Python. PyTorch's headers do not depend on the
+Python version, so they come from the environment that runs the script. With --unknown-nodes, the
+sources are compiled a second time, as for a PyTorch release whose autograd nodes torchop does not
+know.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ UNKNOWN_NODES = ["-UTORCHOP_KNOWS_NODES", "-DTORCHOP_KNOWS_NODES=0"]
 
 
 def compiles(include: str, flags: list[str]) -> bool:
-    """Return whether the sources compile and define every function; print the errors."""
+    """Return whether the sources compile and define every function. Prints all errors."""
     headers = Path(torch.__file__).parent / "include"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "call_path.cpp")
@@ -39,9 +40,9 @@ def compiles(include: str, flags: list[str]) -> bool:
 
 
 def undefined(compiled: Path) -> list[str]:
-    """Print and return torchop's functions that are declared but not defined.
+    """Print and return the functions of torchop that are declared and called but not defined.
 
-    Otherwise only loading the extension would report them.
+    Compiling does not report such functions. Without this check, loading the extension would fail.
     """
     command = ["nm", "--demangle", "--undefined-only", str(compiled)]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout

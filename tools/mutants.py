@@ -1,14 +1,14 @@
-"""Mutation tests: check that a test fails without each condition that leaves the native path.
+"""Run mutation tests: remove conditions from the C++ sources, and check that a test fails.
 
     python tools/mutants.py [NAME ...]
 
-Each mutant is the extension without one condition. The script compiles it, and runs the tests of
-native calls until one fails. A surviving mutant is a condition that no test covers, or that is not
-needed.
+A mutant is a copy of the C++ extension with one condition removed or changed. For each mutant, the
+script compiles the extension, and runs the tests of native calls until one fails. If no test fails,
+the mutant survives. The condition is then not tested, or not needed.
 
-First, each test file runs with the unchanged extension, compiled for coverage. A mutant runs only
-with the test files that execute the condition. Conditions for features that the installed PyTorch
-lacks are skipped.
+To save time, the script only runs the test files that execute the mutant's condition. To find these
+files, it first runs each test file with the unchanged extension, compiled for measuring coverage.
+Conditions for features that the installed PyTorch does not have are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from torchop._native.extension.recipe import (
 )
 
 ROOT = Path(__file__).parents[1]
-# The tests to run first: those of the mutant's source file, and those of many conditions' reasons.
+# The tests that run first, because they are the most likely to fail: the tests for the mutant's
+# source file, and REASONS, which test why calls fall back to the dispatcher.
 CLOSEST = {
     "ambient_state.cpp": ["tests/rules/autograd/derived"],
     "arguments.h": [
@@ -111,12 +112,12 @@ TESTS = [
 
 
 class Mutant(NamedTuple):
-    """A condition of the sources, and the text that replaces it."""
+    """A condition in the C++ sources, and the replacement in the mutant."""
 
     file: str
     condition: str
     without: str = "if (false)"
-    # The first PyTorch release with the feature that the condition checks.
+    # The first PyTorch release that has the feature that needs the condition.
     since: tuple[int, int] = (2, 11)
 
 
@@ -660,27 +661,33 @@ MUTANTS = {
 }
 
 
-# Computed before `precompile_headers` sets CXX, which Inductor reads too.
+# Save the environment for the tests before `precompile_headers` sets CXX, because Inductor reads
+# CXX too.
 USUAL = dict(os.environ)
 FILE_NAME = make_recipe(CSRC).file_name  # depends on the flags in CXX
 Line = tuple[str, int]
 
 
 def files_of(tests: list[str]) -> list[str]:
-    """Return the test files in `tests`, which names files and folders."""
+    """Return all test files in `tests`, a list of files and folders."""
     paths = (ROOT / name for name in tests)
     files = (sorted(path.rglob("test_*.py")) if path.is_dir() else [path] for path in paths)
     return list(dict.fromkeys(str(file.relative_to(ROOT)) for some in files for file in some))
 
 
 def build(source: Path, folder: Path) -> None:
-    """Compile sources, and give the result the file name of the unchanged extension."""
+    """Compile the sources, and rename the result to the file name of the unchanged extension."""
     api.build(folder, source=source).rename(folder / FILE_NAME)
 
 
 def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
-    """Run tests with the extension in `folder`; return the failing test or the exit status."""
-    # Some mutants hang.
+    """Run tests with the extension in `folder`, until one fails.
+
+    Returns:
+        The name of the failing test, or the exit status if the process crashed. None if all tests
+        pass.
+    """
+    # Some mutants hang, so set a timeout.
     options = ["-q", "-x", "-rfE", "--tb=no", "-p", "no:xdist", "-p", "no:cacheprovider"]
     options += ["-o", "faulthandler_timeout=300", "-o", "faulthandler_exit_on_timeout=true"]
     process = subprocess.run(
@@ -703,14 +710,15 @@ def failure(folder: Path, tests: list[str], **environment: str) -> str | None:
 
 
 class Coverage:
-    """The lines of the unchanged extension that each test file executes."""
+    """Finds the lines of the unchanged C++ sources that each test file executes."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self._folder = folder
         self._notes = folder / "whole.gcno"
         usual = os.environ["CXX"]
-        # After the usual flags, to override the optimization: it makes line counts inexact.
+        # Disable optimization, because it makes the counts of lines inexact. These flags come last
+        # and override the usual ones.
         counting = f"-O0 --coverage -fprofile-note={shlex.quote(str(self._notes))}"
         compiler = folder / "compiler"
         compiler.write_text(f'#!/bin/sh\nexec {usual} "$@" {counting}\n', encoding="utf-8")
@@ -723,9 +731,13 @@ class Coverage:
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     def reaching(self, mutant: Mutant, files: list[str]) -> list[str]:
-        """Return the files that execute a mutant's condition, those that run fewest lines first."""
+        """Return the test files that execute a mutant's condition.
+
+        Files that execute few lines come first, because they are usually fast.
+        """
         wanted = _lines_of(mutant)
-        # Lines without code, such as a `case` label, may be reached by any test.
+        # gcov does not count lines without code, such as a `case` label. If the mutant only changes
+        # such lines, run all files.
         files = [
             file
             for file in files
@@ -734,14 +746,14 @@ class Coverage:
         return sorted(files, key=lambda file: len(self._lines[file]))
 
     def _lines_of_tests(self, file: str) -> set[Line]:
-        with self._locks[file]:  # two mutants may need it at once
+        with self._locks[file]:  # another mutant may need the same file at the same time
             if file not in self._lines:
                 self._lines[file] = self._ran(file)
             return self._lines[file]
 
     def _ran(self, test: str) -> set[Line]:
         with tempfile.TemporaryDirectory(dir=self._folder) as name:
-            # A test that fails without a mutant would kill all mutants.
+            # Stop here if a test fails without any mutation, because no mutant would survive it.
             if failed := failure(self._folder, [test], GCOV_PREFIX=name):
                 raise SystemExit(f"the sources as they are fail {failed}")
             lines: set[Line] = set()
@@ -752,7 +764,7 @@ class Coverage:
                 text = subprocess.run(command, cwd=name, check=True, capture_output=True).stdout
                 for file in json.loads(text)["files"]:
                     path = Path(file["file"])
-                    # gcov lists a line of a template once per instance.
+                    # gcov lists a line of a template several times, once per instantiation.
                     for line in file["lines"] if path.parent == CSRC else ():
                         place = (path.name, line["line_number"])
                         self._countable.add(place)
@@ -762,7 +774,7 @@ class Coverage:
 
 
 def _lines_of(mutant: Mutant) -> set[Line]:
-    """Return the lines of which at least one must run for a mutant to have an effect."""
+    """Return the lines that a mutant affects. A test can only fail if it runs one of them."""
     before, condition, after = _text(mutant).partition(mutant.condition)
     first = before.count("\n") + 1
     last = first + condition.count("\n")
@@ -770,7 +782,7 @@ def _lines_of(mutant: Mutant) -> set[Line]:
         return {(mutant.file, number) for number in range(first - 1, last + 2)}
     if condition.endswith("return"):
         return {(mutant.file, last)}
-    # The statement after the condition may start on the second line.
+    # If the condition's statement takes two lines, include both.
     statement = after.splitlines()[1]
     return {(mutant.file, last + 1), (mutant.file, last + 1 + (not statement.endswith(";")))}
 
@@ -783,7 +795,7 @@ def _text(mutant: Mutant) -> str:
 
 
 def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
-    """Return the test that fails with a mutant, or the exit status; None if all tests pass."""
+    """Compile and test a mutant. Return the same as `failure`."""
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     changed = _text(mutant).replace(mutant.condition, _keep_return(mutant))
@@ -799,12 +811,12 @@ def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
 
 
 def _keep_return(mutant: Mutant) -> str:
-    # Some conditions include the following `return`, to be unique in the file.
+    # Some conditions include the word `return` after them, because they must be unique in the file.
     return mutant.without + (" return" if mutant.condition.endswith("return") else "")
 
 
 def precompile_headers(folder: Path) -> None:
-    """Precompile PyTorch's headers, which take half of the time of compiling a mutant."""
+    """Precompile PyTorch's headers, because they take half of the time to compile a mutant."""
     texts = (file.read_text(encoding="utf-8") for file in CSRC.iterdir())
     included = {line for text in texts for line in re.findall("^#include <.*", text, re.MULTILINE)}
     header = folder / "included.h"

@@ -34,7 +34,7 @@ def run(path: Path, client: NotebookClient) -> nbformat.NotebookNode:
         nbclient.exceptions.CellExecutionError: a cell raised.
     """
     notebook = nbformat.read(path, as_version=4)
-    # Remove the variables of the previous notebook.
+    # Delete the variables of the previous notebook, because it ran in the same kernel.
     notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
     client.nb = notebook
     client.execute(cleanup_kc=False)

@@ -1,13 +1,13 @@
-"""Stress operators from many threads, or measure how calls scale with threads.
+"""Test operators by calling and changing them in many threads, or measure how calls scale.
 
     python tools/threads.py [--threads 16] [--seconds 5] [--stock] [SCENARIO ...]
     python tools/threads.py --scaling [--seconds 5] [--stock]
 
-In each scenario, one thread changes operators while the others call them. Scenarios run in separate
-processes, because a failure may crash. A call must return a result of some operator of that name,
-or raise OperatorGoneError. --stock tests torch.library instead of torchop. --scaling compares the
-time of a call in one thread and in one thread per core; with the GIL, threads never run in
-parallel.
+In each scenario, one thread changes an operator while the other threads call it. Each call must
+return the result of some definition of the operator, or raise OperatorGoneError. Each scenario runs
+in its own process, because a failure may be a crash. With --stock, the script tests torch.library
+instead of torchop. With --scaling, it measures the time of a call, first in one thread and then in
+one thread per core. (With the GIL, the threads never run in parallel, and it prints no result.)
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torchop
 
 
 def adding(amount: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that adds an amount."""
+    """Return a function that adds `amount` to a tensor."""
 
     def body(x: Tensor) -> Tensor:
         return x + amount
@@ -45,7 +45,7 @@ def adding(amount: int) -> Callable[[Tensor], Tensor]:
 
 
 def check(y: Tensor) -> str:
-    """Raise unless `y` is a result that some definition of the operator computes."""
+    """Raise an error unless `y` is a result that some definition of the operator computes."""
     if y.shape != (2,) or y.detach()[0].item() not in range(1, 1000):
         raise AssertionError(f"a call returned {y}")
     return "result"
@@ -64,21 +64,21 @@ class Scenario:
         self.handle: Any = self.library.custom_op(name, adding(amount), mutates_args=())
 
     def change(self, chance: random.Random) -> str:
-        """Change the operator, and return a word for the counts."""
+        """Change the operator. Return a word for counting the change."""
         raise NotImplementedError
 
     def call(self, chance: random.Random) -> str:
-        """Call the operator, and return a word for the counts."""
+        """Call the operator. Return a word for counting the call."""
         return check(self.handle(torch.ones(2)))
 
     def callee(self, chance: random.Random) -> Any:
-        """Return the handle, packet or overload at random."""
+        """Return the handle, the packet or the overload of the operator, at random."""
         packet = getattr(torch.ops, self.namespace).op
         return chance.choice((self.handle, packet, packet.default))
 
 
 class Plans(Scenario):
-    """Registrations invalidate call plans, and other operators are redefined."""
+    """One thread registers kernels and formulas, and redefines other operators."""
 
     def define(self, amount: int) -> None:
         super().define(amount)
@@ -108,7 +108,7 @@ class Plans(Scenario):
 
 
 class Redefined(Scenario):
-    """The operator is redefined."""
+    """One thread redefines the operator."""
 
     def change(self, chance: random.Random) -> str:
         self.define(chance.randrange(100))
@@ -120,12 +120,12 @@ class Redefined(Scenario):
     def callee(self, chance: random.Random) -> Any:
         try:
             return super().callee(chance)
-        except (AttributeError, RuntimeError) as missing:  # between two definitions
+        except (AttributeError, RuntimeError) as missing:  # there is no operator at the moment
             raise torchop.OperatorGoneError(str(missing)) from None
 
 
 class Closed(Redefined):
-    """The operator's library is closed, and another library defines the operator."""
+    """One thread closes the operator's library, and defines the operator in a new library."""
 
     def define(self, amount: int) -> None:
         self.owner = torchop.Library(self.namespace, "FRAGMENT")
@@ -139,7 +139,7 @@ class Closed(Redefined):
 
 
 class Implemented(Closed):
-    """Like `Closed`, with an operator defined by `Library.define` and `impl`."""
+    """Like `Closed`, but the operator is defined with `Library.define` and `Library.impl`."""
 
     def define(self, amount: int) -> None:
         self.owner = torchop.Library(self.namespace, "FRAGMENT")
@@ -155,7 +155,7 @@ class Implemented(Closed):
 
 
 class Dispatched(Redefined):
-    """Like `Redefined`, with calls through the dispatcher."""
+    """Like `Redefined`, but all calls go through the dispatcher."""
 
     def call(self, chance: random.Random) -> str:
         with torchop.native.disabled():
@@ -163,7 +163,7 @@ class Dispatched(Redefined):
 
 
 class Kernels(Scenario):
-    """An autocast kernel is registered and removed by opening and closing a library."""
+    """One thread registers and removes an autocast kernel, by opening and closing a library."""
 
     def define(self, amount: int) -> None:
         super().define(amount)
@@ -185,7 +185,7 @@ class Kernels(Scenario):
 
 
 class Lists(Scenario):
-    """The list argument is mutated during calls."""
+    """One thread modifies the list that the other threads pass to the operator."""
 
     def define(self, amount: int) -> None:
         self.list = [torch.ones(2) for _ in range(8)]
@@ -204,13 +204,13 @@ class Lists(Scenario):
 
 
 class Chosen(Scenario):
-    """Providers are registered again while calls choose between them."""
+    """One thread registers providers' kernels again, while calls choose between the providers."""
 
     def define(self, amount: int) -> None:
         name = f"{self.namespace}::op"
         self.handle = torchop.custom_op(name, adding(amount), mutates_args=())
         self.change(random.Random(0))
-        self.call(random.Random(0))  # the first call imports parts of PyTorch for seconds
+        self.call(random.Random(0))  # the first call takes seconds to import parts of PyTorch
 
     def change(self, chance: random.Random) -> str:
         for provider in ("one", "two"):
@@ -226,12 +226,12 @@ class Chosen(Scenario):
 
 
 def is_contiguous(x: Tensor) -> bool:
-    """Return whether a provider accepts a tensor."""
+    """Return whether a provider supports a tensor."""
     return x.is_contiguous()
 
 
 class Recorded(Scenario):
-    """The formula of an operator with residuals is replaced during training."""
+    """One thread replaces the gradient formula of an operator with residuals."""
 
     def define(self, amount: int) -> None:
         def kernel(x: Tensor) -> Tensor:
@@ -261,12 +261,12 @@ class Recorded(Scenario):
 
 
 class Accelerated(Scenario):
-    """An operator of torch.library is accelerated and restored."""
+    """One thread accelerates an operator of torch.library, and restores it."""
 
     def define(self, amount: int) -> None:
         name = f"{self.namespace}::op"
         self.handle = torch.library.custom_op(name, adding(amount), mutates_args=())
-        self.handle(torch.ones(2))  # the first call imports Dynamo for seconds
+        self.handle(torch.ones(2))  # the first call takes seconds to import Dynamo
 
     def change(self, chance: random.Random) -> str:
         with torchop.accelerate(f"{self.namespace}::*") as acceleration:
@@ -280,7 +280,7 @@ class Accelerated(Scenario):
 
 
 class Overloads(Scenario):
-    """A packet selects among overloads that are redefined or get new kernels."""
+    """One thread redefines overloads or replaces their kernels, while others call the packet."""
 
     def define(self, amount: int) -> None:
         self.handles = {name: self.overload(name, 0) for name in ("pair", "alone")}
@@ -314,7 +314,7 @@ class Overloads(Scenario):
 
 
 class Ending(Plans):
-    """Each call runs in a new thread that ends after the call."""
+    """Like `Plans`, but each call runs in a new thread that ends after the call."""
 
     def call(self, chance: random.Random) -> str:
         found: list[str] = []
@@ -337,10 +337,11 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
     """Run a scenario in this process.
 
     Returns:
-        The number of results, of OperatorGoneErrors, and of changes by kind.
+        The number of calls that returned a result, of calls that raised OperatorGoneError, and of
+        changes of each kind.
 
     Raises:
-        RuntimeError: a call or a change failed; the message is the traceback.
+        RuntimeError: a call or a change failed. The message contains the traceback.
     """
     scenario = SCENARIOS[name](library, f"{name}_threads")
     counts: list[Counter[str]] = [Counter() for _ in range(threads)]
@@ -372,11 +373,11 @@ def run(name: str, library: Any, threads: int, seconds: float) -> Counter[str]:
 
 
 class Batch(NamedTuple):
-    """A batch of `CALLS` calls; times in nanoseconds."""
+    """A batch of `CALLS` calls by one thread. All times are in nanoseconds."""
 
     start: int
     end: int
-    processor: int  # CPU time of the thread
+    processor: int  # CPU time that the thread used
 
     def is_whole(self) -> bool:
         """Return whether the thread ran without interruption."""
@@ -384,9 +385,9 @@ class Batch(NamedTuple):
 
 
 def at_once(batches: list[Batch], others: list[list[Batch]]) -> list[int]:
-    """Return the times of a thread's batches during which all other threads were running."""
+    """Return the times of a thread's batches, but only while all other threads were running."""
     for other in others:
-        runs: list[list[int]] = []  # intervals during which the other thread ran
+        runs: list[list[int]] = []  # the intervals while the other thread was running
         for batch in filter(Batch.is_whole, other):
             if runs and batch.start == runs[-1][1]:
                 runs[-1][1] = batch.end
@@ -402,10 +403,10 @@ def at_once(batches: list[Batch], others: list[list[Batch]]) -> list[int]:
 
 
 def pace(library: Any, threads: int, seconds: float) -> float:
-    """Return the nanoseconds of a call while all threads call one operator with an empty kernel.
+    """Return how many nanoseconds a call takes while all threads call the same operator.
 
-    Counts only batches that ran in parallel, so other load on the machine does not matter. Returns
-    nan if the threads never ran in parallel.
+    The operator has an empty kernel. Only batches of calls that really ran in parallel are counted,
+    so it does not matter if other programs use the CPU. Returns nan if no batch ran in parallel.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torchop warns about an operator without results
@@ -414,10 +415,10 @@ def pace(library: Any, threads: int, seconds: float) -> float:
     start = threading.Barrier(threads)
 
     def work(number: int) -> None:
-        # A local variable, because reading the closure cell of `op` takes a lock.
+        # Use a local variable, because reading `op` from the closure acquires a lock.
         x, calls, call = torch.ones(2), range(CALLS), op
         with torch.inference_mode():
-            op(x)  # the first call imports and compiles
+            op(x)  # the first call is slow, because it imports modules and compiles a plan
             start.wait()
             now, used = time.perf_counter_ns(), time.thread_time_ns()
             end = now + int(seconds * 1e9)
@@ -441,7 +442,7 @@ def pace(library: Any, threads: int, seconds: float) -> float:
     return statistics.median(taken) / CALLS if taken else math.nan
 
 
-CALLS = 200  # calls per batch, much shorter than a time slice of the scheduler
+CALLS = 200  # per batch; a batch must be much shorter than a time slice of the scheduler
 NOTHING = "(Tensor x) -> ()"
 
 

@@ -1,4 +1,4 @@
-"""Draw the profiler trace of the debugging tutorial as `docs/_static/trace.svg`.
+"""Draw the profiler trace in the debugging tutorial, and store it as `docs/_static/trace.svg`.
 
 python tools/trace_picture.py
 """
@@ -11,12 +11,15 @@ from xml.sax.saxutils import escape
 
 PICTURE = Path(__file__).parents[1] / "docs" / "_static" / "trace.svg"
 WIDTH, LINE, MARGIN, TOP = 700, 26, 8, 26
-LETTER = 6.7  # minimum width of a letter in pixels
-OURS, OTHERS = "#0a58ca", "#4f5660"  # contrast with white text is above 4.5 to 1
+LETTER = 6.7  # assumed width of a letter in pixels
+OURS, OTHERS = "#0a58ca", "#4f5660"  # the contrast with white text is above 4.5 to 1
 
 
 class Event(NamedTuple):
-    """A bar of the trace: an operator, the nesting depth, and start and end in microseconds."""
+    """A bar in the picture. It shows when an operator ran.
+
+    `depth` is the number of operators that were calling it. `start` and `end` are in microseconds.
+    """
 
     name: str
     depth: int
@@ -25,7 +28,7 @@ class Event(NamedTuple):
 
 
 def record() -> list[Event]:
-    """Return the trace of the tutorial's program after warming up, with the last call at time 0."""
+    """Run the tutorial's program, and return the trace. The last step starts at time 0."""
     import numpy as np
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -60,7 +63,7 @@ def record() -> list[Event]:
 
 
 def svg(events: list[Event]) -> str:
-    """Draw the events from time 0, a row per depth, with names where they fit."""
+    """Draw the events from time 0 on, in one row per depth. Names are omitted if too long."""
     shown = [event for event in events if event.start >= 0]
     end = max(event.end for event in shown)
     scale = (WIDTH - 2 * MARGIN) / end

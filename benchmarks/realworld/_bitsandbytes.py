@@ -1,4 +1,4 @@
-"""Operators of bitsandbytes: 4-bit and 8-bit quantization, and the optimizers."""
+"""Calls to the operators of bitsandbytes: 4-bit and 8-bit quantization, and optimizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from _case import Case, Package
 
-# The optimizers, and whether they have a second state.
+# The names of the optimizers, and whether each has a second state tensor.
 OPTIMIZERS = {
     "adam": True,
     "lamb": True,
@@ -22,12 +22,12 @@ OPTIMIZERS = {
     "rmsprop": False,
     "adagrad": False,
 }
-SIZE, BLOCK = 512, 256  # of a parameter; of a block with one scale in the 8-bit state
+SIZE, BLOCK = 512, 256  # sizes of a parameter, and of a block of the 8-bit state with one scale
 BETAS = (0.9, 0.99, 0.999)
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     functional = importlib.import_module("bitsandbytes.functional")
     cases = [*_four_bits(functional), *_eight_bits(functional), *_optimizers(functional)]
     programs = {
@@ -56,7 +56,7 @@ def _four_bits(functional: Any) -> Iterator[Case]:
         yield _case("gemm_4bit", product, 64, kind, label=kind)
         yield _case("gemm_4bit", product, 64, kind, bias, label=f"{kind}, with a bias")
     yield _case("quantize_4bit", (x, 64, "nf4", torch.bfloat16), label="stored as bfloat16")
-    # Quantized scales, as with `bnb_4bit_use_double_quant`.
+    # The scales are quantized too, as with the option `bnb_4bit_use_double_quant`.
     code = functional.create_dynamic_map()
     small, outer = ops.quantize_blockwise(scales, code, 256)
     nested = (row, packed, x.shape, outer, 64, "fp4", bias, small, code, torch.zeros(()))
@@ -79,7 +79,7 @@ def _eight_bits(functional: Any) -> Iterator[Case]:
     yield _case("int8_vectorwise_quant", (x, 2.5), label="with outliers")
     yield _case("int8_vectorwise_dequant", (i8, stats))
     yield _case("int8_linear_matmul", (i8, i8))
-    # The only out= form with a CPU kernel.
+    # This is the only out= overload with a CPU kernel.
     yield Case("bitsandbytes::int8_linear_matmul.out", lambda: (i8, i8, torch.zeros_like(i32)))
     yield _case("int8_mm_dequant", (i32, stats, stats))
     yield _case("int8_mm_dequant", (i32, stats, stats, torch.float32, bias), label="with a bias")
@@ -151,7 +151,7 @@ def _eight_bit_layer() -> nn.Module:
 
 
 def _trained(make: Callable[[], nn.Module], compiles: bool = False) -> list[Tensor]:
-    """Return the results of two frozen layers, and the gradient of a trained factor."""
+    """Train a factor in front of two frozen layers. Return the layers' results and the gradient."""
     torch.manual_seed(4)
     layers = nn.Sequential(make(), nn.GELU(), make()).to("cpu").requires_grad_(False)
     torch.compiler.reset()
@@ -164,7 +164,7 @@ def _trained(make: Callable[[], nn.Module], compiles: bool = False) -> list[Tens
 
 
 def _optimized(name: str, **options: int) -> list[Tensor]:
-    """Return the parameters and the state of an optimizer after three steps."""
+    """Run three steps of an optimizer, and return the parameters and the optimizer's state."""
     torch.manual_seed(5)
     parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(2)]
     optimizers = importlib.import_module("bitsandbytes.optim")

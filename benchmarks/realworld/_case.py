@@ -1,4 +1,4 @@
-"""Calls of other packages' operators, and comparisons of two runs."""
+"""Describe calls to other packages' operators, run them, and compare two runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchop._schema.naming import OpName
 
 
 class Case(NamedTuple):
-    """A call of an operator.
+    """A call to an operator.
 
     Attributes:
-        op: the name of the operator, with the overload unless it is the default overload.
-        arguments: creates the arguments, with the same values each time.
-        label: distinguishes several cases of an operator.
+        op: the name of the operator. It includes the overload, except for the default overload.
+        arguments: creates the arguments. They have the same values each time.
+        label: distinguishes several calls to the same operator.
     """
 
     op: str
@@ -26,15 +26,15 @@ class Case(NamedTuple):
 
 
 class Package(NamedTuple):
-    """The operators of a package.
+    """A package whose operators we test.
 
     Attributes:
-        name: the name under which the package is imported.
+        name: the name for importing the package.
         namespaces: the namespaces of the package's operators.
-        cases: at least one case for each operator.
-        left_out: the reasons why accelerated operators have no case, by operator.
-        programs: functions that use the operators through the package's API, by title. Each returns
-            everything that it computed, with the same values each time.
+        cases: calls to the operators. Each operator has at least one.
+        left_out: maps operators that can be accelerated, but have no case, to the reason.
+        programs: maps titles to functions that call the operators through the package's API. They
+            return everything that they have computed, and compute the same values each time.
     """
 
     name: str
@@ -52,7 +52,7 @@ def overload(name: str) -> Any:
 
 
 def run(op: Any, arguments: tuple[Any, ...]) -> list[Any]:
-    """Return all effects of a call: results, arguments after the call, gradients and versions."""
+    """Call an operator. Return results, arguments after the call, gradients and versions."""
     before = [tensor._version for tensor in _tensors(arguments)]
     results = op(*arguments)
     flat = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -65,9 +65,9 @@ def run(op: Any, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def difference(found: list[Any], expected: list[Any]) -> str:
-    """Return the first difference in a comparison of bits, or "".
+    """Compare the bits of all values. Return a description of the first difference, or "".
 
-    Two NaNs are equal, and 0.0 differs from -0.0.
+    All NaNs are equal to each other. 0.0 differs from -0.0.
     """
     if len(found) != len(expected):
         return f"{len(found)} values instead of {len(expected)}"

@@ -1,4 +1,4 @@
-"""Define an operator with the schema of another one, and an empty kernel."""
+"""Define a copy of an operator whose kernel does nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -> Any:
-    """Define an operator like `op` with a kernel that only returns `result`.
+    """Define an operator with the schema of `op` and a kernel that only returns `result`.
 
     Args:
         op: the original operator.
-        kernel: the original kernel, whose signature determines how calls pass defaults.
-        result: the result of all calls.
-        is_custom_op: whether to use `custom_op`, or `define` and `impl`.
+        kernel: the original kernel. The new kernel gets the same signature, because the signature
+            determines how default values are passed.
+        result: the result that all calls return.
+        is_custom_op: whether to define the operator with `custom_op`, or with `define` and `impl`.
     """
 
     def empty(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +34,8 @@ def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -
 
     empty.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]
     name, schema = f"op{next(_numbers)}", str(op._schema)
-    # The schema is printed with `($0! -> )` for mutated arguments, which the parser rejects.
+    # `str` prints alias annotations of mutated arguments as `($0! -> )`, but the parser rejects
+    # this.
     schema = re.sub(r"\(\$?(\w+)! -> \)", r"(a\1!)", schema[schema.index("(") :])
     if is_custom_op:
         written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]

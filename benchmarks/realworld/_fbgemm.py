@@ -1,4 +1,4 @@
-"""Operators of fbgemm's CPU build: jagged tensors, as in recommenders, and quantization."""
+"""Calls to operators of fbgemm's CPU build, for jagged tensors (recommenders) and quantization."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     importlib.import_module("fbgemm_gpu")
     return Package("fbgemm_gpu", ("fbgemm",), [*_jagged(), *_permuted(), *_quantized()])
 

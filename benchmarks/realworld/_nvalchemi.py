@@ -1,8 +1,9 @@
-"""Operators of nvalchemi-toolkit-ops with up to 40 arguments, of which 30 are mutated.
+"""Calls to operators of nvalchemi-toolkit-ops.
 
-The package has about two hundred operators. The cases are the operators that a relaxation of atoms
-calls, with the arguments that the package passes: neighbour lists, a dispersion correction, two
-optimizers, and sums by molecule with gradients.
+The operators have up to 40 arguments, and mutate up to 30 of these. The package has about two
+hundred operators. We call those that are used to relax the positions of atoms: neighbour lists, a
+dispersion correction, two optimizers, and sums over molecules with gradients. To get realistic
+arguments, we capture the arguments that the package's own functions pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ATOMS, MOLECULES, SIDE, CUTOFF = 24, 2, 6.0, 2.5
 
 
 class Captured(TorchDispatchMode):
-    """Copy the arguments of the first call of each operator of the package."""
+    """A mode that captures a copy of the arguments in the first call to each operator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class Captured(TorchDispatchMode):
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     torch.manual_seed(0)
     importlib.import_module("warp").config.quiet = True
     with Captured() as captured:
@@ -59,7 +60,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sums(compiles: bool = False) -> list[Tensor]:
-    """Return sums by molecule with gradients, and second gradients unless compiled."""
+    """Return sums over molecules, and their gradients. Without compiling, also second gradients."""
     ops = importlib.import_module("nvalchemiops.torch.segment_ops")
     torch.manual_seed(2)
     x, y = (torch.randn(ATOMS, 3, requires_grad=True) for _ in range(2))
@@ -90,7 +91,7 @@ def _neighbours() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _padded_neighbours() -> list[Tensor]:
-    """Return neighbour lists, with zeros where the package leaves shifts uninitialized."""
+    """Return neighbour lists. Sets shifts to zero where the package leaves them uninitialized."""
     matrix, counts, shifts = _neighbours()
     is_neighbour = torch.arange(matrix.shape[1]) < counts[:, None]
     return [matrix, counts, shifts * is_neighbour[..., None]]

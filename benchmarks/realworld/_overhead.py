@@ -1,8 +1,9 @@
-"""Measure the time that a call of an operator adds to the kernel.
+"""Measure how much longer a call to an operator takes than a call to its kernel.
 
-The kernels take 5 to 500 us, and the overhead is a fraction of a microsecond. So calls to the
-operator and of the kernel alternate, and the result is the median of the differences, because
-other load on the machine affects both. The difference of two separate medians would be less exact.
+The kernels take 5 to 500 us, but the overhead is only a fraction of a microsecond. To measure it
+exactly, we alternate between calls to the operator and calls to the kernel, and return the median
+of the differences. Other programs on the machine slow down both calls of such a pair equally. The
+difference between two separate medians would be less exact.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Overhead(NamedTuple):
     """The times of a call, in microseconds.
 
     Attributes:
-        call: the time of the call.
-        kernel: the time of the kernel alone.
-        over: the median of the differences.
+        call: the time of the call to the operator.
+        kernel: the time of the call to the kernel.
+        over: the overhead, i.e. the median of the differences.
         margin: half of the 95% confidence interval of `over`.
     """
 
@@ -39,20 +40,21 @@ def overhead(
     kernel: Callable[[], object],
     around_kernel: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Overhead:
-    """Time pairs of calls.
+    """Measure the overhead of a call.
 
     Args:
         call: calls the operator.
         kernel: calls the kernel with the same arguments.
-        around_kernel: a context manager with the thread state that the dispatcher sets for the
-            kernel, such as autograd off. It is not timed.
+        around_kernel: creates a context manager around the call to the kernel. It sets the same
+            thread-local state as the dispatcher, for example disables autograd. Not timed.
     """
     _pairs(call, kernel, around_kernel, 20)
     probe = _pairs(call, kernel, around_kernel, 20)
     seconds = sum(statistics.median(column) for column in zip(*probe, strict=True)) / 1e9
     count = min(MOST, max(FEWEST, int(SECONDS / seconds)))
     times = _pairs(call, kernel, around_kernel, count)
-    # Half of the pairs are in reverse order, because the second call finds a different CPU cache.
+    # In half of the pairs, the kernel was called first. Average over both halves, because the
+    # second call of a pair is faster or slower than the first one, due to the CPU's caches.
     halves = [[call - kernel for call, kernel in times[half::2]] for half in (0, 1)]
     over = statistics.mean(statistics.median(half) for half in halves)
     calls, kernels = (statistics.median(column) for column in zip(*times, strict=True))
@@ -65,7 +67,11 @@ def _pairs(
     around_kernel: Callable[[], AbstractContextManager[object]],
     count: int,
 ) -> list[tuple[int, int]]:
-    """Return the nanoseconds of pairs of a call and the kernel, in alternating order."""
+    """Time pairs of a call to the operator and a call to the kernel, in alternating order.
+
+    Returns:
+        The times of both calls of each pair, in nanoseconds.
+    """
 
     def time_kernel() -> int:
         with around_kernel():
@@ -87,7 +93,7 @@ def _timed(call: Callable[[], object]) -> int:
 
 
 def _margin(values: list[int]) -> float:
-    """Return half of the 95% confidence interval of the median, from order statistics."""
+    """Return half of the 95% confidence interval of the median, computed from order statistics."""
     ordered, away = sorted(values), math.sqrt(len(values))
     low, high = int(len(values) / 2 - away), int(len(values) / 2 + away)
     return (ordered[high] - ordered[low]) / 2

@@ -1,7 +1,7 @@
-"""A pytest plugin that accelerates operators during another package's tests, and writes a report.
+"""A pytest plugin that accelerates operators while another package's tests run.
 
-It reads two environment variables: REALWORLD_REPORT is the file to write, and REALWORLD_ACCELERATE
-is a pattern for `torchop.accelerate`, or empty.
+It reads two environment variables. REALWORLD_ACCELERATE is a pattern for `torchop.accelerate`. If
+it is empty, no operator is accelerated. REALWORLD_REPORT is the file for the report.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _acceleration: torchop.Acceleration | None = None
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Accelerate matching operators, including those of packages that tests import later."""
+    """Accelerate matching operators, even if a test imports their package later."""
     global _acceleration
     torch.set_num_threads(1)
     pattern = os.environ["REALWORLD_ACCELERATE"]
@@ -31,21 +31,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Set the random seeds from the name of a test."""
+    """Derive the random seeds from the name of the test. Each run then uses the same seeds."""
     seed = zlib.crc32(item.nodeid.encode())
     random.seed(seed)
     torch.manual_seed(seed)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Record the worst outcome of the set-up, call and tear-down of a test."""
+    """Record the outcome of a test, i.e. the worst outcome of set-up, call and tear-down."""
     if report.failed or (report.skipped and _outcomes.get(report.nodeid) != "failed"):
         _outcomes[report.nodeid] = report.outcome
     _outcomes.setdefault(report.nodeid, "passed")
 
 
 def pytest_sessionfinish() -> None:
-    """Write the outcome of each test, and the number of calls to each operator by path."""
+    """Write the report: the outcome of each test, and torchop's counters for each operator."""
     calls = {
         row.op: dict(torchop.native.counters(row.op))
         for row in (_acceleration.operators if _acceleration is not None else ())

@@ -1,4 +1,4 @@
-"""Operators of optimum-quanto: quantization of tensors, and products with quantized weights."""
+"""Calls to operators of optimum-quanto: quantization, and products with quantized weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOR_CUDA = "its kernel is for CUDA"
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     importlib.import_module("optimum.quanto")
     names = ("gemm_f16f8_marlin", "gemm_f16i4_awq", "gemm_f16i4_marlin", "pack_fp8_marlin")
     left_out = {f"quanto::{name}": FOR_CUDA for name in names}

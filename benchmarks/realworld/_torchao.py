@@ -1,4 +1,4 @@
-"""Operators of torchao: affine quantization, float8, codebooks, and a logger."""
+"""Calls to operators of torchao: affine quantization, float8, codebooks, and a logger."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from _case import Case, Package
 
-# The modules with operators that can be imported without a GPU.
+# The modules that define operators and can be imported without a GPU.
 MODULES = (
     "quantization",
     "quantization.pt2e.reference_representation_rewrite",
@@ -41,10 +41,10 @@ LEFT_OUT = {
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     for module in MODULES:
         importlib.import_module(f"torchao.{module}")
-    # This function replaces an operator that prints.
+    # The logger's operator prints, so redirect it to a file.
     logger = importlib.import_module("torchao.prototype.quant_logger.quant_logger")
     logger.enable_log_stats_to_file(os.devnull)
     return Package("torchao", NAMESPACES, [*_affine(), *_others()], LEFT_OUT)

@@ -1,4 +1,4 @@
-"""Operators of transformers: the experts of a mixture, and their gradient."""
+"""Calls to operators of transformers: the experts in a mixture of experts, and their gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     importlib.import_module("transformers.integrations.moe")
     importlib.import_module("transformers.integrations.msa_attention")
     left_out = {"transformers_msa::sparse_atten": "its kernel is for CUDA"}

@@ -1,4 +1,7 @@
-"""Operators of vLLM's CPU build: activations, norms, positions, quantization and sampling."""
+"""Calls to operators of vLLM's CPU build.
+
+The operators compute activations, norms, rotary positions, quantization and sampling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and create the cases."""
+    """Import the package, and return calls to its operators."""
     importlib.import_module("vllm._custom_ops")
     return Package("vllm", ("_C",), [*_cases()])
 

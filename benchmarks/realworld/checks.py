@@ -2,10 +2,10 @@
 
     python checks.py [PACKAGE ...]
 
-`nox -s "realworld(part='checks')"` runs this for all packages. The examples are the calls that
-`operators.py` compares, and operators of fbgemm and vLLM. `EXPECTED` lists the known findings with
-their causes. A new finding, or a missing one, is a failure, unless it depends on the machine.
-`findings.md` has an assessment of each finding.
+`nox -s "realworld(part='checks')"` runs this script for all packages. The checks use the calls in
+`operators.py`, and calls to operators of fbgemm and vLLM. `EXPECTED` lists the known findings with
+their causes. The script fails if it finds something else, or if a known finding is missing, unless
+the finding depends on the machine. `findings.md` assesses each finding.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-# The packages, and their folder in `.realworld`. vLLM requires other versions of dependencies.
+# The packages, and the folders in `.realworld` where they are installed. vLLM has a separate
+# folder, because it requires other versions of dependencies.
 PACKAGES = {
     "bitsandbytes": "packages",
     "torchao": "packages",
@@ -31,15 +32,15 @@ PACKAGES = {
     "vllm": "vllm",
 }
 HERE = Path(__file__).resolve().parent
-_PACKAGE = "TORCHOP_REALWORLD_PACKAGE"  # the environment variable with the checked package
+_PACKAGE = "TORCHOP_REALWORLD_PACKAGE"  # environment variable: the package to check
 
 
 def _examples(package: str) -> Mapping[str, list[tuple[Any, ...]]]:
     calls: dict[str, list[tuple[Any, ...]]] = {}
     for case in importlib.import_module(f"_{package}").package().cases:
         calls.setdefault(case.op, []).append(case.arguments())
-    # A name without an overload matches all overloads. Exclude other `out=` overloads, because most
-    # of them have only GPU kernels.
+    # A name without an overload is a pattern that matches all overloads. Exclude `out=` overloads
+    # for which there is no case, because most of them have only GPU kernels.
     outs = {name: examples for name, examples in calls.items() if name.endswith(".out")}
     return {**outs, "*.out": [], **calls}
 
@@ -48,11 +49,11 @@ EXAMPLES = _examples(os.environ[_PACKAGE]) if _PACKAGE in os.environ else {}
 
 
 def list_operators() -> None:
-    """Call each operator once, and print the names.
+    """Call each operator once, and print the names of all operators.
 
-    The calls let some packages compile their kernels, which takes minutes on a busy machine.
+    In the first call, some packages compile a kernel, which takes minutes on a busy machine.
     """
-    import torch  # after the package has been imported
+    import torch  # not at the top, because the package must be imported first
 
     for name, calls in EXAMPLES.items():
         namespace, _, op = name.partition("::")
@@ -71,7 +72,7 @@ def main(packages: list[str]) -> int:
         environment = {**os.environ, "PYTHONPATH": path, _PACKAGE: package}
         listing = [sys.executable, "-c", "import checks; checks.list_operators()"]
         listed = subprocess.run(listing, env=environment, capture_output=True, text=True)
-        # The last line, because some packages print when they are imported.
+        # The names are in the last line. Some packages print other lines when they are imported.
         operators = listed.stdout.splitlines()[-1].split()
         command = [sys.executable, "-m", "torchop", "check", *operators, "--import", "checks"]
         command += ["--examples", "checks:EXAMPLES", "--expected", "checks:EXPECTED"]
@@ -89,9 +90,9 @@ def main(packages: list[str]) -> int:
 
 
 def _unexpected(found: Path, number: int) -> Iterator[str]:
-    """Yield the failures in a file of `check --json`, except findings that pass by chance.
+    """Yield the failures in the output of `check --json`, except for findings that occur by chance.
 
-    A missing report is also a failure, because the package could not be imported.
+    A missing report is also a failure, because it means that the package could not be imported.
     """
     reports = json.loads(found.read_text(encoding="utf-8"))
     if len(reports) < number:
@@ -105,7 +106,7 @@ def _unexpected(found: Path, number: int) -> Iterator[str]:
                 print(f"{report['op']}: {result['check']} passes on this machine", flush=True)
 
 
-# All checks except those that compile programs, which take most of the time.
+# All checks except those that compile programs, because these take most of the time.
 CHECKS = (
     "memory",
     "dtypes",
@@ -123,7 +124,7 @@ CHECKS = (
     "gradcheck",
     "vmap",
 )
-# The causes of the findings.
+# The causes of the findings in `EXPECTED`.
 _ADDRESSES = (
     "the C++ kernel reads pointers without checking sizes or strides: it returns wrong values, and "
     "crashes for tensors with 0 elements"
@@ -153,10 +154,10 @@ _PROMOTES = "the fake kernel and the kernel promote to different dtypes"
 _OVERLAPPING = "a precondition: the written tensor is not expanded"
 _NO_ATOMS = "with 0 atoms or neighbours, the kernel crashes"
 _SEGMENTS = "a precondition: there is an index below num_segments for each row"
-# For jagged tensors and neighbour lists, sizes in one argument must match the values of another.
+# For jagged tensors and neighbour lists, sizes in one argument must match the values in another.
 _UNFITTING = "a precondition: lengths, offsets, permutations and buffers match each other"
-# These findings also depend on the contents of unrelated memory, on the CPU's instructions, or on
-# the time limit, so they may be missing without having been fixed.
+# Findings with these causes depend on the contents of unrelated memory, on the CPU, or on the time
+# limit. They may be missing in a run although the bug still exists.
 BY_CHANCE = (_ADDRESSES, _TAKES_ADDRESSES, _EXPANDED, _INT8PACK, _UNFITTING, _SEGMENTS, _NO_ATOMS)
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
@@ -247,7 +248,7 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "fbgemm::permute_1D_sparse_data": {"memory": _UNFITTING},
     "fbgemm::permute_2D_sparse_data": {"memory": _TAKES_ADDRESSES, "subsystems": _UNFITTING},
     "fbgemm::segment_sum_csr": {"memory": _TAKES_ADDRESSES},
-    # A check may corrupt memory, so that the process crashes in the next check.
+    # The bug corrupts memory, so the process may crash only in the next check.
     "_C::*_and_mul": dict.fromkeys(
         ("contracts", "memory", "dtypes", "sharing", "subsystems"), _ADDRESSES
     ),

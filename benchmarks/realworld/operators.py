@@ -1,14 +1,14 @@
 """Check that `accelerate` makes the operators of real packages faster, with the same results.
 
-`nox -s realworld` runs this with the packages of `requirements/realworld-packages.txt`. It calls
-each operator that they register in Python, and that runs on a CPU, with and without acceleration,
-and compares the bits of results and mutated arguments. Then it times a call before and after, and
-the kernel alone.
+`nox -s realworld` runs this script with the packages in `requirements/realworld-packages.txt`. It
+calls all operators that these packages register in Python and that have a CPU kernel. Each operator
+is called with and without acceleration, and the bits of results and mutated arguments must be
+equal. Then the script times a call before and after acceleration, and the kernel alone.
 
-There are two limits. A call of an operator with the same schema and an empty kernel must take at
-most 0.5 us, or 20 ns per argument. A call must take at most 0.5 us, or 2%, longer than its kernel,
-which is harder if the kernel evicts the call path from the CPU cache. Other programs on the machine
-disturb both measurements.
+There are two limits. A call must take at most 0.5 us, or 2%, longer than the kernel. This is hard
+to achieve if the kernel evicts torchop's code from the CPU cache. So as a second test, a call to an
+operator with the same schema and an empty kernel must take at most 0.5 us, or 20 ns per argument.
+Other programs on the machine disturb both measurements.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from torchop._native.table import calls as table
 from torchop._schema.naming import OpName
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
-BAR, SHARE = 0.5, 0.02  # microseconds; share of the kernel's time
-PER_ARGUMENT = 0.02  # microseconds; matters from 26 arguments on
-PASSES = 3  # over all cases
+BAR, SHARE = 0.5, 0.02  # the limits in microseconds, and as a share of the kernel's time
+PER_ARGUMENT = 0.02  # the limit in microseconds per argument, for more than 25 arguments
+PASSES = 3  # how often all cases are measured
 
 
 class Measured(NamedTuple):
-    """A row of the table; times are in microseconds."""
+    """A row of the table. All times are in microseconds."""
 
     op: str
     before: float
@@ -54,13 +54,13 @@ class Measured(NamedTuple):
     kernel: float
     over: float  # the time that a native call adds to the kernel
     margin: float  # half of the confidence interval of `over`
-    way: float  # like `over`, with an empty kernel
+    way: float  # like `over`, but measured with an empty kernel
     way_missed: bool  # whether `way` exceeds the limit
-    records: bool  # whether the call records a gradient, which takes additional time
+    records: bool  # whether the call records a gradient, because that takes additional time
 
     @property
     def missed(self) -> bool:
-        """Whether the call exceeds a limit by more than the margin."""
+        """Whether the call exceeds a limit by more than the margin of error."""
         in_place = self.over - self.margin > max(BAR, SHARE * self.kernel)
         return not self.records and (in_place or self.way_missed)
 
@@ -71,7 +71,7 @@ class Measured(NamedTuple):
 
 
 def check(case: Case) -> str:
-    """Run a case with and without acceleration, and return the problem, or ""."""
+    """Run a case with and without acceleration. Return a description of the problem, or ""."""
     op = overload(case.op)
     expected = run(op, case.arguments())
     with torchop.accelerate(case.op):
@@ -83,7 +83,7 @@ def check(case: Case) -> str:
 
 
 def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
-    """Run a program with and without acceleration, and return the problem, or ""."""
+    """Run a program with and without acceleration. Return a description of the problem, or ""."""
     expected = program()
     with torchop.accelerate("*") as acceleration:
         found = program()
@@ -94,7 +94,7 @@ def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
 
 
 def measure(case: Case) -> Measured:
-    """Time a case, always with the same arguments, which the calls may mutate."""
+    """Time a case. All calls use the same arguments, and may mutate them."""
     op, name, arguments = overload(case.op), OpName.parse(case.op), case.arguments()
     with torchop.accelerate(case.op):
         known = table.accelerated.get(name)
@@ -103,7 +103,7 @@ def measure(case: Case) -> Measured:
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
         kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
         call = functools.partial(op, *arguments)
-        # The kernel of an operator with a formula runs below autograd.
+        # If the operator has a formula, the kernel runs with autograd disabled.
         around_kernel = autograd.below_autograd if through_autograd else contextlib.nullcontext
         after = overhead(call, kernel, around_kernel)
     before = overhead(call, kernel, around_kernel)
@@ -123,7 +123,8 @@ def measure(case: Case) -> Measured:
 def measure_all(cases: list[Case]) -> list[Measured]:
     """Time all cases several times, and return the least disturbed measurement of each.
 
-    All times may double for milliseconds to minutes, while the other thread of a CPU core is busy.
+    While another program uses the second hardware thread of the CPU core, all times may double.
+    This may last from milliseconds to minutes.
     """
     passes = []
     for number in range(PASSES):
@@ -133,19 +134,19 @@ def measure_all(cases: list[Case]) -> list[Measured]:
 
 
 def undisturbed(rows: Sequence[Measured]) -> Measured:
-    """Return the measurement of a case with the fastest kernel."""
+    """Return the least disturbed measurement of a case, i.e. the one with the fastest kernel."""
     in_place = min(rows, key=lambda row: row.kernel)
     empty = min(rows, key=lambda row: row.way)
     return in_place._replace(way=empty.way, way_missed=empty.way_missed)
 
 
 def is_kernel(function: Callable[..., Any]) -> bool:
-    """Return whether a function is the package's kernel, and not a wrapper of torchop."""
+    """Return whether a function is the package's own kernel, and not a wrapper by torchop."""
     return not function.__module__.startswith("torchop.")
 
 
 def without_case(package: Package) -> dict[str, str]:
-    """Return the operators of a package without a case, with the reasons."""
+    """Return a package's operators that have no case, and the reason for each."""
     covered = {case.op for case in package.cases}
     with torchop.accelerate("*") as acceleration:
         return {
@@ -156,7 +157,7 @@ def without_case(package: Package) -> dict[str, str]:
 
 
 def main() -> int:
-    """Print the table; return 1 if results differ, cases are missing, or a limit is exceeded."""
+    """Print the table. Return 1 if results differ, cases are missing, or a limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     quick = "skip timing, and nvalchemi, whose kernels take minutes to compile"

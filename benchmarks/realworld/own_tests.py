@@ -1,8 +1,9 @@
 """Run a package's own tests with accelerated operators.
 
-`nox -s realworld` runs this on optimum-quanto, the only package with tests in the source
-distribution. The tests run with and without `torchop.accelerate("*")`, and each test must have the
-same outcome. The counters of `torchop.native` must show native calls to each operator.
+`nox -s realworld` runs this script with optimum-quanto, the only package whose source distribution
+contains tests. The tests run with and without `torchop.accelerate("*")`, and each test must have
+the same outcome in both runs. The counters of `torchop.native` must show native calls to each
+operator.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 HERE = Path(__file__).parent
-# The folders with tests of operators and tensors, and of modules.
+# The folders with tests of operators and tensors, and the folders with tests of modules.
 FOLDERS, MORE = ("library", "tensor"), ("nn", "quantize")
 NAMESPACE = "quanto::"
 Process: TypeAlias = "subprocess.Popen[bytes]"
 
 
 class Run(NamedTuple):
-    """A run of the tests.
+    """The results of a test run.
 
     Attributes:
-        outcomes: "passed", "skipped" or "failed" by the name of the test.
-        calls: the number of calls to each accelerated operator, by path.
+        outcomes: maps the name of each test to "passed", "skipped" or "failed".
+        calls: maps each accelerated operator to torchop's counters of calls.
         output: the output of pytest.
     """
 
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
 
 def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> Process:
-    """Start a run, accelerated if the pattern is not empty."""
+    """Start a test run. Operators that match the pattern are accelerated."""
     search = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -47,10 +48,10 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
         "REALWORLD_ACCELERATE": pattern,
         "OMP_NUM_THREADS": "1",
     }
-    # The package's pytest settings, because ours turn warnings into errors.
+    # Use the package's own pytest settings, because ours turn warnings into errors.
     settings = ["-c", str(tests.parent / "pyproject.toml"), "-p", "no:cacheprovider"]
-    # A file, because a run with a full pipe could block while it holds the lock of the C++
-    # extension's build, for which the other run waits.
+    # Redirect the output to a file instead of a pipe. If the pipe was full, a run would block,
+    # maybe while it is building the C++ extension and holds the lock that the other run waits for.
     with report.with_suffix(".txt").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", *settings, "-p", "_pytest_plugin", *folders],
@@ -62,10 +63,10 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
 
 
 def finish(process: Process, report: Path) -> Run:
-    """Wait for a run, and return the results.
+    """Wait until a test run ends, and return the results.
 
     Raises:
-        RuntimeError: the run wrote no report.
+        RuntimeError: the run did not write a report.
     """
     process.wait()
     output = report.with_suffix(".txt").read_text()
@@ -76,7 +77,7 @@ def finish(process: Process, report: Path) -> Run:
 
 
 def problems(plain: Run, accelerated: Run) -> list[str]:
-    """Return the problems of a pair of runs."""
+    """Compare the runs with and without acceleration, and return descriptions of all problems."""
     found = [
         f"{test}: {plain.outcomes.get(test, 'missing')} without acceleration, "
         f"{accelerated.outcomes.get(test, 'missing')} with it"
@@ -97,7 +98,7 @@ def problems(plain: Run, accelerated: Run) -> list[str]:
 
 
 def main() -> int:
-    """Print the problems; return 1 if there are any."""
+    """Run the tests twice and print all problems. Return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", type=Path, help="the folder of the tests")
     parser.add_argument("--quick", action="store_true", help="skip the tests of modules")
@@ -106,7 +107,7 @@ def main() -> int:
     folders = FOLDERS if options.quick else (*FOLDERS, *MORE)
     with tempfile.TemporaryDirectory() as folder:
         reports = [Path(folder, "plain.json"), Path(folder, "accelerated.json")]
-        # In parallel, because most machines have two CPU cores.
+        # Run both in parallel, because most machines have at least two CPU cores.
         processes = [
             start(tests, folders, report, pattern)
             for report, pattern in zip(reports, ("", "*"), strict=True)

@@ -1,10 +1,14 @@
-"""Measure the share of call overhead in whole steps, before and after `accelerate`.
+"""Measure how much of the time of a realistic step is call overhead, before and after `accelerate`.
 
-`nox -s realworld` runs this. The steps are eager workloads on the CPU through the packages' own
-modules: a token in a decoder of four layers with 4-bit weights, and steps of AdamW over many small
-parameters with 32-bit and 8-bit states (bitsandbytes); a neighbour list and an L-BFGS step for a
-few atoms (nvalchemi-toolkit-ops). The overhead is relative to the same step with the function of
-each operator in `torch.ops` replaced by the kernel.
+`nox -s realworld` runs this script. The steps run in eager mode on the CPU, and call the operators
+through the packages' own modules:
+
+- decoding a token with four layers that have 4-bit weights (bitsandbytes);
+- a step of AdamW for many small parameters, with 32-bit and with 8-bit states (bitsandbytes);
+- computing a neighbour list and an L-BFGS step for a few atoms (nvalchemi-toolkit-ops).
+
+The overhead is the additional time compared to the same step with direct calls to the kernels. For
+that, each operator's function in `torch.ops` is replaced by the kernel.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ Step = Callable[[], object]
 
 
 class Milliseconds(NamedTuple):
-    """The time of a step before acceleration, after it, and with only the kernels."""
+    """The time of a step before acceleration, after acceleration, and with direct kernel calls."""
 
     before: float
     after: float
@@ -48,7 +52,7 @@ class Milliseconds(NamedTuple):
 
 
 class Layer(nn.Module):
-    """A decoder layer for one token: attention to earlier tokens, and a gated MLP."""
+    """A decoder layer for one token. It has attention to earlier tokens and a gated MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +72,7 @@ class Layer(nn.Module):
 
 
 def decoder_step() -> Step:
-    """Return a step that decodes one token after seven others."""
+    """Return a step that decodes the eighth token of a sequence."""
     layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to("cpu")  # `to` quantizes the weights
     assert {parameter.dtype for parameter in layers.parameters()} == {torch.uint8}
     x, keys, values = torch.randn(1, WIDTH), torch.randn(7, WIDTH), torch.randn(7, WIDTH)
@@ -84,7 +88,7 @@ def decoder_step() -> Step:
 
 
 def optimizer_step(name: str, **options: int) -> Step:
-    """Return a step of a bitsandbytes optimizer over many small parameters."""
+    """Return a step of a bitsandbytes optimizer for many small parameters."""
     parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.randn(SIZE)
@@ -93,7 +97,7 @@ def optimizer_step(name: str, **options: int) -> Step:
 
 
 def relaxation_step() -> Step:
-    """Return a step that computes a neighbour list and moves atoms and cell by L-BFGS."""
+    """Return a step that computes a neighbour list, and moves the atoms and the cell by L-BFGS."""
     lists = importlib.import_module("nvalchemiops.torch.neighbors.cell_list")
     lbfgs = importlib.import_module("nvalchemiops.torch.lbfgs")
     start, forces, stress = torch.rand(ATOMS, 3) * SIDE, torch.randn(ATOMS, 3), torch.randn(1, 3, 3)
@@ -112,7 +116,7 @@ def relaxation_step() -> Step:
 
 STEPS: dict[str, Callable[[], Step]] = {
     "4-bit decoder": decoder_step,
-    # Not Adam, because its weight decay is the int 0, which the dispatcher must convert to a float.
+    # Don't use Adam. The weight decay is the int 0, and the dispatcher must convert it to a float.
     "AdamW": lambda: optimizer_step("AdamW"),
     "8-bit AdamW": lambda: optimizer_step("AdamW8bit", min_8bit_size=SIZE),
     "relaxation": relaxation_step,
@@ -120,7 +124,7 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 def measure(step: Step) -> Milliseconds:
-    """Time a step in three ways in turn, and return the medians."""
+    """Time a step before acceleration, after it, and with direct kernel calls, in alternation."""
     for _ in range(3):
         step()
     times: list[tuple[float, float, float]] = []
@@ -136,7 +140,7 @@ def measure(step: Step) -> Milliseconds:
 
 
 def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
-    """Return the kernel of each operator that a step calls, directly or inside a kernel."""
+    """Return the kernels of all operators that a step calls, including calls inside of kernels."""
     kernels: dict[Any, Callable[..., Any]] = {}
 
     def noting(known: table.TableCalls, overload: Any) -> Callable[..., Any]:
@@ -158,7 +162,10 @@ def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def replaced(functions: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """Replace the functions of overloads in a block, and of packets for default overloads."""
+    """In a block, replace the functions that the given overloads call.
+
+    For a default overload, also replaces the function of the packet.
+    """
     holders = []
     for overload, function in functions.items():
         holders.append((overload, overload._op, function))

@@ -1,11 +1,13 @@
-"""Check that vLLM's calls per layer and token are native, and that the tokens do not change.
+"""Check that vLLM calls its attention operators natively, and that it decodes the same tokens.
 
-`nox -s "realworld(part='vllm')"` runs this with the packages of `requirements/realworld-vllm.txt`.
-vLLM decodes on the CPU with a tiny Llama with random weights, in three ways: unchanged, with
-accelerated operators, and with vLLM's registration helper replaced by the one of `torchop.compat`.
-Each way runs in separate processes, without and with vLLM's compilation. The bits of tokens and
-log-probabilities must be equal, and all calls to the two attention operators must be native. Then
-this times the calls to the two operators inside vLLM, and a whole token.
+`nox -s "realworld(part='vllm')"` runs this script with the packages in
+`requirements/realworld-vllm.txt`. vLLM decodes on the CPU with a tiny Llama model that has random
+weights. It runs in three ways: unchanged, with accelerated operators, and with `torchop.compat`'s
+function in place of vLLM's own helper for registering operators. Each way runs in separate
+processes, without and with vLLM's compilation. All runs must return the same tokens and
+log-probabilities, bit by bit. All calls to the two attention operators, which vLLM calls for each
+layer and token, must be native. At the end, the script times the calls to these operators inside
+vLLM, and a whole token.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ ENVIRONMENT = {
 
 
 def write_model(folder: Path) -> None:
-    """Write a configuration and random weights in the format of transformers."""
+    """Write the model, a configuration and random weights, in the format of transformers."""
     width, inside, words = (
         CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -96,7 +98,7 @@ def write_model(folder: Path) -> None:
 
 
 def engine(way: str, model: str, *, compiled: bool) -> Any:
-    """Create vLLM's engine for the model, with operators registered in one of `WAYS`."""
+    """Create vLLM's engine for the model. `way` is one of `WAYS`."""
     if way == "accelerated":
         torchop.accelerate("vllm::*")
     if way == "helper":
@@ -117,7 +119,7 @@ def engine(way: str, model: str, *, compiled: bool) -> Any:
 
 
 def decode(llm: Any) -> list[list[tuple[int, float]]]:
-    """The tokens after each prompt, with their log-probabilities."""
+    """Decode, and return the tokens after each prompt with their log-probabilities."""
     vllm: Any = importlib.import_module("vllm")
     options = vllm.SamplingParams(
         temperature=1.0, seed=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
@@ -134,9 +136,9 @@ def decode(llm: Any) -> list[list[tuple[int, float]]]:
 
 
 def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
-    """Run one way in this process, and return the report."""
+    """Run vLLM in one of the three ways in this process, and return the report."""
     llm = engine(way, model, compiled=compiled)
-    decode(llm)  # the first call of an operator sets up native calls
+    decode(llm)  # the first call to an operator is not native, because it sets up native calls
     before = {name: dict(torchop.native.counters(name)) for name in HOT if way != "plain"}
     tokens = decode(llm)
     calls = {
@@ -154,7 +156,7 @@ def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
 
 
 def measure(llm: Any) -> list[str]:
-    """Time the attention operators and a token, before and after acceleration, in turn."""
+    """Time the attention operators and a whole token, before and after acceleration."""
     rows = []
     look_at_calls(functools.partial(measure_call, rows))
     decode(llm)
@@ -168,7 +170,7 @@ def measure(llm: Any) -> list[str]:
 
 
 def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Time a call, which may be repeated, and add a row."""
+    """Time a call and add a row to the table. Calls the operator many times."""
     name = packet._qualified_op_name
     call = functools.partial(packet, *args, **kwargs)
     before, after = [], []
@@ -188,7 +190,7 @@ def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: An
 
 
 def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
-    """Call `look` in the first decoding call of each operator in `HOT`."""
+    """Decode, and call `look` with the first decoding call to each operator in `HOT`."""
     namespace = torch.ops.vllm
 
     def replace(name: str, packet: Any) -> None:
@@ -205,14 +207,14 @@ def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
 
 
 def token_time(llm: Any) -> float:
-    """Return the microseconds of CPU time for one token of each request."""
+    """Return the CPU time in microseconds for decoding one token of each request."""
     start = time.thread_time()
     decode(llm)
     return (time.thread_time() - start) / TOKENS * 1e6
 
 
 def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[str]:
-    """Return the problems in the report of one way."""
+    """Return descriptions of all problems in the report about one of the three ways."""
     problems = []
     if report["tokens"] != expected:
         problems.append(f"{way}: other tokens or log-probabilities than unchanged vLLM")
@@ -225,7 +227,7 @@ def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[s
 
 
 def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
-    """Run each way in a process with separate caches, and return the reports."""
+    """Run vLLM in each of the three ways, in processes with separate caches. Return the reports."""
     reports = {}
     for way in WAYS:
         with tempfile.TemporaryDirectory() as folder:
@@ -242,7 +244,7 @@ def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Print the native calls and the times; return 1 if a check fails."""
+    """Print the number of native calls and the times. Return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=WAYS, help="run in this process, and write the report")
     parser.add_argument("--model")

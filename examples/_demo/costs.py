@@ -10,7 +10,7 @@ from rich.table import Table
 
 import torchop
 
-# Use the code of `benchmarks/calls.py`, to get the same numbers.
+# Import the benchmark `calls.py`, because the demo should measure in the same way.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import _cases
@@ -21,7 +21,7 @@ ROUTES = (calls.PLAIN, calls.HANDLE, calls.CUSTOM_OP)
 
 
 def measure_costs(rounds: int) -> tuple[Table, str]:
-    """Time small operators by several routes, and return a table and a summary."""
+    """Measure how long calls to small operators take. Return a table and a summary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""Load one package of the kernel hub under two build ids, and run both copies side by side."""
+"""Load a package for the kernel hub twice, under two build ids, and run both copies."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ import torchop
 
 
 def load(folder: Path, build_id: str) -> ModuleType:
-    """Load a package as a module named after the build id, like the hub's `get_kernel`."""
+    """Load a package as a module whose name contains the build id, like the hub's `get_kernel`."""
     name = f"{folder.name}_{build_id}"
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Compile csrc into the package, for a wheel or `pip install -e`."""
+"""Compile the C++ code in csrc when a wheel is built, or for `pip install -e`."""
 
 import os
 import shlex
@@ -18,6 +18,6 @@ class CustomBuildHook(BuildHookInterface):
         subprocess.run([*compiler, *sources, *flags], check=True)
         build_data["artifacts"].append(str(library.relative_to(self.root)))
         build_data["pure_python"] = False
-        # The library does not link with Python, so the wheel works with every version.
+        # The library is not linked with Python, so the wheel works with every Python version.
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

@@ -9,7 +9,7 @@
 int main(int, char** argv) {
   Py_Initialize();
   if (!PyImport_ImportModule(argv[2])) return PyErr_Print(), 1;
-  PyThreadState* state = PyEval_SaveThread();  // the kernels acquire the GIL
+  PyThreadState* state = PyEval_SaveThread();  // release the GIL, because the kernels acquire it
   {
     torch::inductor::AOTIModelPackageLoader model(argv[1]);
     std::cout << model.run({at::ones({3})})[0] << std::endl;

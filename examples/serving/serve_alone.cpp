@@ -1,5 +1,5 @@
 // Serves an AOTInductor package in a process without Python. The operators are in a C++ library
-// that is part of the package or linked with this program.
+// that is part of the package or is linked with this program.
 // Usage: serve_alone PACKAGE
 #include <ATen/ATen.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

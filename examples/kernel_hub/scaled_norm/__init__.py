@@ -1,4 +1,4 @@
-"""RMS normalization and related operators, as a package for the kernel hub."""
+"""A package for the kernel hub with RMS normalization and related operators."""
 
 from . import layers
 from ._ops import NAMESPACE

@@ -1,8 +1,8 @@
-"""The namespace of this build. The hub's builder generates a file like this one."""
+"""Compute the namespace of this build. The hub's builder generates a file like this one."""
 
 import torch
 
-# The hub loads the package under a name that ends with the build id.
+# The hub loads the package as a module whose name ends with the build id.
 NAMESPACE = f"_{__package__.rpartition('.')[2]}"
 ops = getattr(torch.ops, NAMESPACE)
 

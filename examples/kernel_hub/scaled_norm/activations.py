@@ -1,4 +1,4 @@
-"""An operator in the class form, and an accelerated operator of torch.library."""
+"""An operator that is defined by a class, and an accelerated operator of torch.library."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from ._ops import add_op_namespace_prefix
 
 @torchop.operator(add_op_namespace_prefix("gate"))
 class gate:
-    """Multiply one half of the last dimension by the sigmoid of the other."""
+    """Multiply one half of the last dimension by the sigmoid of the other half."""
 
     sharding = torchop.sharding("b h -> b k", whole="h k")
 

@@ -1,4 +1,4 @@
-"""Layers that call the operators through `torch.ops`, like the layers of the hub."""
+"""Layers that call the operators through `torch.ops`, as layers from the hub do."""
 
 import torch
 from torch import Tensor

@@ -43,5 +43,5 @@ def _(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def use_float64():
-    """Return a context manager in which this build alone normalizes in double precision."""
+    """Return a context manager that makes this build, and no other, use double precision."""
     return torchop.priority({f"{NAMESPACE}::*": ["float64"]})

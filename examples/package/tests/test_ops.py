@@ -1,12 +1,12 @@
-"""Check the contract of the operator, and compare values and gradients with PyTorch."""
+"""Check the operator with torchop.testing.check, and compare the results with PyTorch's."""
 
 import mykernels
 import pytest
 import torch
 
 
-# One test per check of torchop.testing.check, on the registered examples. `softcap_` and
-# `softcap.out` are excluded, because they have no examples.
+# The marker creates one test for each check of torchop.testing.check. The checks use the registered
+# examples, so exclude `softcap_` and `softcap.out`, because they have none.
 @pytest.mark.torchop("mykernels::*", exclude=["*_", "*.out"])
 def test_operators(torchop_check):
     torchop_check()

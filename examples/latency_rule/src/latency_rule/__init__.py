@@ -1,4 +1,4 @@
-"""A rule that estimates the time of a call, in a separate package."""
+"""Add a rule to torchop for estimates of how long a call to an operator takes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ Estimate = Callable[..., float]
 
 
 class Latency(torchop.Rule[Estimate]):
-    """The time of a call: a number of seconds, or a function of the arguments that returns one."""
+    """The time that a call takes, in seconds: a number, or a function of the call's arguments."""
 
     def validate(self, op: Any, value: Any) -> Estimate:
         if isinstance(value, float):
@@ -24,5 +24,5 @@ latency = Latency("latency")
 
 
 def estimate(*calls: tuple[Any, ...]) -> float:
-    """Return the estimated time of several calls, each a tuple of an operator and arguments."""
+    """Return the estimated time of several calls. Each call is a tuple (operator, *arguments)."""
     return sum(latency.lookup(op)(*args) for op, *args in calls)

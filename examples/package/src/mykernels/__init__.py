@@ -1,4 +1,4 @@
-"""Kernels as operators of PyTorch."""
+"""PyTorch operators with C++ kernels."""
 
 from .ops import softcap
 

@@ -1,4 +1,4 @@
-"""softcap: a C++ kernel without PyTorch's headers, in all forms of an operator."""
+"""Define the operator softcap with a C++ kernel that does not use PyTorch's headers."""
 
 import ctypes
 from pathlib import Path
@@ -15,10 +15,10 @@ _softcap.restype = None
 
 @torchop.out_op("mykernels::softcap", like="x", inplace=True, elementwise=True, device_types="cpu")
 def softcap(x: Tensor, cap: float = 30.0, *, out: Tensor) -> None:
-    """Compute `cap * tanh(x / cap)`, which stays between `-cap` and `cap`."""
+    """Compute `cap * tanh(x / cap)`. The result stays between `-cap` and `cap`."""
     if x.dtype != torch.float32:
         raise TypeError(f"softcap takes float32, got {x.dtype}.")
-    # The C++ function takes pointers, so both tensors must be contiguous.
+    # The C++ function receives just pointers and a size, so both tensors must be contiguous.
     source = x.contiguous()
     target = out if out.is_contiguous() else torch.empty_like(source)
     _softcap(source.data_ptr(), target.data_ptr(), source.numel(), cap)

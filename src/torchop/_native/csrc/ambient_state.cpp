@@ -1,5 +1,5 @@
-// ambient_state.cpp: store the states of random number generators and the ambient settings in one
-// tensor, which is called packed state below. Derived formulas restore them.
+// ambient_state.cpp: pack the states of the random number generators and the ambient settings into
+// one tensor. See ambient_state.h.
 #include "ambient_state.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// The type and number of accelerators that the program uses.
+// The accelerators that the program uses: their number and their type.
 struct Accelerators {
   int64_t count;
   at::DeviceType type;
@@ -39,8 +39,9 @@ struct Accelerators {
   }
 };
 
-// Returns whether a value contains no generator, and is on no device except the CPU and these
-// accelerators. Tensor subclasses may contain anything, so they are not plain.
+// Returns whether we can support an argument of the call. It must contain no generator, and must
+// not be on a device other than the CPU and these accelerators. A tensor subclass may contain
+// anything, so we do not support it.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -51,9 +52,9 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether autocast is off, and the default dtype and device were not changed. Reads the
-// excluded keys, as at::autocast::is_autocast_enabled does, because including ATen/autocast_mode.h
-// would double the time to parse this extension.
+// Returns whether autocast is disabled, and the default dtype and device were not changed. Reads
+// the excluded keys, as at::autocast::is_autocast_enabled does. Calling that function would require
+// ATen/autocast_mode.h, and double the time to parse the extension.
 bool settings_are_plain() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
@@ -61,35 +62,38 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section of packed state: appends its length as a little-endian uint32 ("<I" in Python),
-// and its first byte.
+// Starts a section of the tensor. Appends the length of the section as a little-endian uint32 ("<I"
+// in Python's struct), and the first byte of the section.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
   to.push_back(first);
 }
 
-// Appends the default settings, which are all zero bytes, in the format of `_SETTINGS` in
-// replay.py.
+// Appends the ambient settings in the format of `_SETTINGS` in replay.py. Only default settings are
+// supported. All their bytes are zero.
 void append_settings(Bytes& to, const Accelerators& accelerators) {
   const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
   begin(to, size, uint8_t(accelerators.count));
   to.resize(to.size() + size - 1);
 }
 
-// Does not call `const_data_ptr<uint8_t>`, because GCC and Clang mangle that name differently.
+// Don't use `const_data_ptr<uint8_t>`. GCC and Clang mangle the name differently, so it might not
+// be found in a PyTorch that the other compiler has built.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator. A first byte of 1 means that the state follows.
+// Appends the state of a generator. The first byte of the section is 1 and says that a state
+// follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
   to.insert(to.end(), bytes_of(state), bytes_of(state) + size);
 }
 
-// Returns the generator states of all accelerators. Throws during the capture of a device graph.
+// Returns the packed generator states of all accelerators. Throws if a device graph is being
+// captured.
 Bytes packed_states(const Accelerators& accelerators) {
   Bytes states;
   for (int64_t index = 0; index < accelerators.count; ++index) {
@@ -101,7 +105,8 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The CPU generator's state, for fast comparisons. Calling get_state() takes ten times as long.
+// The state of the CPU generator. Comparing the members is ten times as fast as calling
+// get_state().
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -120,19 +125,20 @@ struct Generated {
   }
 };
 
-// The states of all generators.
 struct State {
   Generated cpu_state;
   Bytes accelerator_states;
 };
 
-// The last packed state that was returned, and the states that it contains. Guarded by the CPU
-// generator's mutex. Never freed, because the interpreter is finalized before static destructors
-// run.
+// The tensor that `pack_plain` returned last, and the generator states that it contains. Guarded by
+// the CPU generator's mutex. Never freed, because a static destructor would run after the
+// interpreter was finalized, and could not release `packed`.
 struct Latest {
   PyObject* packed;
   State state;
-  Bytes bytes; // a copy of `packed`, because a compiled graph may reuse a saved tensor's memory
+  // A copy of the data in `packed`. A compiled graph may reuse the memory of a saved tensor, so the
+  // data in `packed` may be overwritten.
+  Bytes bytes;
 
   bool is_unmodified() const {
     const at::Tensor& tensor = THPVariable_Unpack(packed);
@@ -142,8 +148,8 @@ struct Latest {
 };
 Latest* latest_state = nullptr;
 
-// Returns a new reference to `packed` if the state is unchanged since it was packed. Otherwise
-// returns nullptr, and sets `now` and `cpu_state` to the current states.
+// If the generators still have the states that are packed in `packed`, returns a new reference to
+// `packed`. Otherwise, returns nullptr, and sets `now` and `cpu_state` to the current states.
 PyObject* unchanged(
     PyObject* packed,
     Bytes&& accelerator_states,
@@ -163,7 +169,8 @@ PyObject* unchanged(
 }
 
 PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
-  THPObjectPtr before; // released after the lock, because its deallocator may run any code
+  // Declared before the lock, and so destroyed after it is released, because that may run any code.
+  THPObjectPtr before;
   auto latest =
       std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -192,7 +199,8 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // Uses no operators, because the active modes and transforms would intercept them.
+  // From here on, call no PyTorch operators, because modes and transforms that are active would
+  // intercept them.
   Bytes accelerator_states;
   try {
     accelerator_states = packed_states(accelerators);
@@ -204,7 +212,8 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (PyObject* same = unchanged(args[1], std::move(accelerator_states), now, cpu_state);
       C10_LIKELY(same != nullptr))
     return same;
-  // The format of `_pack` in replay.py: the generator states, then the settings.
+  // The format is the same as in `_pack` in replay.py: first the generator states, then the
+  // settings.
   Bytes bytes;
   append_state(bytes, cpu_state);
   bytes.insert(bytes.end(), now->accelerator_states.begin(), now->accelerator_states.end());

@@ -19,30 +19,30 @@
 
 namespace torchop {
 
-// A parameter of the schema. The call plan owns the objects.
+// One parameter of an operator's schema. The objects are owned by the call plan (plan.h).
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the parameter is required
-  // True if the parameter is a device whose default the schema stores as a string, such as "cpu".
+  // True for a parameter of type Device whose default is a string in the schema, such as "cpu".
   bool is_device_string = false;
   Kind kind;
 };
 
-// The parameters of a schema, keyword-only parameters last.
+// All parameters of an operator's schema. Keyword-only parameters come last.
 struct Parameters {
-  // A value that equals no number of arguments.
+  // A value for `pass_through_count` that differs from every number of arguments.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
-  size_t positional = 0;
-  // If a call has this number of positional arguments and no keyword arguments, the kernel receives
-  // the caller's array.
+  size_t positional = 0; // number of parameters that are not keyword-only
+  // If a call has exactly this many positional arguments and no keyword arguments, we pass the
+  // caller's argument array to the kernel as it is, without copying it.
   size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
-  // Omit arguments that equal their default: at the end of the positional arguments, and anywhere
-  // among the keyword-only arguments. The dispatcher does so when it calls Python kernels
-  // (parseIValuesToPyArgsKwargs), so the Python function's own defaults apply.
+  // If true, calls leave out arguments that equal their default (positional arguments only at the
+  // end), and the Python function uses its own defaults. The dispatcher calls Python kernels in the
+  // same way (parseIValuesToPyArgsKwargs).
   bool drops_defaults = false;
   bool has_device_string_defaults = false; // true if any parameter has `is_device_string`
   // Names of the keyword-only parameters, for vectorcall; nullptr if there are none.
@@ -53,7 +53,7 @@ struct Parameters {
   }
 };
 
-// PyObject_Vectorcall, with a shortcut for Python functions.
+// Does the same as PyObject_Vectorcall, but faster for Python functions.
 inline PyObject* call_kernel(
     PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
   if (C10_LIKELY(PyFunction_Check(function)))
@@ -62,14 +62,14 @@ inline PyObject* call_kernel(
   return PyObject_Vectorcall(function, values, nargsf, names);
 }
 
-// The values of all parameters in one call, in schema order. Owns converted values and copies of
-// lists. All other values are borrowed from the caller's array.
+// The values of all parameters in one call, in schema order. Owns the values that it converted and
+// the lists that it copied. All other values are borrowed from the caller.
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    // Check Py_IsInitialized, as ~THPObjectPtr does. During finalization, a daemon thread is
-    // unwound through this destructor without holding the GIL.
+    // Check Py_IsInitialized, as ~THPObjectPtr does. During finalization, CPython unwinds the stack
+    // of a daemon thread through this destructor, and the thread does not hold the GIL.
     if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
@@ -78,22 +78,23 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // Assigns an argument or a default to each parameter. Returns Reason::Binding if the arguments do
-  // not match, so the dispatcher raises the error. `args` must outlive this object.
+  // Assigns an argument or a default to each parameter. If the arguments do not match the schema,
+  // returns Reason::Binding, and the dispatcher raises the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
       values_ = args;
-      // If the caller allows it, the callee may overwrite args[-1], as bound methods do.
+      // Pass on the flag that lets the callee overwrite args[-1] for a moment, as bound methods do.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }
     return complete(args, count, keywords);
   }
 
-  // Checks the type of each value, converts numbers and strings, and summarizes the tensors in
-  // `result`. Copies lists, as the dispatcher does, because a kernel must not modify the caller's
-  // list. With `below_autograd`, ignores requires_grad and tangents. Call after `bind`.
+  // Checks the type of each value, converts numbers and strings, and collects the properties of the
+  // tensors in `result`. Copies all lists, as the dispatcher does, because a kernel must not modify
+  // the caller's list. If `below_autograd` is true, ignores requires_grad and tangents. Call after
+  // `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -102,7 +103,7 @@ class Values {
     return values_[index];
   }
 
-  // Returns the number of positional arguments, without trailing arguments that equal a default.
+  // Returns the number of positional arguments, without those at the end that equal their default.
   size_t count_passed() const {
     size_t count = parameters_.positional;
     while (count > 0 && is_default(count - 1))
@@ -110,9 +111,9 @@ class Values {
     return count;
   }
 
-  // Returns whether the kernel would receive a device parameter's default. If so, the call cannot
-  // be native, because the dispatcher passes the schema's string, but the value here is a
-  // torch.device. Sets `rejected_parameter`.
+  // Returns whether the kernel would receive the default of a device parameter. Such a call cannot
+  // be native, because the dispatcher passes the string from the schema, such as "cpu", but our
+  // default is a torch.device. Also sets `rejected_parameter`.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -124,9 +125,9 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. Copies lists that are read again after the kernel returns:
-  // tensor lists, for the aliasing check, and with `all_are_read_later` all lists, for
-  // setup_context.
+  // Calls a kernel with the values. The kernel may modify a list, so if we need a list again later,
+  // passes a copy. The aliasing check needs tensor lists. setup_context needs all lists
+  // (`all_are_read_later`).
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
@@ -142,7 +143,7 @@ class Values {
     }
   }
 
-  // Calls `visit(PyObject* tensor)` for each tensor in one argument, skipping None.
+  // Calls `visit(PyObject* tensor)` for each tensor in the argument at `index`, skipping None.
   template <class Visitor>
   void each_tensor_of(size_t index, Visitor&& visit) const {
     PyObject* value = values_[index];
@@ -162,7 +163,7 @@ class Values {
     return parameters_;
   }
 
-  // Returns the index of the argument that `inspect` or `passes_device_string_default` rejected.
+  // Returns the index of the argument that prevents a native call.
   size_t rejected_parameter() const {
     return rejected_;
   }
@@ -219,8 +220,9 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Returns whether the dispatcher would drop a value because it equals the default. It never drops
-  // a device whose default is a string, because a torch.device never equals a string.
+  // Returns whether the dispatcher would leave out this value because it equals the default. If the
+  // schema's default is a string such as "cpu", a torch.device that the caller passes never equals
+  // it.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -243,7 +245,7 @@ class Values {
     return true;
   }
 
-  // Compares values that `inspect` accepted, so `==` does not run user code.
+  // Compares values that `inspect` accepted, so the comparison does not run user code.
   static bool are_equal(PyObject* value, PyObject* other) {
     if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
       return false;
@@ -253,8 +255,6 @@ class Values {
     return equal != 0;
   }
 
-  // Calls a kernel with copies of all lists, because changes by the kernel must not affect the
-  // aliasing check and setup_context.
   __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
@@ -267,7 +267,7 @@ class Values {
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
-  // The slow path of `bind`.
+  // The slow path of `bind`, for calls with keyword arguments, omitted arguments or lists.
   __attribute__((noinline)) Reason
   complete(PyObject* const* args, size_t count, PyObject* keywords) {
     const size_t size = parameters_.size();
@@ -288,8 +288,8 @@ class Values {
     return Reason::Native;
   }
 
-  // Makes `values_` an array of `size` values that this object may modify. Reserves the slot before
-  // the first value, for PY_VECTORCALL_ARGUMENTS_OFFSET.
+  // Allocates an array for `size` values, and makes `values_` point to it. The array has a free
+  // slot before the first value, as PY_VECTORCALL_ARGUMENTS_OFFSET requires.
   PyObject** reserve(size_t size) {
     PyObject** buffer = inline_buffer_.data();
     if (C10_UNLIKELY(size >= inline_size)) {
@@ -301,8 +301,8 @@ class Values {
     return buffer_;
   }
 
-  // Stores keyword arguments. `first` is the first parameter without a positional argument. Returns
-  // false if a name is unknown or was also passed positionally.
+  // Stores the keyword arguments. Returns false if a keyword is unknown, or is the name of a
+  // parameter before `first`. Those parameters already have positional arguments.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
     size_t guess = first; // most callers pass keyword arguments in schema order
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
@@ -316,14 +316,14 @@ class Values {
     return true;
   }
 
-  // Returns the index of a parameter, or the number of parameters if none has this name.
+  // Returns the index of the parameter called `name`, or the number of parameters if there is none.
   size_t find(PyObject* name, size_t first) const {
     const size_t size = parameters_.size();
     for (size_t index = first; index < size; ++index) {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // The name may not be interned, for example if it was read from a file, so compare the text.
+    // A name may not be interned, for example if it was read from a file, so compare the text too.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -333,7 +333,7 @@ class Values {
 
   template <bool below_autograd>
   Reason inspect_values(TensorSummary& result) {
-    TensorSummary seen; // a local variable stays in registers
+    TensorSummary seen; // local, because the compiler then keeps it in registers
     size_t index = 0;
     while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
       add_tensor_to<below_autograd>(values_[index++], seen);
@@ -357,16 +357,16 @@ class Values {
       }
     }
     result = seen;
-    // The dispatcher ignores tensors in arguments of type Tensor[]? (makeBitsetForDispatchArgs in
-    // ATen/core/dispatch/DispatchKeyExtractor.h). If these tensors have keys that no other tensor
-    // has, the dispatcher may select a kernel for other keys.
+    // The dispatcher ignores tensors in arguments of type Tensor[]? when it computes the dispatch
+    // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these
+    // tensors have some key, the dispatcher may choose another kernel than we would, so fall back.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
 
-  // Converts a value to int, float or str, as the dispatcher does. Returns false if the conversion
-  // is not supported, so the call must fall back to the dispatcher.
+  // Replaces the value at `index` by an int, float or str, as the dispatcher does. Returns false if
+  // we do not support the conversion. The call must then fall back to the dispatcher.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -384,10 +384,11 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // Accept torch.Size too, because `tensor.shape` is a common argument.
+    // torch.Size is a subclass of tuple. Accept it too, because callers often pass `tensor.shape`.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // Tensors in Tensor[]? arguments are treated separately; see the end of `inspect_values`.
+    // Keys of tensors in Tensor[]? arguments are treated separately, at the end of
+    // `inspect_values`.
     const bool is_optional_list = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);
@@ -420,12 +421,12 @@ class Values {
     return reason;
   }
 
-  // Returns the reason to reject a value that should be a plain tensor.
+  // Returns the reason for rejecting a value that should be a plain tensor.
   static Reason reason_of(PyObject* value) {
     return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
-  // Returns a list or tuple as a new list. Throws if out of memory.
+  // Copies a list or tuple to a new list. Throws if there is not enough memory.
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
     // Without the GIL, another thread may modify the list.
@@ -442,7 +443,7 @@ class Values {
 
   const Parameters& parameters_;
   PyObject* const* values_ = nullptr;
-  PyObject** buffer_ = nullptr; // `values_` if it is not the caller's array, else nullptr
+  PyObject** buffer_ = nullptr; // our own array; nullptr if `values_` is the caller's array
   size_t flags_ = 0;
   size_t rejected_ = 0;
   DispatchKeySet optional_list_keys_; // keys of tensors in arguments of type Tensor[]?

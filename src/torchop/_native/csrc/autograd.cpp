@@ -1,4 +1,5 @@
-// autograd.cpp: record a native call in the autograd graph by filling a Python node directly.
+// autograd.cpp: create autograd nodes for native calls. Like autograd.Function.apply, we
+// instantiate the Python class of the node and fill in the C++ fields. See autograd.h.
 #include "autograd.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -22,8 +23,8 @@ using PythonNode = NewNode<THPFunction>;
 
 namespace {
 
-// Sets `ctx._pt_metadata`, which describes the list arguments. As in torch._library.autograd, this
-// happens after setup_context, which must not have set the attribute.
+// Sets `ctx._pt_metadata`, the description of the list arguments. Like torch._library.autograd, we
+// set it after setup_context, and raise an error if setup_context has set it.
 __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
   static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
   TORCH_CHECK(
@@ -33,8 +34,9 @@ __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
     throw_python_error();
 }
 
-// RAII guard that disables grad mode and forward grad mode, as autograd.Function does for
-// `forward`. AutoGradMode and AutoFwGradMode would read the thread-local state six times.
+// RAII guard that disables grad mode and forward grad mode, as autograd.Function does during
+// `forward`. We could use AutoGradMode and AutoFwGradMode, but they would read the thread-local
+// state six times.
 class WithoutGrad {
  public:
   WithoutGrad() {
@@ -54,9 +56,9 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// Raises if an attribute of `ctx`, such as the tensors passed to `ctx.mark_dirty`, is not a tuple.
-// The methods of `ctx` do not check their arguments. torch/csrc/autograd/python_function.cpp checks
-// the stored arguments later, with these messages.
+// Raises if an attribute that a method of `ctx` has set is not a tuple, for example the argument of
+// `ctx.mark_dirty`. The methods do not check their arguments. In PyTorch,
+// torch/csrc/autograd/python_function.cpp checks the attributes later, with the same messages.
 __attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
@@ -82,8 +84,9 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// Returns the tensors that setup_context passed to mark_dirty. Native calls record operators that
-// mutate arguments, except in-place and out= operators (see `gradient_of` in plan.py).
+// Returns the tensors that setup_context passed to `ctx.mark_dirty`. This matters for operators
+// that mutate arguments, unless they are in-place or out= operators, whose native calls do not
+// record gradients (see `gradient_of` in plan.py).
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -98,15 +101,16 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // PyTorch also treats mark_dirty as a write, which invalidates saved tensors.
+    // Like PyTorch, count mark_dirty as a write. It invalidates tensors that were saved for
+    // backward.
     impl_of(item)->bump_version();
   }
   return tensors;
 }
 
-// Returns whether a result can be attached to a node without PyTorch's `_wrap_outputs`. The result
-// must be a single new tensor of a differentiable dtype, and setup_context must not have called
-// methods such as mark_dirty.
+// Returns whether we can attach a result to the node ourselves, without PyTorch's `_wrap_outputs`.
+// We can if the result is a single new tensor of a differentiable dtype, and setup_context called
+// no method such as `ctx.mark_dirty`.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -128,8 +132,8 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
     const std::vector<std::optional<Variable>>& outputs,
     NodePtr& attached) {
   const THPFunction& fields = created.fields();
-  // Turns warnings from `_wrap_outputs` into Python warnings. The destructor throws if a filter
-  // turns a warning into an error, unless `set_in_exception` was called.
+  // Converts C++ warnings from `_wrap_outputs` to Python warnings. If a warning filter turns one
+  // into an error, the destructor throws, unless `set_in_exception` was called.
   torch::PyWarningHandler warnings;
   try {
     return wrap_outputs(
@@ -146,9 +150,10 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
   }
 }
 
-// Attaches any results to the node, with `_wrap_outputs`. If a result is an input, `_wrap_outputs`
-// returns a view instead, because the node must not become the input's history. This function is
-// out of line, because `record` is flattened.
+// Attaches all kinds of results to the node, by calling `_wrap_outputs`. If a result is one of the
+// inputs, the node must not become the input's grad_fn, so `_wrap_outputs` returns a view of the
+// input. This function is `noinline`, because otherwise the attribute `flatten` of `record` would
+// inline it.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -177,7 +182,6 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
       fields.output_info.emplace_back(*wrapped[index]);
     else
       fields.output_info.emplace_back();
-    // Values other than tensors are returned unchanged.
     PyObject* item = wrapped[index].has_value() ? THPVariable_Wrap(*wrapped[index])
                                                 : Py_NewRef(output(result, index));
     PyTuple_SET_ITEM(connected.get(), index, checked(item).release());
@@ -187,7 +191,8 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Attaches results to the node. Sets `attached` to the node that the results have afterwards.
+// Attaches the results to the node. Also sets `attached` to the node that the results have
+// afterwards (see `wrap_outputs` in python_node.h).
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -196,7 +201,7 @@ THPObjectPtr connect_outputs(
   const NodePtr& node = created.node();
   THPFunction& fields = created.fields();
   node->clear_input_metadata();
-  fields.output_info.clear(); // describes the zeros that replace undefined gradients in backward
+  fields.output_info.clear(); // used in backward to replace undefined gradients with zeros
   if (C10_UNLIKELY(!is_simple_output(result.get(), fields, inputs)))
     return connect_any_outputs(created, inputs, result.get(), attached);
   const at::Tensor& tensor = THPVariable_Unpack(result.get());
@@ -216,8 +221,8 @@ THPObjectPtr connect_outputs(
       Py_TYPE(item)->tp_name);
 }
 
-// Returns the tensors that were passed to `ctx.save_for_backward`, with undefined tensors for None.
-// Clears the field that stored them, because saved-tensor hooks may read the field later.
+// Returns the tensors that were passed to `ctx.save_for_backward`, with an undefined tensor for
+// each None. Clears the field that stored them, because saved-tensor hooks could read it later.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -235,8 +240,8 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. Outputs are saved without grad_fn, because saving their grad_fn, which
-// is this node, would create a reference cycle.
+// Saves tensors on the node. Outputs are saved without their grad_fn. Their grad_fn is this node,
+// so saving it would create a reference cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -249,7 +254,8 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
-// Returns the result of `Gradient::before_kernel`, or nullptr if there is no such function.
+// Calls `Gradient::before_kernel` and returns the result. If there is no such function, returns
+// nullptr.
 THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) {
   if (C10_LIKELY(gradient.before_kernel == nullptr))
     return {};
@@ -260,7 +266,7 @@ THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) 
       gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// `seen` is the result of `call_before_kernel`.
+// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -283,7 +289,8 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Saves residuals that `setup_with_residuals` rejects. Python converts them or raises.
+// Saves residuals that `setup_with_residuals` did not accept. Python code converts them or raises
+// an error.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -315,7 +322,8 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// torch.library calls torch._C._any_requires_grad, so this function must return the same result.
+// Must return the same result as torch._C._any_requires_grad, because torch.library calls that
+// function to decide whether to record a gradient.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -356,7 +364,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
     fields.is_variable_input = std::move(inputs.are_tensors);
     fields.input_info = std::move(inputs.infos);
     variables = std::move(inputs.variables);
-    // This must be set before setup_context runs, which may read it.
+    // Set needs_input_grad now, because setup_context may read it.
     Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
       throw_python_error();
@@ -364,7 +372,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   }
   THPObjectPtr result, guard_of_saved;
   {
-    // Operators that the kernel calls are not recorded, because the formula covers them.
+    // Do not record the operators that the kernel calls, because the formula computes the gradient
+    // of the whole kernel.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
@@ -390,17 +399,17 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   if (outputs.layout && !gradient.as_dispatched &&
       PyObject_SetAttrString(ctx, "_torchop_outputs", outputs.layout.get()) < 0)
     throw_python_error();
-  // Same order as in THPFunction_apply: errors about saved tensors are raised first, outputs are
-  // saved after they were attached, and node creation hooks run last.
+  // The order of these steps is the same as in THPFunction_apply: errors about saved tensors come
+  // first, outputs are saved after they were attached, and hooks for new nodes run last.
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  // Nothing reads the field `non_differentiable` after this point, so it can own the residuals'
-  // guard. An attribute of `ctx` could own the guard too, but would allocate a dict.
+  // Store the residuals' guard in the field `non_differentiable`, because nothing reads this field
+  // from here on. An attribute of `ctx` could store the guard too, but that would allocate a dict.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
-  Py_CLEAR(fields.saved_for_forward); // native calls have no tangents
+  Py_CLEAR(fields.saved_for_forward); // not needed, because native calls have no tangents
   call_creation_hooks(attached);
   return outputs.restored(std::move(connected)).release();
 }
@@ -421,7 +430,7 @@ bool nodes_come_from_apply() {
 }
 
 bool has_node_layout() {
-  return true; // nodes are not filled here
+  return true; // does not matter, because we create no nodes
 }
 
 bool wants_gradient(const Values&) {

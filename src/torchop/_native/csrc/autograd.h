@@ -1,4 +1,5 @@
-// autograd.h: record native calls in the autograd graph, without autograd.Function.apply.
+// autograd.h: create autograd nodes for native calls, i.e. calls without the dispatcher, and
+// without autograd.Function.apply.
 #pragma once
 
 #include <Python.h>
@@ -10,54 +11,63 @@
 
 namespace torchop {
 
-// How native calls to an operator record gradients. The call plan owns the referenced objects.
+// How native calls to an operator record gradients. The call plan owns all objects here.
+//
+// An operator's gradient formula was registered either with torchop or with torch.library.
+// "torch.library's formulas" below are the latter.
 struct Gradient {
-  // Creates a node (see NewNode in python_node.h). If nullptr, calls that record a gradient fall
-  // back to the dispatcher.
+  // A Python object that creates a node (see NewNode in python_node.h). If it is nullptr, calls
+  // that record a gradient fall back to the dispatcher.
   PyObject* node_maker = nullptr;
-  // True if lists may contain None. If so, `wants_gradient` decides whether to record a call.
+  // True if the operator has lists that may contain None. `wants_gradient` then decides whether a
+  // call is recorded.
   bool skips_optional_lists = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
-  // before_kernel(inputs, keyword_only_inputs) runs before the kernel. Its result becomes the last
-  // argument of setup_context. If the result is NotImplemented, the call falls back to the
-  // dispatcher. nullptr for formulas that need no such function.
+  // Called before the kernel: before_kernel(inputs, keyword_only_inputs). The result is passed to
+  // setup_context as the last argument. If it is NotImplemented, the call falls back to the
+  // dispatcher. nullptr for most formulas.
   PyObject* before_kernel = nullptr;
   PyObject* recording = nullptr; // `Residuals::recording`; `before_kernel` may modify it
-  // True for torch.library's formulas. Their node inputs are the arguments that the dispatcher
-  // passes (without trailing defaults), and one more object, as in torch._library.autograd.
+  // True for torch.library's formulas. A node then has the same inputs as a node that
+  // torch/_library/autograd.py creates: the arguments as the dispatcher passes them (without
+  // trailing defaults), and an additional input for the metadata.
   bool as_dispatched = false;
-  // True if the result may be one of the arguments. If false, `is_valid_result` rejects that.
+  // True if the kernel may return an argument. If false, `is_valid_result` rejects such a result.
   bool may_return_inputs = false;
-  // For torch.library's formulas with tensor lists: inputs(args) returns the flat list of inputs,
-  // and a function metadata(result) that computes `ctx._pt_metadata`. Otherwise nullptr.
+  // For torch.library's formulas, if the operator has tensor lists: inputs(args) returns the inputs
+  // as a flat list, and a function that computes `ctx._pt_metadata` from the result. Otherwise
+  // nullptr.
   PyObject* inputs = nullptr;
 };
 
-// Returns whether creating a node requires autograd.Function.apply, as in PyTorch 2.11 and 2.12.
-// Since 2.13, calling the node's class is enough.
+// Returns whether we need autograd.Function.apply to create a node. This is true in PyTorch 2.11
+// and 2.12. Since PyTorch 2.13, we can instantiate the node's class instead.
 bool nodes_come_from_apply();
 
-// Returns whether nodes of the running PyTorch have the same size as in the headers.
+// Returns whether autograd nodes have the same size in the running PyTorch and in the headers that
+// the extension was compiled with.
 bool has_node_layout();
 
 // take_node(ctx) returns a capsule that owns the autograd node of `ctx`. See NewNode in
 // python_node.h.
 PyObject* take_node(PyObject*, PyObject* ctx);
 
-// Returns whether torch.library would record a call. If a list contains None, torch.library ignores
-// all tensors in that list.
+// Returns whether torch.library would record a gradient for a call. It ignores all tensors in a
+// list that contains None.
 bool wants_gradient(const Values& values);
 
-// Calls `Gradient::before_kernel`, and returns whether it rejects native recording.
+// Calls `Gradient::before_kernel`, and returns whether the result is NotImplemented, i.e. whether
+// the call must fall back to the dispatcher.
 bool needs_dispatcher(const Gradient& gradient, const Values& values);
 
-// Runs `compute`, and attaches its results to a new node. Returns nullptr without an exception if
-// the call must fall back to the dispatcher (see `needs_dispatcher`). With `residuals`, `compute`
-// calls the author's kernel and stores the residuals in `saved`.
+// Runs the kernel by calling `compute`, and attaches the results to a new autograd node. If the
+// call must fall back to the dispatcher (see `needs_dispatcher`), returns nullptr without an
+// exception. If `residuals` is not nullptr, `compute` calls the author's kernel and stores the
+// residuals in `saved`.
 //
-// The node has the same class as a node from autograd.Function.apply, so hooks, double backward,
-// checkpointing, anomaly mode and compiled autograd support it. A C++ node would not be faster, and
-// compiled autograd would not support it.
+// The node has the same class as a node from autograd.Function.apply, so it supports hooks, double
+// backward, checkpointing, anomaly mode and compiled autograd. A C++ node would not be faster, and
+// would not work with compiled autograd.
 PyObject* record(
     const Gradient& gradient,
     const Values& values,

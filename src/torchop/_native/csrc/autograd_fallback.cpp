@@ -1,4 +1,5 @@
-// autograd_fallback.cpp: run native calls inside PyTorch's autograd fallback.
+// autograd_fallback.cpp: run native calls inside PyTorch's autograd fallback. See
+// autograd_fallback.h.
 #include "autograd_fallback.h"
 
 #include <ATen/core/List.h>
@@ -12,17 +13,19 @@ namespace torchop {
 
 namespace {
 
-// The dispatch key of the copy's only kernel. It must have a lower priority than Autograd.
+// The dispatch key of a copied operator's only kernel. It must have a lower priority than the
+// Autograd keys, because the fallback redispatches to it.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
-// The native call to run. The copy receives the address of this object as an int argument.
+// The native call that the copied operator's kernel runs. The copied operator receives a pointer to
+// this object as an int argument.
 struct Computation {
   c10::function_ref<PyObject*()> compute;
   THPObjectPtr result;
 };
 
-// Converts a result for the fallback. Values other than Tensor and Tensor[] become None, because
-// the fallback does not read them.
+// Converts a result of the kernel to an IValue for the fallback. The fallback reads only results of
+// type Tensor and Tensor[], so all other results become None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -38,8 +41,8 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   return tensors;
 }
 
-// Returns one of `count` results (borrowed), or nullptr if it is missing. If the kernel returned
-// too few results, the first results are missing, as on the dispatcher's stack.
+// Returns the result at `index` (borrowed), or nullptr if it is missing. The schema has `count`
+// results. If the kernel returned fewer, the first ones are missing, as on the dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -47,9 +50,9 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The copy's kernel, which runs the native call.
+// The kernel of the copied operator. It runs the native call.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  // The pointer is valid until `FallbackOperator::call` returns.
+  // This pointer stays valid until `FallbackOperator::call` returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());
@@ -74,11 +77,13 @@ c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
 
 FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
     : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
-  // The only way to obtain a handle is to copy one, here the real operator's.
+  // An OperatorHandle can only be created as a copy of another one, so `handle_` starts as a copy
+  // of the real operator's handle. Make it point to our definition.
   const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
   definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
   auto& dispatcher = c10::Dispatcher::singleton();
-  // registerKernel reads the dispatcher's fallbacks, so the caller must hold the lock.
+  // registerKernel reads the dispatcher's fallback kernels and does not lock, so we must hold the
+  // dispatcher's lock.
   std::lock_guard<std::mutex> lock(member_of(DispatcherGuard{}, dispatcher)->mutex);
   definition_.op.registerKernel(
       dispatcher,
@@ -94,7 +99,7 @@ PyObject* FallbackOperator::call(
   c10::List<at::Tensor> tensors;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     const Kind& kind = values.parameters().all[index].kind;
-    // The fallback ignores Tensor?[] arguments.
+    // The fallback does not look into arguments of type Tensor?[], so leave them out.
     if (kind.holds_tensors() && !kind.items_are_optional)
       values.each_tensor_of(
           index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });

@@ -1,4 +1,6 @@
-// autograd_fallback.h: native calls to operators without a kernel at Autograd.
+// autograd_fallback.h: run native calls (calls without the dispatcher) to operators that have no
+// kernel at the Autograd keys. For these operators, the dispatcher would run PyTorch's autograd
+// fallback.
 #pragma once
 
 #include <Python.h>
@@ -11,20 +13,21 @@
 
 namespace torchop {
 
-// A private copy of an operator, for calls to PyTorch's autograd fallback.
+// A private copy of an operator. We use it to call PyTorch's autograd fallback.
 //
-// The fallback (basicAutogradNotImplementedFallback in
+// If an input requires grad, the fallback (basicAutogradNotImplementedFallback in
 // torch/csrc/autograd/autograd_not_implemented_fallback.cpp) attaches hooks or nodes to the
-// results, so backward warns or raises. Details change between releases, so this code calls the
-// fallback instead of imitating it. It does not pass the real operator, because the fallback would
-// convert all arguments and redispatch. The copy has the same name and returns, but it takes a list
-// of the input tensors, and its kernel runs the native call. The dispatcher does not contain it.
+// results. They make backward warn or raise an error. The details differ between releases, so we
+// call the fallback instead of reimplementing it. If we passed the real operator to it, it would
+// redispatch, and we would have to convert all arguments. The copy has the same name and returns,
+// but takes a list of the input tensors and runs the native call as its kernel. It is not
+// registered with the dispatcher.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
-  // Runs `compute` inside the fallback and returns the result (new reference). If a Python
-  // exception is raised, returns nullptr or throws python_error.
+  // Calls `compute` inside the fallback to run the kernel, and returns the result (new reference).
+  // If there is a Python exception, either returns nullptr or throws python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;
 

@@ -1,7 +1,9 @@
-// backward.cpp: run a backward formula for the autograd engine, without another Python frame.
+// backward.cpp: run a backward formula for the autograd engine without an additional Python frame.
+// See backward.h.
 //
-// Gradients that certainly fit the inputs are returned directly. Python functions (see
-// `make_backward` in _call_path.pyi) check and convert all other gradients, and explain errors.
+// If the gradients that a formula returns are certainly valid, we return them directly. Otherwise,
+// Python functions check and convert the gradients, and explain errors. See `make_backward` in
+// _call_path.pyi for these functions.
 #include "backward.h"
 
 #include <algorithm>
@@ -17,24 +19,26 @@ namespace torchop {
 
 namespace {
 
-// A cache of saved tensors while the formula of a node runs in this thread. With selective
-// checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
+// The saved tensors of a node whose formula is running in this thread. They are cached, because
+// with selective checkpointing (torch/utils/checkpoint.py) a saved tensor can be unpacked only
+// once.
 //
 // The cache is not on the C stack, because a greenlet switch inside a formula replaces the stack.
-// Formulas that run in several greenlets may return in any order.
+// If several greenlets run formulas, these may also return in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Finds the cache for the innermost running formula of a node.
+// Finds the cached tensors of a node. If the node's formula is running several times, finds those
+// of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// RAII guard that marks the formula of a node as running.
+// RAII guard that marks the formula of a node as running, and so enables the cache.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -42,7 +46,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // The tensors must be destroyed last, because that may run Python code.
+    // Destroy the tensors last, after the cache was updated, because that may run Python code.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -53,7 +57,7 @@ class Unpacking {
   PyObject* ctx_;
 };
 
-// The arguments of `make_backward`, in order.
+// The items of the tuple that is passed to `make_backward`, in order.
 enum class Part {
   Definition,
   Rule,
@@ -71,8 +75,9 @@ PyObject* part(PyObject* parts, Part which) {
   return PyTuple_GET_ITEM(parts, Py_ssize_t(which));
 }
 
-// Returns the formula in the current plan, as `definition.compiled(rule)` does. Reads the attribute
-// `_plan` first, because the property `plan` is a Python function and therefore slow.
+// Returns the formula in the operator's current plan, like `definition.compiled(rule)` in Python.
+// Tries the attribute `_plan` first, because `plan` is a property, and calling a Python function is
+// slow.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -86,8 +91,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Passes the current exception to the Python function `failed`, which may raise a better one. If
-// `failed` returns, restores the original exception.
+// Calls the Python function `failed` with the current exception. It may raise a better exception.
+// If it returns instead, restores the original one.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -108,8 +113,9 @@ __attribute__((noinline, cold)) void explain_error(
   Py_XDECREF(traceback);
 }
 
-// Returns whether all gradients are certainly valid. An argument without tensors must have the
-// gradient None. Any other argument must have None or a tensor that fits the input.
+// Returns whether all gradients are certainly valid and need no check in Python. The gradient of an
+// argument without tensors must be None. Any other gradient must be None or a tensor that fits the
+// input.
 bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
   if (!are_plain_gradients(gradients, count))
@@ -121,7 +127,7 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether `with_contiguous_grads` would not copy the gradient.
+// Returns whether `with_contiguous_grads` would leave the gradient as it is, without copying it.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -132,8 +138,9 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// If `backward` is the wrapper from `with_contiguous_grads`, recognized by its code object, and all
-// gradients are contiguous, returns the function inside.
+// `with_contiguous_grads` wraps a function to make gradients contiguous. If all gradients are
+// contiguous already, returns the function inside the wrapper. Otherwise, or if `backward` is no
+// such wrapper (recognized by its code object), returns `backward`.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -144,7 +151,7 @@ THPObjectPtr without_copies(
   return checked(PyObject_GetAttr(backward.get(), name));
 }
 
-// apply(ctx, *grads) calls the formula of a node.
+// apply(ctx, *grads) calls the formula of a node and returns the gradients of its inputs.
 PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   static PyObject* const name = PyUnicode_InternFromString("backward");
@@ -162,7 +169,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If there is no formula, `backward` is None, and `failed` replaces the TypeError of this call.
+    // If the operator has no formula, `backward` is None, and this call raises a TypeError.
+    // `failed` then raises a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -178,7 +186,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Returns `ctx.saved_tensors`. Unpacks them only once while the formula runs.
+// Implements `ctx.saved_tensors`. While the formula runs, unpacks the tensors only once.
 PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   HANDLE_TH_ERRORS
   auto found = find_unpacked(ctx);
@@ -186,14 +194,15 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
-    // Unpacking may run saved-tensor hooks and other backward passes, which invalidate `found`.
+    // Unpacking may run saved-tensor hooks, and even another backward pass. Both may invalidate
+    // `found`.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)
             : Py_TYPE(raw)->tp_descr_get(raw, ctx, reinterpret_cast<PyObject*>(Py_TYPE(ctx))));
     found = find_unpacked(ctx);
     if (found == unpacked.rend())
-      // A hook has switched to another greenlet, where the formula returned.
+      // The formula has already returned, because a hook switched to another greenlet.
       return tensors.release();
     found->tensors = std::move(tensors);
   }

@@ -1,12 +1,14 @@
-// backward.h: the function that the autograd engine calls to run a backward formula.
+// backward.h: run a backward formula, i.e. the Python function that computes an operator's
+// gradients, when the autograd engine runs the operator's node.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Returns the functions for `ctx.apply` and `ctx.saved_tensors`. _call_path.pyi describes the
-// arguments in `parts`, and _rules/autograd/function.py has the Python implementation.
+// Returns C++ implementations of the attributes `apply` and `saved_tensors` of an operator's node
+// class. For the tuple `parts`, see the parameters in _call_path.pyi. _rules/autograd/function.py
+// contains the Python implementation of the two attributes.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

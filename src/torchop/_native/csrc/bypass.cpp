@@ -1,10 +1,12 @@
-// bypass.cpp: skip Python kernels at Autograd and ADInplaceOrView in calls through the dispatcher.
+// bypass.cpp: override torchop's Python kernels at Autograd and ADInplaceOrView with C++ kernels.
+// See bypass.h.
 //
-// Calls go through the dispatcher under profilers and modes, and for tensor subclasses. torchop's
-// Python kernels at these keys usually just bump versions and redispatch, but the dispatcher must
-// convert all arguments to Python and back for them. If a kernel has no other work to do, a C++
-// kernel in this file does it without Python. Otherwise, the C++ kernel calls the Python kernel.
-// Under a profiler, this halves the time of a call. This code runs without the GIL.
+// Calls go through the dispatcher if, for example, a profiler or a mode is active, or an argument
+// is a tensor subclass. torchop's Python kernels at these two keys usually only bump versions and
+// redispatch. But to call them, the dispatcher must convert all arguments to Python objects and
+// back. We therefore override each of them with a C++ kernel, the bypass. It does this work itself
+// if it can, and otherwise calls the Python kernel. This makes a call with a profiler twice as
+// fast. The bypass runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -26,7 +28,7 @@ namespace {
 
 using Arguments = c10::ArrayRef<c10::IValue>;
 
-// Calls `visit(tensor)` for each defined tensor in an argument.
+// Calls `visit(tensor)` for each defined tensor in an argument, including tensors in lists.
 template <class Visitor>
 void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   if (value.isTensor()) {
@@ -38,12 +40,12 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Returns whether an opaque Python object is a tensor. Autograd records gradients of such tensors
-// too.
+// Returns whether an argument is a tensor that is passed as an opaque Python object. Autograd
+// records gradients of such tensors too.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
-  const PyGILState_STATE state = PyGILState_Ensure(); // the type check may run Python code
+  const PyGILState_STATE state = PyGILState_Ensure(); // because the check may run Python code
   const bool is_tensor = THPVariable_Check(value.toPyObjectHolder()->getPyObject());
   PyGILState_Release(state);
   return is_tensor;
@@ -53,14 +55,15 @@ bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return false;
-  // A view may require grad because its base does.
+  // A view may require grad because of the base.
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Returns whether the call may need the Python kernel at Autograd.
+// Returns whether a call may need the Python kernel at Autograd, because an argument requires grad
+// or may have a tangent.
 bool may_need_autograd(Arguments arguments) {
-  // Inside a dual level, any tensor may have a tangent. Do not read the tangents to find out,
-  // because reading one creates a view, which subclasses and modes would see.
+  // Inside a dual level, any tensor may have a tangent. Don't read the tangents to find out.
+  // Reading a tangent creates a view, and subclasses and modes would see that.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
   bool needed = false;
@@ -83,11 +86,12 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
   }
 }
 
-// Bumps the versions of mutated tensors. If one of them is an inference tensor, does nothing and
-// returns false, because the Python kernel must check whether the write is allowed. Must bump the
-// same tensors as `count_versions` in call.cpp and in _rules/mutation/kernels.py.
+// Bumps the versions of the mutated tensors. But if one of them is an inference tensor, does
+// nothing and returns false, because the Python kernel must check whether the write is allowed.
+// `count_versions` in call.cpp and in _rules/mutation/kernels.py must bump the same tensors.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // Bump all versions or none, because if this function returns false, the Python kernel bumps all.
+  // Bump either all versions or none. If this function returns false, the Python kernel bumps all
+  // of them.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -105,7 +109,8 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // Inside torchop.native.disabled(), run the Python kernels as without the extension.
+    // Inside a `with torchop.native.disabled():` block, run the same kernels as without the
+    // extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -131,8 +136,9 @@ class Bypass final : public c10::OperatorKernel {
   DispatchKey key_;
 };
 
-// RAII guard that suppresses PyTorch's warning about overriding a kernel. PyTorch issues it once
-// per process, so `set_warnAlways` ensures that a user's own override still warns.
+// RAII guard that suppresses PyTorch's warning about overriding a kernel. PyTorch issues this
+// warning just once per process. `set_warnAlways` ensures that it is still issued if a user
+// overrides a kernel later.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -154,7 +160,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// The registration of a bypass. `kernel` is empty after the bypass was removed.
+// The registration of a bypass with the dispatcher. `kernel` is empty after it was removed.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;
@@ -162,7 +168,8 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Removes a bypass. Called explicitly, because free-threaded Python may delay the destructor.
+// Removes a bypass. Python code calls this function, because free-threaded Python may run the
+// destructor much later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   if (registration->kernel.has_value()) {
@@ -200,7 +207,7 @@ PyObject* bypass(PyObject*, PyObject* args) {
   const c10::KernelFunction kernel =
       table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
   if (!is_python_kernel(kernel) || python_function(kernel) != function)
-    Py_RETURN_NONE; // the kernel was overridden, possibly by a bypass
+    Py_RETURN_NONE; // another kernel is registered, possibly a bypass
   auto registration = std::make_unique<Registration>(lifetime_of(*op));
   {
     const WithoutWarning guard;

@@ -1,4 +1,5 @@
-// bypass.h: skip torchop's Python kernels in calls through the dispatcher.
+// bypass.h: let calls through the dispatcher skip those of torchop's Python kernels that have
+// nothing to do in the call.
 #pragma once
 
 #include <Python.h>
@@ -7,12 +8,13 @@
 
 namespace torchop {
 
-// bypass(name, overload, key, kernel) overrides `kernel`, a Python kernel at Autograd or
-// ADInplaceOrView, with a C++ kernel that calls `kernel` only if necessary. Returns a function that
-// removes the C++ kernel again, or None if `kernel` is not the operator's kernel at that key.
+// bypass(name, overload, key, kernel) overrides a Python kernel at Autograd or ADInplaceOrView with
+// a C++ kernel, called a bypass, that calls `kernel` only if necessary. Returns a function that
+// removes the bypass. Returns None if `kernel` is not the operator's kernel at this key.
 PyObject* bypass(PyObject*, PyObject* args);
 
-// Returns the Python kernel that a bypass overrides, or nullptr for any other kernel.
+// If a kernel is a bypass, returns the Python function that it overrides. Otherwise returns
+// nullptr.
 PyObject* bypassed_function(const c10::OperatorKernel& functor);
 
 } // namespace torchop

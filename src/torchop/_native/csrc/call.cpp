@@ -1,4 +1,5 @@
-// call.cpp: decide whether a call can be native (`decide`), and run native calls (`try_call`).
+// call.cpp: decide whether a call can be native (`decide`), and run native calls (`try_call`). See
+// call.h.
 #include "call.h"
 
 #include <algorithm>
@@ -15,8 +16,8 @@ namespace torchop {
 
 namespace {
 
-// Returns the plan's kernel that corresponds to a kernel in the dispatcher's table, or nullptr. The
-// search is linear, because a plan has few kernels.
+// Returns the item of the plan's `kernels` for a kernel in the dispatch table, or nullptr. A linear
+// search is fast enough, because a plan has few kernels.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -25,8 +26,8 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   return nullptr;
 }
 
-// Returns whether elements of the tensor share memory, as in an expanded tensor. Detects only
-// stride 0, as at::has_internal_overlap does.
+// Returns whether several elements of the tensor share the same memory, as in an expanded tensor.
+// Like at::has_internal_overlap, detects only dimensions of stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -37,9 +38,10 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Returns whether a kernel may certainly mutate the tensor. The tensor must not overlap itself, be
-// an inference tensor outside of inference mode, or have a history to preserve. If it does, the
-// Python kernels check the tensor and raise the error.
+// Returns whether a kernel is certainly allowed to mutate the tensor. This is not certain if
+// elements of the tensor overlap, if the tensor is an inference tensor and inference mode is off,
+// or if the mutation must be recorded in the tensor's history. The Python kernels then check the
+// tensor, and raise an error if necessary.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -48,9 +50,10 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
-// For in-place and out= operators: returns whether no other argument shares memory with a mutated
-// argument, except an input that is the same tensor. If arguments share memory, the result depends
-// on the order of the kernel's reads and writes, so the Python rules must check the call.
+// For in-place and out= operators, returns whether no other argument shares memory with the mutated
+// argument at index `written`. An argument that the kernel only reads may be the very same tensor.
+// If arguments share memory in another way, the result depends on the order of reads and writes in
+// the kernel, so the Python kernels must check the call.
 bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   PyObject* tensor = values[written];
   bool alone = true;
@@ -67,13 +70,13 @@ bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   return alone;
 }
 
-// Returns whether all mutations of a call are certainly allowed. `grad` is true if grad mode is
-// enabled and an input requires grad.
+// Returns whether all mutations that a call makes are certainly allowed. `grad` is true if grad
+// mode is enabled and an input requires grad.
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
-  // Operators of torch.library.custom_op may mutate tensors that require grad, because PyTorch does
-  // not rebase the tensors' history for these operators.
+  // Operators that were defined with torch.library.custom_op may mutate a tensor that requires
+  // grad, because PyTorch does not record such a mutation in the tensor's history.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   for (size_t index : plan.mutated) {
     values.each_tensor_of(
@@ -84,7 +87,8 @@ __attribute__((noinline)) bool mutation_is_plain(
   return plain;
 }
 
-// Lets Python check and convert a result that `is_valid_result` rejected. Steals `made`.
+// Lets Python code check and convert a result that `is_valid_result` did not accept. Steals the
+// reference to `made`.
 __attribute__((noinline, cold)) PyObject* finish(
     const Plan& plan, const Values& values, PyObject* made) {
   THPObjectPtr result(made);
@@ -96,7 +100,7 @@ __attribute__((noinline, cold)) PyObject* finish(
 }
 
 // Calls the kernel and returns the checked result, or nullptr with an exception set. Stores
-// residuals in `saved`. Sets `is_unusual` if Python has converted the result.
+// residuals in `saved`. Sets `is_unusual` if Python code had to convert the result.
 C10_ALWAYS_INLINE PyObject* run(
     const Plan& plan,
     const Values& values,
@@ -119,7 +123,6 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
   return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
-// Returns the fallback operator of a plan. Creates it on first use.
 __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) {
   FallbackOperator* found = plan.fallback_operator.load(std::memory_order_acquire);
   if (C10_LIKELY(found != nullptr))
@@ -130,9 +133,9 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   return *found; // created by another thread
 }
 
-// Bumps the versions of mutated tensors. Called before the kernel, as in torch.library, because a
-// kernel may write before it raises. Must bump the same tensors as `count_versions` in bypass.cpp
-// and in _rules/mutation/kernels.py.
+// Bumps the versions of the mutated tensors. Like torch.library, we do this before we call the
+// kernel, because a kernel may write and then raise. `count_versions` in bypass.cpp and in
+// _rules/mutation/kernels.py must bump the same tensors.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -149,8 +152,8 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // The order matters: `always_dispatches` may mean that `plan.op` is empty, and `inspect` requires
-  // bound arguments.
+  // The order of these checks matters. If `always_dispatches` is true, `plan.op` may be empty, and
+  // `inspect` must come after `bind`.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -170,7 +173,7 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
-  // The dispatcher computes the same key set (DispatchKeyExtractor).
+  // The same key set as in the dispatcher (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED
@@ -221,22 +224,22 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If a call further up the stack requested residuals, only the Python wrapper can find out
-  // whether the request is for this kernel.
+  // If a call further up the stack has requested residuals, the request may or may not be for this
+  // kernel. Only the Python wrapper can find out.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // If another operator's kernel, which returns residuals, is calling this operator,
-  // `records_gradient()` must be False in this operator's kernel.
+  // This call may come from another operator's kernel that was asked for residuals. In our kernel,
+  // `records_gradient()` must return False, because our operator has no residuals.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it runs the kernel, so if creating the node raises, nothing
-    // was mutated.
+    // `record` creates the node before it runs the kernel. So if that raises, nothing has been
+    // mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -252,15 +255,16 @@ PyObject* try_call(
     });
   } else {
     count_versions(plan, values, decision.route);
-    // If the operator has no kernel at Autograd, the Autograd keys stay enabled while its kernel
-    // runs, so operators that the kernel calls are recorded.
+    // Skip the Autograd keys while the kernel runs, as the dispatcher does after an Autograd
+    // kernel. If the operator has no Autograd kernel, the keys stay enabled, so the operators that
+    // the kernel calls are recorded.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
     result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
-    // OpOverload always dispatches calls with keyword arguments in C++.
+    // OpOverload dispatches calls with keyword arguments only in C++, so convert their results too.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

@@ -1,4 +1,5 @@
-// call.h: decide whether a call can be native (run without the dispatcher), and run native calls.
+// call.h: decide whether a call can be native, i.e. run without the dispatcher, and run native
+// calls.
 #pragma once
 
 #include <Python.h>
@@ -7,23 +8,26 @@
 
 namespace torchop {
 
-// How to run one call.
+// How to run a call: whether it is native, which kernel it runs, and whether it records a gradient.
 struct Decision {
   Reason reason = Reason::Native;
   const Plan::Kernel* kernel = nullptr;
   bool records_gradient = false;
-  bool runs_in_fallback = false; // inside PyTorch's autograd fallback, without a gradient formula
+  // True if a gradient should be recorded, but the operator has no formula. The call must then run
+  // inside PyTorch's autograd fallback.
+  bool runs_in_fallback = false;
   Route route;
 };
 
-// Binds a call's arguments to the parameters in `values`, and decides whether the call can be
-// native and which kernel it runs.
+// Binds the arguments of a call to the operator's parameters in `values`. Then decides whether the
+// call can be native, and selects the kernel.
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
-// Runs a call natively. If that is not possible, sets `reason` and returns nullptr without an
-// exception, before any kernel has run. `enters_cpp` is true if PyTorch would run the call in the
-// C++ dispatcher, even if OpOverload dispatches the operator in Python.
+// Runs a call natively and returns its result. If the call cannot be native, no kernel runs.
+// Instead, sets `reason` and returns nullptr without an exception. `enters_cpp` is true if PyTorch
+// would run this call in the C++ dispatcher, even if OpOverload usually dispatches the operator in
+// Python.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,

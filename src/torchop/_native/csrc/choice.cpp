@@ -1,10 +1,11 @@
-// choice.cpp: select a provider's kernel for each call, and cache the selections.
+// choice.cpp: select one of several providers' kernels for each call, and cache the selections. See
+// choice.h.
 //
-// Python makes the selection. It depends on the open `torchop.priority` blocks, on
-// `torch.use_deterministic_algorithms`, and on the metadata and plain values of the arguments,
-// because the provider's function `supports` may read these. All of them are part of the cache key.
-// If anything else changes, such as when a provider is added, a new plan with a new Choice is
-// compiled.
+// Selections are made in Python. A selection depends on the open `torchop.priority` blocks, on
+// `torch.use_deterministic_algorithms`, and on the metadata and values that a provider's function
+// `supports` may read from the arguments. All of these are part of the cache key. If anything else
+// changes, for example because a provider is added, the call plan is replaced by a new one with a
+// new Choice object.
 #include "choice.h"
 
 #include <structmember.h>
@@ -24,31 +25,32 @@ namespace torchop {
 
 namespace {
 
-// The cache is cleared when it has this many selections. Each combination of settings adds one, and
-// some programs never stop using new settings.
+// If the cache contains this many selections, it is cleared. Without a limit, it could grow
+// forever, because each new combination of settings adds a selection.
 constexpr size_t max_selections = 64;
 
-// The providers that may run under some settings, in order. All references are owned.
+// What Python has selected for one combination of settings. Owns all references.
 struct Selection {
-  PyObject* settings; // combined settings of the open blocks; interned, so compared by address
+  PyObject* settings; // the combined settings of the open blocks; interned, so compare addresses
   bool is_deterministic;
-  PyObject* object;   // the Python object; `object.answer(args, kwargs)` returns a kernel
-  PyObject* function; // the kernel for all calls; nullptr if it depends on the arguments
+  PyObject* object;   // the selection in Python; `object.answer(args, kwargs)` returns a kernel
+  PyObject* function; // the kernel for all calls; nullptr if the kernel depends on the arguments
 };
 
-// The cached selections. Cleared when it is full. Guarded by the critical section in `call_choice`.
+// The cached selections, and the cached kernels for calls. Guarded by the critical section in
+// `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
-  SeenCalls table; // the subject of a key is an index into `selections`
+  SeenCalls table; // the subject of each key is an index into `selections`
 };
 
 struct Choice {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* blocks;          // ContextVar of a tuple (combined settings, open blocks)
-  PyObject* select;          // select(settings, is_deterministic) returns a `Selection`
-  bool asks_for_determinism; // true if some provider is nondeterministic
+  PyObject* blocks;          // a ContextVar whose value is a tuple (combined settings, open blocks)
+  PyObject* select;          // the Python function select(settings, is_deterministic) -> Selection
+  bool asks_for_determinism; // true if a provider is nondeterministic, so the setting matters
   Cache cache;
 };
 
@@ -65,8 +67,8 @@ void release(Cache& cache) {
   cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
-// Clears the cache. Swaps it out first, because releasing references may run Python code that calls
-// this Choice.
+// Clears the cache. Replaces it with an empty one before releasing the references, because that may
+// run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
   Cache before;
   std::swap(before, choice.cache);
@@ -85,14 +87,15 @@ size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic)
   return no_index;
 }
 
-// Makes a selection in Python and caches it, after clearing a full cache. Returns the index.
+// Makes a selection in Python, and adds it to the cache. If the cache is full, clears it first.
+// Returns the index of the selection.
 size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
   THPObjectPtr function = checked(PyObject_GetAttrString(object.get(), "function"));
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
-  // `select` runs Python, so another thread may have added the same selection.
+  // `select` runs Python code, so another thread may have added the same selection in the meantime.
   if (const size_t position = index_of(choice, settings, is_deterministic); position != no_index)
     return position;
   choice.cache.selections.push_back(
@@ -104,7 +107,8 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   return choice.cache.selections.size() - 1;
 }
 
-// Selects the kernel for a call that is not in the cache, and caches it. Returns a new reference.
+// Asks Python for the kernel of a call that is not in the cache, and caches the answer. Returns a
+// new reference.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
     PyObject* settings,
@@ -117,7 +121,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
     position = add_selection(choice, settings, is_deterministic);
   if (PyObject* function = choice.cache.selections[position].function; function != nullptr)
     return Py_NewRef(function);
-  CallKey key; // computed before `supports` runs, which may modify a list argument
+  CallKey key; // compute it now, because `supports` may modify a list argument
   const bool is_known = key.read(args, count, keywords);
   THPObjectPtr object(Py_NewRef(choice.cache.selections[position].object));
   THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
@@ -132,7 +136,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // `supports` may have run Python code that modified the cache, so look up the index again.
+  // The Python code that just ran may have modified the cache, so look up the index again.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);
@@ -147,9 +151,9 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   return function.release();
 }
 
-// Returns the value of the ContextVar (new reference). Threads of the autograd engine have an empty
-// context. In such a thread, reads the context of the thread that called `backward()`, which
-// torch/autograd/graph.py propagates through ThreadLocalPythonObjects.
+// Returns the value of the ContextVar `blocks` (new reference). A thread of the autograd engine
+// starts with an empty context. There, reads the context of the thread that called `backward()`.
+// torch/autograd/graph.py propagates it through ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
@@ -158,7 +162,7 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))
     return blocks;
   THPObjectPtr own(blocks);
-  PyObject* context = get_obj_in_tls("context"); // None if a nested backward has replaced it
+  PyObject* context = get_obj_in_tls("context"); // may be None after a nested backward
   if (context == nullptr || !PyContext_CheckExact(context))
     return own.release();
   const int is_there = PySequence_Contains(context, choice.blocks);
@@ -168,15 +172,14 @@ C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
                        : checked(PyObject_GetItem(context, choice.blocks)).release();
 }
 
-// Returns the kernel for a call (new reference).
 C10_ALWAYS_INLINE PyObject* find(
     Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
   PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
   const bool is_deterministic =
       choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();
-  // `settings` is borrowed from here on. The context owns the tuple, and no Python code runs before
-  // the reference is taken below.
+  // From here on, `settings` is borrowed. It stays alive because the context owns the tuple, and no
+  // Python code runs before we take a reference below.
   Py_DECREF(blocks);
   const size_t position = index_of(choice, settings, is_deterministic);
   if (C10_LIKELY(position != no_index)) {
@@ -196,8 +199,8 @@ C10_ALWAYS_INLINE PyObject* find(
 
 PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   PyObject* function = nullptr;
-  // Guards the cache. Like the GIL, it is released while Python code blocks, so the cache is
-  // checked again after each call into Python.
+  // This critical section guards the cache. Like the GIL, it may be released whenever Python code
+  // runs, so `find` checks the cache again after each call to Python.
   Py_BEGIN_CRITICAL_SECTION(self);
   try {
     function = find(choice_of(self), args, PyVectorcall_NARGS(nargsf), keywords);
@@ -208,8 +211,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // `function` is not a THPObjectPtr: if the thread is terminated during finalization, unwinding
-  // must not touch Python objects.
+  // `function` is not a THPObjectPtr, because the destructor would touch a Python object if the
+  // thread is terminated during finalization.
   Py_DECREF(function);
   return result;
 }
@@ -258,7 +261,8 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return stop;
 }
 
-// The type has no tp_clear, because a running call uses these members, as it uses those of a Plan.
+// The type has no tp_clear, because the garbage collector must not clear these members while a call
+// uses them. The same is true of Plan.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -295,7 +299,7 @@ bool add_choice_type(PyObject* module) {
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
       {Py_tp_members, choice_members},
       {Py_tp_getset, choice_attributes},
-      {Py_tp_doc, const_cast<char*>("A kernel that calls the kernel of the selected provider.")},
+      {Py_tp_doc, const_cast<char*>("Selects a provider for each call, and calls its kernel.")},
       {0, nullptr},
   };
   static PyType_Spec spec = {

@@ -1,13 +1,14 @@
-// choice.h: select a provider's kernel for each call.
+// choice.h: choose between several kernels for the same operator and device in each call. Each of
+// these kernels is registered by a named provider.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// Adds the type Choice. If an operator has several providers (alternative kernels), its call plan
-// contains a Choice object in place of a kernel. For each call, the object selects a provider and
-// calls the provider's kernel.
+// Adds the type Choice to the module. If an operator has several providers, its call plan contains
+// a Choice object as the kernel. When the object is called, it selects a provider and calls that
+// provider's kernel.
 bool add_choice_type(PyObject* module);
 
 } // namespace torchop

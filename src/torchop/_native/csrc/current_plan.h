@@ -1,4 +1,5 @@
-// current_plan.h: keep the operator's plan (its compiled kernels and rules) alive during a call.
+// current_plan.h: get an operator's current call plan (plan.h) for a call, and keep the plan alive
+// until the call returns.
 #pragma once
 
 #include "entry.h"
@@ -13,9 +14,10 @@ inline bool is_usable(PyObject* plan) {
 
 #ifdef Py_GIL_DISABLED
 
-// RAII guard that publishes a call's plan in `thread.plans`, which keeps the plan alive, and marks
-// the operator as running. Compiles a plan if necessary. Converts to false, with an exception set,
-// if the operator was deregistered or compiling failed.
+// RAII guard that gets the plan for a call, and compiles one if necessary. Storing the plan in
+// `thread.plans` keeps it alive. Also marks the operator as running. If the operator was
+// deregistered or the plan could not be compiled, the guard converts to false, and an exception is
+// set.
 class CurrentPlan {
  public:
   CurrentPlan(Entry& entry, Thread& here) : entry_(entry), thread_(here) {
@@ -38,8 +40,9 @@ class CurrentPlan {
     if (plan == nullptr)
       return;
     end();
-    // Free replaced plans, but only if this call may have kept one alive. Otherwise all calls would
-    // contend for the mutex while one long call uses a replaced plan.
+    // If this call may have prevented replaced plans from being freed, free them now. Other calls
+    // must not try, because they would contend for the mutex as long as some call uses a replaced
+    // plan.
     if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && may_touch_objects_ &&
         (announced_another_ || plan != entry_.plan.load()))
       free_plans();
@@ -47,7 +50,7 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // The thread is being terminated: the destructor must not touch Python objects.
+  // Called if the thread is being terminated. The destructor then must not touch Python objects.
   void abandon() {
     may_touch_objects_ = false;
   }
@@ -60,8 +63,9 @@ class CurrentPlan {
   }
 
  private:
-  // Publishes the current plan, and checks afterwards that it is still the current one. Otherwise,
-  // the registration that replaced the plan may not have seen it in `thread.plans`.
+  // Stores the current plan in `thread.plans`, and then checks that it is still current. If it is
+  // not, the registration that replaced it may have looked into `thread.plans` too early, and may
+  // free the plan. So try again.
   PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
@@ -91,17 +95,18 @@ class CurrentPlan {
   Thread& thread_;
   PyObject* plan_ = nullptr;
   bool may_touch_objects_ = true;
-  bool announced_another_ = false; // a replaced plan was published for a moment
+  bool announced_another_ = false; // true if `thread.plans` contained a replaced plan for a moment
 };
 
 #else
 
-// Owns a reference to the plan of a call. Compiles a plan if necessary. Converts to false, with an
-// exception set, if the operator was deregistered or compiling failed.
+// RAII guard that gets the plan for a call, and compiles one if necessary. It owns a reference to
+// the plan. If the operator was deregistered or the plan could not be compiled, the guard converts
+// to false, and an exception is set.
 class CurrentPlan {
  public:
-  // No Python code may run between the last check and taking the reference. Python code might
-  // release the GIL, so another thread might deregister the operator.
+  // No Python code may run between the last check and taking the reference, because it might
+  // release the GIL and let another thread deregister the operator.
   CurrentPlan(Entry& entry, Thread&) {
     while (C10_UNLIKELY(!is_usable(entry.plan.load(std::memory_order_relaxed)))) {
       if (!refresh_plan(entry))
@@ -112,14 +117,14 @@ class CurrentPlan {
     else
       plan_ = new_reference(entry.plan);
   }
-  // Cheaper than the destructor of THPObjectPtr, which calls Py_IsInitialized.
+  // Cheaper than the destructor of THPObjectPtr, because this does not call Py_IsInitialized.
   ~CurrentPlan() {
     Py_XDECREF(plan_);
   }
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // The thread is being terminated: the destructor must not touch Python objects.
+  // Called if the thread is being terminated. The destructor then must not touch Python objects.
   void abandon() {
     plan_ = nullptr;
   }

@@ -1,16 +1,17 @@
-// disabled.h: the state of `torchop.native.disabled()` blocks.
+// disabled.h: count the open `with torchop.native.disabled():` blocks. Inside such a block, all
+// calls go through the dispatcher.
 #pragma once
 
 #include "thread.h"
 
 namespace torchop {
 
-// The number of open `disabled()` blocks in all threads. If it is 0, calls need no thread-local
-// lookup.
+// The number of open blocks in all threads. While it is 0, a call need not look up the number for
+// the current thread.
 inline std::atomic<int> disabled_blocks{0};
 
-// Returns the number of open blocks in this thread. In a thread of the autograd engine, returns the
-// number for the thread that called `backward()`.
+// Returns the number of open blocks in this thread. A thread of the autograd engine has the number
+// of the thread that called `backward()`.
 inline long open_here() {
   PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -20,10 +21,11 @@ inline bool is_disabled() {
   return C10_UNLIKELY(disabled_blocks.load(std::memory_order_relaxed) != 0) && open_here() > 0;
 }
 
-// Opens this many blocks, or closes blocks if the number is negative.
+// Opens `by` blocks in this thread. If `by` is negative, closes blocks.
 inline void change_blocks(int by) {
-  // When a thread ends, PyTorch acquires the GIL to free this object, which would abort the process
-  // during the interpreter's finalization. So 0 is a shared object that is never freed.
+  // When a thread ends, PyTorch acquires the GIL to free the stored object. If the interpreter is
+  // being finalized, this would abort the process. So for the number 0 we store an object that all
+  // threads share and that is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;
   const long open = std::max(open_here() + by, 0L);

@@ -1,4 +1,5 @@
-// dispatch.cpp: read the dispatcher's tables, including kernels registered from Python.
+// dispatch.cpp: read the dispatch tables of operators, including kernels that were registered from
+// Python. See dispatch.h.
 #include "dispatch.h"
 
 #include <cstring>
@@ -17,17 +18,18 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// Kernels that are Python functions are objects of class PythonKernelHolder
-// (torch/csrc/utils/python_dispatch.cpp), which no header declares. `probe_kernels` finds the
-// address of its vtable and the offset of the function.
+// A kernel that was registered from Python is an object of the class PythonKernelHolder
+// (torch/csrc/utils/python_dispatch.cpp). No header declares this class, so `probe_kernels` finds
+// out the address of the vtable and the offset of the Python function.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
-// The offset of the flags `with_keyset_` and `with_op_` in PythonKernelHolder. The flags come after
-// the function (a SafePyObject, two words) and the dispatch key.
+// The offset of the two bytes `with_keyset_` and `with_op_` in PythonKernelHolder. They come after
+// the function (a SafePyObject of two words) and the dispatch key.
 size_t keys_flag_offset = 0;
 
-// basicAutogradNotImplementedFallback, which redispatches if no input requires grad.
+// PyTorch's autograd fallback, basicAutogradNotImplementedFallback. If no input requires grad, it
+// only redispatches.
 c10::KernelFunction autograd_fallback;
 const void* autograd_fallback_function = nullptr;
 
@@ -45,7 +47,6 @@ unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
   return reinterpret_cast<const unsigned char*>(functor)[offset];
 }
 
-// Returns whether `with_keyset_` or `with_op_` is set.
 bool takes_keys_or_operator(const c10::OperatorKernel* functor) {
   uint16_t flags;
   std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
@@ -76,8 +77,8 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// Finds the vtable of PythonKernelHolder, and the offset of the function, in the CPU kernel of
-// `op`.
+// Finds the address of PythonKernelHolder's vtable and the offset of the function, by looking for
+// `function` in the CPU kernel of `op`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -90,8 +91,8 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
     autograd_fallback = fallback;
     autograd_fallback_function = boxed_function(fallback);
   }
-  // The function comes after the vtable pointer and the reference counts. All reads are in bounds,
-  // because the object is larger.
+  // The function comes after the vtable pointer and the reference counts. The object is larger than
+  // the range that we search, so all reads are in bounds.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
     if (word_at(functor, offset) == function) {
@@ -103,7 +104,8 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-// Checks the offsets of the dispatch key and the flags in two kernels for which both are known.
+// Checks that the dispatch key and the flags are at the offsets that we expect, by reading them
+// from two kernels whose key and flags are known.
 bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
@@ -143,14 +145,14 @@ namespace {
 
 constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 
-// Returns whether dense tensors of a backend only have the Dense and Autograd keys of that backend,
-// like CPU tensors.
+// Returns whether dense tensors of a backend have only the Dense and Autograd keys of the backend,
+// as CPU tensors do. Only such backends are supported.
 bool is_plain(c10::BackendComponent backend) {
   switch (backend) {
-    case c10::BackendComponent::MetaBit: // runs the fake kernel
-    case c10::BackendComponent::XLABit:  // lazy backends, which record calls to run them later
+    case c10::BackendComponent::MetaBit: // calls with meta tensors run the fake kernel
+    case c10::BackendComponent::XLABit:  // XLA and Lazy record calls and run them later
     case c10::BackendComponent::LazyBit:
-    case c10::BackendComponent::PrivateUse2Bit: // not used by PyTorch, so their meaning is unknown
+    case c10::BackendComponent::PrivateUse2Bit: // PyTorch does not use these, so neither do we
     case c10::BackendComponent::PrivateUse3Bit:
       return false;
     default:
@@ -175,15 +177,15 @@ const uint64_t plain_backends = [] {
   return keys.raw_repr();
 }();
 
-// All keys that a dense tensor may have. Excludes Python, Sparse, Quantized, NestedTensor,
-// Conjugate, Negative, ZeroTensor and the functorch keys.
+// All keys that a tensor in a native call may have. These do not include Python, Sparse, Quantized,
+// NestedTensor, Conjugate, Negative, ZeroTensor and the functorch keys.
 const uint64_t plain_keys = [] {
   DispatchKeySet keys(DispatchKey::Dense);
   each_plain_backend([&](auto backend) {
     keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend) |
         c10::getAutocastRelatedKeySetFromBackend(backend);
   });
-  return keys.raw_repr() | backends; // backend bits are checked against `plain_backends`
+  return keys.raw_repr() | backends; // `plain_backends` is for checking the backend
 }();
 
 } // namespace
@@ -221,8 +223,9 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // Mask out keys with a fallthrough kernel, as DispatchKeyExtractor does. A few operators have one
-  // mask per backend; for these, the loop below skips fallthroughs.
+  // Remove the keys that have a fallthrough kernel, as DispatchKeyExtractor does. A few operators
+  // have a different mask for each backend. For these, the loop below skips the fallthrough
+  // kernels.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -255,8 +258,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // Check again that the kernel takes only the arguments, because a function in the plan may
-        // also be registered here with `with_keyset=True`.
+        // Check that the kernel takes only the arguments. The function may be in the plan, but be
+        // registered at this key with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;
@@ -264,7 +267,7 @@ Route find_route(
       }
     }
   } catch (const c10::Error&) {
-    return route; // no kernel for these keys; the dispatcher raises the error
+    return route; // there is no kernel for these keys, so the dispatcher will raise the error
   }
 }
 

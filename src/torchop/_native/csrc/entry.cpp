@@ -1,5 +1,5 @@
-// entry.cpp: receive an operator's calls. Runs a call natively, as the operator's plan says, or
-// falls back to the dispatcher.
+// entry.cpp: receive all calls to an operator. If possible, a call runs natively with the
+// operator's call plan. Otherwise, it falls back to the dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -35,8 +35,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
   if (!kind)
     return;
-  // If torchop deregistered the operator, `refresh` raises an error with the reason. If a
-  // torch.library.Library was destroyed, no reason is known.
+  // If the operator was deregistered through torchop, `refresh` raises an error that gives the
+  // reason. If a torch.library.Library was destroyed instead, we do not know the reason.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -69,7 +69,8 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. Not held while the observer runs, because the observer may replace itself.
+// Guards `observer`. We release this mutex before we call the observer, because the observer may
+// replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -85,8 +86,8 @@ void exchange_observer(PyObject* given) {
 
 namespace {
 
-// Calls the observer before a call falls back to the dispatcher. Returns false with
-// OperatorGoneError set if the observer deregistered the operator.
+// Calls the observer for a call that is about to fall back to the dispatcher. If the observer
+// deregisters the operator, returns false with an OperatorGoneError set.
 __attribute__((noinline, cold)) bool call_observer(
     Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   WithoutDynamo frames;
@@ -104,17 +105,18 @@ __attribute__((noinline, cold)) bool call_observer(
   THPObjectPtr result(
       PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
   if (!result)
-    PyErr_WriteUnraisable(callee.get()); // the call must not fail because logging fails
+    PyErr_WriteUnraisable(callee.get()); // an error in logging must not make the call fail
   if (!is_deregistered(entry))
     return true;
   raise_deregistered(entry);
   return false;
 }
 
-// Clears the plan if the call found an unknown kernel in the dispatch table, because PyTorch does
-// not notify torchop when another package registers a kernel. A new plan may not support the kernel
-// either, and compiling a plan for each call would be slow, so the plan is cleared only if the
-// number of such calls is a power of two.
+// If the call found a kernel in the dispatch table that is not in the plan, clears the plan, so
+// that the next call compiles a new one. PyTorch does not tell us when another package registers a
+// kernel, so we find out only in a call. The new plan may not support the kernel either, and
+// compiling a plan in every call would be slow. We therefore clear the plan only after 1, 2, 4, 8,
+// ... such calls.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -122,7 +124,7 @@ __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, 
     release_plan(entry.plan.exchange(nullptr));
 }
 
-// Raises OperatorGoneError, with the current exception as its cause.
+// Raises an OperatorGoneError whose cause is the current exception.
 __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
@@ -136,21 +138,22 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// Calls the dispatcher. Out of line, because `call_entry` is flattened.
+// Calls the dispatcher. `noinline`, because otherwise the attribute `flatten` of `call_entry` would
+// inline this function.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
   if (dispatch == nullptr) {
     Py_BEGIN_CRITICAL_SECTION(reinterpret_cast<PyObject*>(&entry));
-    // Take a reference, because another thread may replace `entry.dispatch` during the call.
+    // Own a reference, because another thread may replace `entry.dispatch` during the call.
     callee = THPObjectPtr(Py_NewRef(entry.dispatch));
     Py_END_CRITICAL_SECTION();
     dispatch = callee.get();
   }
   PyObject* result = nullptr;
   {
-    // If `dispatch` is an Operator without an entry, it counts the call for all overloads of the
-    // packet, so the call is not counted here.
+    // An Operator without an Entry counts the call itself, for all overloads of the packet. So
+    // don't count the call here if `dispatch` is such an Operator.
     const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
     const DispatcherCall call(
         is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
@@ -159,8 +162,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // If the operator was deregistered during the call, the dispatcher may have failed with an
-  // internal assert.
+  // The call failed, and the operator was deregistered in the meantime. The dispatcher may have
+  // raised an internal assert, so raise a better error.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -170,12 +173,13 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// Flattened, because each return to a frame below the kernel is mispredicted: the calls in the
-// kernel have evicted the addresses from the processor's return stack buffer. Rare paths are
-// `noinline`.
+// Has the attribute `flatten`, i.e. all calls in it are inlined. The reason is that each return
+// from a C++ function would be mispredicted after the kernel has run, because the calls that the
+// kernel makes evict our return addresses from the CPU's return stack buffer. Functions for rare
+// cases are `noinline`.
 //
-// A forced unwind has no exception object, so UBSan would report that the handler below binds a
-// reference to null.
+// `no_sanitize("null")` is for the first exception handler. A forced unwind has no exception
+// object, so UBSan would report that the handler binds a reference to null.
 __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -196,18 +200,18 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
 #endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
-  // The caller is C code, so no C++ exception may propagate. HANDLE_TH_ERRORS is not used, because
-  // it would also construct a PyWarningHandler, which takes longer than the rest of this function.
-  // No code here issues C++ warnings.
+  // No C++ exception may leave this function, because the caller is C code. HANDLE_TH_ERRORS would
+  // also construct a PyWarningHandler. That takes longer than the rest of this function, and is not
+  // needed, because no code here issues C++ warnings.
   try {
-    // True for calls to a packet, which PyTorch always runs in the C++ dispatcher.
+    // True in a call to an OpOverloadPacket. PyTorch always runs these in the C++ dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
-    // CPython calls pthread_exit if a daemon thread acquires the GIL after finalization. That
-    // unwinds the stack. No Python object may be used, and swallowing the exception would abort the
-    // process.
+    // If a daemon thread acquires the GIL after the interpreter was finalized, CPython calls
+    // pthread_exit to unwind the thread's stack. We must not touch any Python object then. We must
+    // also rethrow the exception, because the process would be aborted otherwise.
     plan.abandon();
     throw;
 #endif
@@ -303,8 +307,8 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Store the lifetime of the operator that `value` calls, while it is registered: later, another
-  // operator may have the name.
+  // Store the Lifetime of the operator that `value` calls now, as long as it is registered. Later,
+  // another operator may have the same name.
   THPObjectPtr name(PyObject_Str(entry_of(self).name));
   THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
   if (!names)
@@ -338,7 +342,8 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs) returns how a call would run, without running it; see _call_path.pyi.
+// explain(*args, **kwargs) returns how a call with these arguments would run, without running it.
+// See _call_path.pyi.
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
@@ -387,7 +392,7 @@ bool add_entry_type(PyObject* module) {
       {Py_tp_clear, reinterpret_cast<void*>(clear_entry)},
       {Py_tp_getset, entry_attributes},
       {Py_tp_methods, entry_methods},
-      {Py_tp_doc, const_cast<char*>("Where calls of an operator come in.")},
+      {Py_tp_doc, const_cast<char*>("Receives an operator's calls.")},
       {0, nullptr},
   };
   static PyType_Spec spec = {

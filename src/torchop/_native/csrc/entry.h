@@ -1,4 +1,5 @@
-// entry.h: the entry of an operator, which receives calls through its handle and torch.ops.
+// entry.h: the Entry object of an operator. It receives all calls to the operator, from the handle
+// (the object that `torchop.custom_op` returns) and from torch.ops.
 #pragma once
 
 #include <Python.h>
@@ -9,32 +10,33 @@
 
 namespace torchop {
 
-// An operator's state for native calls, which its handle and its objects in torch.ops share. A
-// registration clears `plan`, so the next call compiles a new plan.
+// The state that native calls to an operator need. The handle and the objects in torch.ops share
+// one Entry. Each registration resets `plan`, so the next call compiles a new plan.
 struct Entry {
   PyObject_HEAD
 
-      PyObject* name; // OpName, owned
-  PlanPointer plan;   // nullptr after a registration
-  // Compiles and installs a plan when called, or raises if the operator was deregistered. Owned.
+      PyObject* name; // an OpName; owned
+  PlanPointer plan;   // nullptr if a plan must be compiled
+  // A Python function that compiles a plan and stores it in `plan`. Raises if the operator was
+  // deregistered. Owned.
   PyObject* refresh;
-  PyObject* dispatch;       // calls the dispatcher; nullptr before the first plan; owned
-  LifetimePointer lifetime; // whether the operator that `dispatch` calls is still registered
-  Counters counters;        // number of calls by reason
+  PyObject* dispatch; // a callable that calls the dispatcher; nullptr before the first plan; owned
+  LifetimePointer lifetime; // records whether the operator that `dispatch` calls still exists
+  Counters counters;        // number of native calls, and of calls that fell back for each reason
 };
 
 extern PyTypeObject* entry_type;
-// A Python function for logging. Called before the first call to an operator that falls back to the
-// dispatcher for a given reason. nullptr if logging is disabled. Owned; guarded by
+// A Python function that logs calls that fall back to the dispatcher. Called once per operator and
+// reason, before the call falls back. nullptr if logging is disabled. Owned, and guarded by
 // `observer_mutex`.
 extern std::atomic<PyObject*> observer;
-// Sets or removes (nullptr) the observer. Adds a reference.
+// Sets the observer, or removes it if `given` is nullptr. Takes a new reference.
 void exchange_observer(PyObject* given);
 
-// Runs a call, natively if possible. To fall back to the dispatcher, calls `dispatch`, or
-// `entry.dispatch` if `dispatch` is nullptr. In a call to a packet, `next` is the Operator of the
-// next overload, or nullptr. `next` is called if PyTorch would skip this overload (see
-// resolution.h).
+// Runs a call, natively if possible. Otherwise, calls `dispatch`, or `entry.dispatch` if `dispatch`
+// is nullptr. In a call to an OpOverloadPacket, `entry` belongs to one overload, and `next` is the
+// Operator of the overload after it, or nullptr. Calls `next` if PyTorch would skip this overload
+// because the arguments do not match the schema (see resolution.h).
 PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -43,22 +45,24 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Compiles a plan. Returns false with an exception set if the operator was deregistered. Runs
-// Python code, so the new plan may already be outdated on return.
+// Compiles a new plan. Returns false, with an exception set, if the operator was deregistered. This
+// runs Python code, so the new plan may be outdated again when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Returns whether the operator was deregistered. If so, its dispatch table has been freed.
+// Returns whether the operator was deregistered. A deregistered operator's dispatch table has been
+// freed, so it must not be read.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
-// Raises OperatorGoneError. If torchop deregistered the operator, the message gives the reason.
+// Raises OperatorGoneError. The message gives the reason if the operator was deregistered through
+// torchop.
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
-// If the current exception is a RuntimeError, replaces it with `callee._explain_refusal(error)`,
-// unless that returns None. The method of a handle returns an ArgumentError for a wrong argument.
-// The method of a packet returns an OperatorGoneError if an overload was deregistered during the
-// call.
+// If the current exception is a RuntimeError, asks the Python method `callee._explain_refusal` for
+// a better exception, and raises that one if it is not None. If `callee` is a handle, the method
+// returns an ArgumentError if an argument was wrong. If it is an OpOverloadPacket, the method
+// returns an OperatorGoneError if an overload was deregistered during the call.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee);
 
 bool add_entry_type(PyObject* module);

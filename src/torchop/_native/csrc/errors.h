@@ -8,12 +8,13 @@
 
 namespace torchop {
 
-// Throws the current Python exception. Out of line, because a throw expression needs much code.
+// Throws the current Python exception as a C++ exception. This is a separate function because a
+// throw expression compiles to a lot of code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }
 
-// Takes ownership of a new reference, or throws the current Python exception if it is nullptr.
+// Wraps a new reference in a THPObjectPtr. If it is nullptr, throws the current Python exception.
 inline THPObjectPtr checked(PyObject* object) {
   if (object == nullptr)
     throw_python_error();

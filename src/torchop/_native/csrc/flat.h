@@ -1,5 +1,5 @@
-// flat.h: flatten inputs and results for autograd, so that each tensor in a list is an input or
-// output of the autograd node.
+// flat.h: flatten an operator's inputs and results for autograd. After flattening, each tensor in a
+// list is a separate input or output of the autograd node.
 #pragma once
 
 #include <Python.h>
@@ -18,8 +18,8 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Returns the gradient edge of a tensor. Faster than torch::autograd::impl::gradient_edge, which
-// checks three times, out of line, whether the tensor is a view.
+// Returns the gradient edge of a tensor. Faster than torch::autograd::impl::gradient_edge, because
+// that function makes three calls to check whether the tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -33,16 +33,20 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
-// The inputs of a node. Edges and metadata are flat, but `need_grad` has the structure of the
-// arguments. Rare paths are `noinline`, because `record` is flattened.
+// The inputs of an autograd node. If the operator has list arguments, `edges` and the other vectors
+// have one item per tensor in a list, but `need_grad` contains nested lists. The functions for rare
+// cases are `noinline`. Otherwise the attribute `flatten` of `record` (autograd.cpp) would inline
+// them.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
-  std::vector<torch::autograd::VariableInfo> infos; // read by compiled autograd
-  torch::autograd::variable_list variables;         // empty if a kernel cannot return an input
-  // The structure of list arguments; nullptr without lists. For torchop's formulas, `layout` has
-  // the length of each list. For torch.library's formulas, `metadata` is a function that computes
+  std::vector<torch::autograd::VariableInfo> infos; // only compiled autograd reads these
+  // The tensors themselves. Left empty if the kernel must not return an input.
+  torch::autograd::variable_list variables;
+  // How to restore the list arguments. Both are nullptr if there are none. `layout` is for gradient
+  // formulas that were registered with torchop, and contains the length of each list. `metadata` is
+  // for formulas that were registered with torch.library. It is a function that computes
   // `ctx._pt_metadata` from the result.
   THPObjectPtr layout, metadata;
 
@@ -64,7 +68,7 @@ struct Inputs {
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
 
-  // Adds all positional arguments, for torchop's formulas.
+  // Adds all positional arguments. Used for gradient formulas that were registered with torchop.
   void add_all(const Values& values) {
     const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
@@ -82,8 +86,9 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // Adds the arguments that the dispatcher passes, for torch.library's formulas. Nodes for these
-  // formulas have one more input, for which the backward returns None.
+  // Adds the arguments that the dispatcher would pass. Used for formulas that were registered with
+  // torch.library. Like torch/_library/autograd.py, also adds an input for the metadata. We pass
+  // None for it, and the backward returns None for it.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -92,7 +97,8 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // Adds the inputs that `Gradient::inputs` returns, for torch.library's formulas with lists.
+  // Adds the flat inputs that the function `Gradient::inputs` returns. Used for torch.library's
+  // formulas if the operator has tensor lists.
   __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));
@@ -113,7 +119,7 @@ struct Inputs {
     infos.emplace_back(tensor);
     if (keeps_variables_)
       variables.push_back(tensor);
-    // A view that was created under no_grad has no edge, but may require grad because of its base.
+    // A view that was created under no_grad has no edge, but may require grad because of the base.
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
@@ -151,11 +157,11 @@ inline PyObject* output(PyObject* result, size_t index) {
   return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-// The outputs of a node, with lists flattened.
+// The outputs of an autograd node. Each tensor in a list is a separate output.
 struct Outputs {
   THPObjectPtr flat;
-  // For each result, the list's length, or None if the result is not a list. nullptr if no result
-  // is a list; if so, `flat` is the result itself.
+  // For each result, the length of the list, or None if the result is not a list. If no result is a
+  // list, `layout` is nullptr and `flat` is the result itself.
   THPObjectPtr layout;
   bool are_tuple = false;
 
@@ -169,7 +175,8 @@ struct Outputs {
       flat = std::move(result);
   }
 
-  // Restores the structure of the result, after its tensors were attached to the node.
+  // Puts the outputs back into lists. `connected` contains the same tensors as `flat`, but attached
+  // to the node.
   THPObjectPtr restored(THPObjectPtr connected) const {
     return layout ? restore_lists(connected.get()) : std::move(connected);
   }
@@ -196,7 +203,8 @@ struct Outputs {
                      : THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(values.get(), 0)));
   }
 
-  // torch.library flattens only lists of tensors, and only if the operator has list arguments.
+  // Returns whether each item of a result is a separate output of the node. torch.library flattens
+  // a list only if it contains just tensors, and only if the operator also has list arguments.
   static bool is_flattened(const Gradient& gradient, PyObject* value) {
     if (!PyList_Check(value))
       return false;

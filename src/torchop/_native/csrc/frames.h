@@ -1,23 +1,24 @@
-// frames.h: keep Dynamo from tracing kernels.
+// frames.h: prevent Dynamo from tracing kernels.
 //
-// Inside a frame that Dynamo compiled, Dynamo's eval-frame callback would also trace the kernels
-// that native calls run. The code objects of torchop's own functions are marked to prevent tracing.
-// Kernels cannot be marked, because users may compile these functions themselves, so native calls
-// suspend the callback.
+// Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so it would also
+// trace the Python kernels that native calls run. torchop's own functions are protected because
+// their code objects are marked as not to be traced. Kernels cannot be marked, because their
+// authors may want to compile the same functions themselves. So native calls disable the callback
+// instead.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// torch._C._dynamo.eval_frame.set_eval_frame (owned). Set when the extension is loaded.
+// The function torch._C._dynamo.eval_frame.set_eval_frame. Owned. Set when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
-// The main interpreter. PyTorch does not support subinterpreters.
+// The main interpreter. PyTorch does not support subinterpreters, so there is no other one.
 inline PyInterpreterState* interpreter = nullptr;
 
-// RAII guard that suspends Dynamo's callback in this thread. If Dynamo was never used, it costs one
-// comparison.
+// RAII guard that disables Dynamo's callback in this thread. If Dynamo was never used, this costs
+// just one comparison.
 class WithoutDynamo {
  public:
   WithoutDynamo() {

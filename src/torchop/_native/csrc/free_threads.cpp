@@ -1,4 +1,5 @@
-// free_threads.cpp: keep track of threads that make native calls, and free replaced plans.
+// free_threads.cpp: keep a list of the threads that make native calls, to find out whether a
+// replaced plan is still in use. See free_threads.h.
 #include "free_threads.h"
 
 #ifdef Py_GIL_DISABLED
@@ -14,17 +15,18 @@ namespace torchop {
 namespace {
 
 struct Threads {
-  // Guards all members, and the arrays in all Threads. No Python code may run while it is held.
+  // Guards all members, and the arrays in all Thread objects. Must not be held while Python code
+  // runs.
   std::mutex mutex;
-  // The running threads that have made native calls.
+  // All living threads that have made native calls.
   std::vector<Thread*> all;
-  std::vector<PyObject*> plans; // replaced plans that calls may still use; owned
-  size_t count = 0;             // number of threads that were ever in `all`
+  std::vector<PyObject*> plans; // replaced plans that calls may still be using; owned
+  size_t count = 0;             // the number of threads that were ever added to `all`
 };
 
 Threads& threads() {
-  // The mutex is held during a fork, so that the child gets a consistent copy. In the child, all
-  // other threads are removed, because it has only the thread that forked.
+  // Hold the mutex during a fork, because the child needs a consistent copy of the data. The child
+  // has just one thread, the one that called fork, so remove all others.
   static auto* made = [] {
     pthread_atfork(
         [] { threads().mutex.lock(); },
@@ -40,7 +42,7 @@ Threads& threads() {
   return *made;
 }
 
-// Returns whether a running call on any thread uses the plan. The caller must hold the mutex.
+// Returns whether a running call in any thread uses the plan. The caller must hold the mutex.
 bool is_in_use(PyObject* plan) {
   for (const Thread* each : threads().all) {
     for (size_t call = 0; call < each->capacity; ++call) {
@@ -51,7 +53,7 @@ bool is_in_use(PyObject* plan) {
   return false;
 }
 
-// Removes the thread from `Threads::all` when it ends.
+// A thread-local object of this class removes the thread from `Threads::all` when the thread ends.
 struct Registered {
   ~Registered() {
     const std::lock_guard<std::mutex> lock(threads().mutex);
@@ -119,7 +121,7 @@ void free_plans() {
     plans_to_free.store(threads().plans.size());
   }
   for (PyObject* plan : unused)
-    Py_DECREF(plan); // after releasing the mutex, because this may run Python code
+    Py_DECREF(plan); // may run Python code, so the mutex was released before
 }
 
 void release_plan(PyObject* plan) {
@@ -133,7 +135,8 @@ void release_plan(PyObject* plan) {
 }
 
 PyObject* new_reference(const PlanPointer& plan) {
-  // `free_plans` needs the mutex, so the plan cannot be freed before the reference is counted.
+  // While we hold the mutex, `free_plans` cannot free the plan, so it is still alive when we take
+  // the reference.
   const std::lock_guard<std::mutex> lock(threads().mutex);
   return Py_XNewRef(plan.load());
 }
@@ -142,8 +145,9 @@ void make_immortal(Thread& here, PyObject* callee) {
   here.calls_until_check = Thread::interval;
   if (callee->ob_ref_local == UINT32_MAX || callee->ob_tid == _Py_ThreadId())
     return;
-  // PyUnstable_GC_VisitObjects stops all other threads, so none of them counts references while the
-  // fields are set. The callback returns 0 to end the visit at the first object.
+  // Abuse PyUnstable_GC_VisitObjects to stop all other threads, because they must not modify the
+  // object's reference count while we set these fields. The callback returns 0, so the visit ends
+  // after one object.
   PyUnstable_GC_VisitObjects(
       [](PyObject*, void* argument) {
         auto* object = static_cast<PyObject*>(argument);

@@ -1,11 +1,12 @@
-// free_threads.h: synchronize native calls with registrations in other threads.
+// free_threads.h: keep a call plan (plan.h) alive while calls use it, because another thread may
+// replace the plan at any time.
 //
-// With the GIL, a borrowed pointer stays valid until Python code runs, so most of this file is
-// empty. Without the GIL, operators' call plans are protected by hazard pointers. A call publishes
-// the plan in its Thread, and afterwards checks that the plan is still current. A registration
-// replaces the plan, and frees the old plan when no Thread contains it any more. Plans have no
-// shared reference count, because all threads that call an operator would contend for its cache
-// line.
+// With the GIL, a borrowed pointer stays valid until Python code runs, so there is little to do. In
+// free-threaded Python, hazard pointers protect an operator's plan. A call stores a pointer to the
+// plan in the Thread object, and then checks that the plan is still current. A registration
+// replaces the plan, and frees the old plan once no Thread points to it. We do not count references
+// to plans, because all threads that call an operator would contend for the cache line of the
+// count.
 #pragma once
 
 #include <Python.h>
@@ -26,27 +27,29 @@
 
 namespace torchop {
 
-// An owned reference to a plan. Registrations replace it, and pass the old plan to `release_plan`.
+// An owned reference to a call plan. To replace the plan, exchange the pointer and pass the old
+// plan to `release_plan`.
 using PlanPointer = std::atomic<PyObject*>;
 
 #ifdef Py_GIL_DISABLED
 
 inline constexpr bool has_gil = false;
 
-// Releases the reference to a replaced plan when no call uses it any more. May run Python code.
+// Releases the reference to a replaced plan as soon as no call uses the plan. May run Python code.
 void release_plan(PyObject* plan);
 
 // Returns a new reference to the current plan, or nullptr.
 PyObject* new_reference(const PlanPointer& plan);
 
-// The number of replaced plans that running calls may still use.
+// The number of replaced plans that could not be freed yet, because running calls may still use
+// them.
 inline std::atomic<size_t> plans_to_free = 0;
 
-// Frees replaced plans that no call uses any more. May run Python code.
+// Frees all replaced plans that no call uses any longer. May run Python code.
 void free_plans();
 
-// RAII guard that marks this thread as reading a dispatch table. The guard's scope must be short,
-// because `wait_for_table_reads` spins.
+// RAII guard that marks this thread as reading a dispatch table. The guard must be destroyed soon,
+// because `wait_for_table_reads` spins meanwhile.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -62,23 +65,27 @@ class TableRead {
   Thread& thread_;
 };
 
-// Waits until no thread reads a table that was marked as changing (`Lifetime::exists` or
-// `Lifetime::changes`). Threads that start reading later check these members themselves.
+// Waits until no thread reads a dispatch table. Before calling this function, mark the table as
+// changing by setting `Lifetime::exists` or `Lifetime::changes`. Threads that start to read later
+// check these members and do not read the table.
 void wait_for_table_reads();
 
-// Makes an object immortal if other threads call it, so that its references are no longer counted.
+// Makes an object immortal if a thread other than the owner calls it. CPython does not count
+// references to immortal objects.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
-// Called for each kernel and handle that is called. Threads that call the same object contend for
-// its reference count. CPython 3.13 makes module-level functions immortal for this reason. This
-// function makes an object immortal if a sampled call shows that several threads call it.
+// Must be called whenever a kernel or handle is called. If several threads call the same object,
+// they contend for the reference count. CPython 3.13 makes module-level functions immortal for the
+// same reason. We check only a sample of the calls, and make the object immortal if a thread other
+// than the owner made one of them.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Counts calls by reason. Has several parts, because threads would contend for a single cache line.
+// Counts native calls, and calls that fell back to the dispatcher for each reason. The counts are
+// distributed over several parts, because otherwise all threads would contend for one cache line.
 class Counters {
  public:
   static constexpr size_t size() {
@@ -97,7 +104,7 @@ class Counters {
     std::atomic<Part*>& place = parts_[here.number % parts_.size()];
     Part* part = place.load(std::memory_order_acquire);
     if (C10_UNLIKELY(part == nullptr) && (part = make_part(place)) == nullptr)
-      return; // out of memory: do not count the call
+      return; // out of memory, so the call is not counted
     part->counts[size_t(reason)].fetch_add(1, std::memory_order_relaxed);
   }
 
@@ -120,7 +127,7 @@ class Counters {
     Part* found = nullptr;
     if (made == nullptr || place.compare_exchange_strong(found, made))
       return made;
-    delete made; // another thread has created it
+    delete made; // another thread has created the part first
     return found;
   }
 

@@ -1,4 +1,4 @@
-// gradients.cpp: compare gradients with the metadata of the inputs of a node.
+// gradients.cpp: compare gradients with the shapes, devices and dtypes of a node's inputs.
 #include "gradients.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -9,7 +9,8 @@ namespace torchop {
 
 namespace {
 
-// `THPFunction::cdata` is a std::weak_ptr in PyTorch 2.11 and 2.12, and an owning pointer later.
+// Returns an owning pointer to the node in `THPFunction::cdata`. The member is a std::weak_ptr in
+// PyTorch 2.11 and 2.12, and is itself an owning pointer in later releases.
 template <typename N>
 std::shared_ptr<N> node_of(const std::weak_ptr<N>& node) {
   return node.lock();
@@ -21,8 +22,9 @@ const Pointer& node_of(const Pointer& node) {
 
 bool fits(const at::Tensor& gradient, const torch::autograd::InputMetadata& input) {
   if (input.is_tensor_subclass() || input.is_nested_tensor() || gradient.is_nested())
-    return true; // only autograd can check these
-  // The dtype may differ, because autograd casts it (validate_outputs in engine.cpp).
+    return true; // leave the check to autograd
+  // The dtypes need not be equal, because autograd casts the gradient (validate_outputs in
+  // engine.cpp).
   return gradient.sym_sizes().equals(input.shape_as_dim_vector()) &&
       gradient.device() == input.device() &&
       gradient.is_complex() == c10::isComplexType(c10::typeMetaToScalarType(input.dtype()));
@@ -39,7 +41,7 @@ bool fit_inputs(PyObject* gradients, PyObject* ctx) {
     return true;
   const size_t count = PyTuple_GET_SIZE(gradients);
   const size_t edges = node->num_outputs();
-  size_t number = 0; // index of the edge; only tensor arguments have edges
+  size_t number = 0; // the index of the next edge; only tensor arguments have edges
   for (size_t index = 0; index < count && index < function.is_variable_input.size(); ++index) {
     if (!function.is_variable_input[index])
       continue;

@@ -1,4 +1,4 @@
-// gradients.h: fast checks of the gradients that a formula returned.
+// gradients.h: check quickly whether the gradients that a formula returned are valid.
 #pragma once
 
 #include <Python.h>
@@ -7,7 +7,7 @@
 
 namespace torchop {
 
-// Returns whether gradients are a tuple with `count` items that are plain tensors or None.
+// Returns whether `gradients` is a tuple of `count` items, each of which is a plain tensor or None.
 inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
     return false;
@@ -19,10 +19,11 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Returns false if a gradient's shape or device differs from the corresponding input of the node
-// `ctx`, or if only one of the two is complex. Such gradients must be converted or rejected: for
-// example, autograd sums a gradient that broadcasts the input. The gradients must be plain. Returns
-// true for inputs that only autograd can check, such as nested tensors.
+// Returns whether each gradient has the same shape and device as the corresponding input of the
+// node `ctx`, and is complex if and only if the input is. Other gradients must be converted or
+// rejected. For example, if a gradient has the shape of a broadcast input, autograd sums it. All
+// gradients must be plain tensors or None. Returns true for inputs that only autograd can check,
+// such as nested tensors.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

@@ -1,13 +1,15 @@
-// handle.cpp: the native type of handles. Calls need no Python frame.
+// handle.cpp: the class of operator handles whose calls run in C++, without a Python frame. See
+// handle.h.
 //
-// Users have handles before the extension is loaded, so existing handles must change their type by
-// an assignment to `__class__`. This requires equal layouts. The Python class therefore has two
-// `__slots__` for the native type: the vectorcall function and the Entry. New handles are created
-// with the native type, because assigning to `__class__` replaces an instance's key-sharing dict
-// with a larger dict.
+// The extension may be loaded when the user already has handles of the Python class,
+// torchop.CustomOp. To make their calls native, we assign to their `__class__`. CPython allows this
+// only if instances of both classes have the same memory layout. Therefore, the Python class has
+// two additional `__slots__` where the native class stores the vectorcall function and the Entry.
+// After the extension was loaded, new handles are created as instances of the native class, because
+// an assignment to `__class__` would replace an instance's key-sharing dict with a larger one.
 //
-// The type is created in C, because for a Python subclass, or after an assignment to `__call__`,
-// CPython would set tp_call to `slot_tp_call`, which calls the Python method.
+// We create the class in C. For a subclass that is written in Python, or after an assignment to
+// `__call__`, CPython would set tp_call to `slot_tp_call` and call the Python method `__call__`.
 #include "handle.h"
 
 #include <structmember.h>
@@ -21,8 +23,8 @@ namespace {
 
 PyTypeObject* base_type = nullptr; // torchop.CustomOp
 PyTypeObject* handle_type = nullptr;
-Py_ssize_t call_offset = 0; // the slot of the vectorcall function
-Py_ssize_t entry_offset = 0;
+Py_ssize_t call_offset = 0;  // where instances store the vectorcall function
+Py_ssize_t entry_offset = 0; // where instances store the Entry
 
 PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + offset);
@@ -38,8 +40,9 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   return result;
 }
 
-// Deletes a slot's descriptor, because Python code must not access the slot. Does not change the
-// layout. Returns the slot's definition (borrowed from the type), or nullptr with an exception set.
+// Deletes the descriptor of a class's `__slots__` entry, because Python code must not access the
+// slot. The memory layout of instances stays the same. Returns the PyMemberDef of the slot
+// (borrowed from the type), or nullptr with an exception set.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
   if (!found || Py_TYPE(found.get()) != &PyMemberDescr_Type) {
@@ -67,8 +70,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
-  // The slot holds a function pointer, which traverse, clear and dealloc of the base type must not
-  // treat as an object.
+  // Change the slot's type to an integer, because it contains a function pointer. Otherwise,
+  // CPython's traverse, clear and dealloc functions would treat it as a pointer to a Python object.
   call->type = T_PYSSIZET;
   call_offset = call->offset;
   entry_offset = entry->offset;
@@ -82,7 +85,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
       {Py_tp_members, members},
       {0, nullptr},
   };
-  // These flags are part of the layout, which must be equal for an assignment to `__class__`.
+  // CPython allows an assignment to `__class__` only if these flags are the same in both classes.
   unsigned long inherited_flags = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
   inherited_flags |= Py_TPFLAGS_MANAGED_DICT;
@@ -104,7 +107,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!type)
     return nullptr;
   auto* made = reinterpret_cast<PyTypeObject*>(type.get());
-  // Update the dict directly, because type.__setattr__ would reset tp_call when it sets `__call__`.
+  // Update the class's dict directly, because type.__setattr__ would reset tp_call when it sets
+  // `__call__`.
   if (PyDict_Update(made->tp_dict, traceable) < 0)
     return nullptr;
   PyType_Modified(made);

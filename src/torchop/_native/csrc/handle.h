@@ -1,4 +1,6 @@
-// handle.h: make calls to operator handles (`torchop.CustomOp`) native.
+// handle.h: run calls to operator handles in C++. A handle is the object that `torchop.custom_op`
+// returns, of the class `torchop.CustomOp`.
+//
 // See handle.cpp for the design.
 #pragma once
 
@@ -6,13 +8,14 @@
 
 namespace torchop {
 
-// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp with native calls. The items
-// of the dict `traceable`, such as the Python function `__call__`, become attributes of the new
-// type, because Dynamo traces these. The function can be called only once.
+// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose calls run in C++. The
+// items of the dict `traceable`, such as the Python function `__call__`, become attributes of the
+// subclass. Dynamo traces these Python functions, because it cannot trace the C++ code. Can be
+// called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
-// adopt(handle, entry) changes a handle's type to the native type, so that calls to the handle run
-// the entry.
+// adopt(handle, entry) changes the class of a handle to this subclass. After that, calls to the
+// handle go to `entry`.
 PyObject* adopt(PyObject*, PyObject* args);
 
 } // namespace torchop

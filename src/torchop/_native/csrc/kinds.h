@@ -1,9 +1,9 @@
-// kinds.h: types of arguments, and their conversions.
+// kinds.h: the types of arguments that native calls support, and the conversions between types. A
+// native call runs the kernel without the C++ dispatcher.
 //
-// The dispatcher converts arguments to the types of the schema: a tuple to a list, an int to a
-// float, a string to a device. Native calls convert lists, numbers and strings in the same way. If
-// another argument needs a conversion, the call falls back to the dispatcher, which converts the
-// argument or raises an error.
+// The dispatcher converts arguments to the types in the schema, for example a tuple to a list, an
+// int to a float, or a string to a device. Native calls convert lists, numbers and strings in the
+// same way. If any other argument needs a conversion, the call falls back to the dispatcher.
 #pragma once
 
 #include <Python.h>
@@ -21,7 +21,7 @@
 
 namespace torchop {
 
-// The type of a parameter, or of the items of a list.
+// The type of a parameter. For a list parameter, the type of the list's items.
 enum class Base : uint8_t {
   Tensor,
   Int,
@@ -35,10 +35,10 @@ enum class Base : uint8_t {
   Number,
   Generator,
   NoneType,
-  // An opaque type of PyTorch. The dispatcher does not check the class, so native calls do not
-  // either.
+  // A Python object that PyTorch passes through as it is. The dispatcher does not check the
+  // object's class, so native calls do not check it either.
   Object,
-  Any, // the conversion depends on the value
+  Any, // accepts any value; the dispatcher's conversion depends on the type of the value
 };
 
 struct Kind {
@@ -52,8 +52,8 @@ struct Kind {
   }
 };
 
-// Parses a type in PyTorch's spelling, such as "Optional[List[int]]". Returns false if native calls
-// do not support the type.
+// Parses a type that is spelled as in `str(argument.type)`, such as "Optional[List[int]]". Returns
+// false if native calls do not support the type.
 inline bool parse_kind(std::string_view text, Kind& kind) {
   constexpr std::string_view optional = "Optional[", list = "List[";
   auto strip = [&](std::string_view prefix) {
@@ -96,15 +96,15 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// Calls with -0.0 need a check: the dispatcher drops an argument that equals the default. -0.0
-// equals a default of 0.0, so the kernel would receive 0.0.
+// -0.0 must fall back to the dispatcher, because it equals 0.0. If the default is 0.0, the
+// dispatcher takes -0.0 for the default and does not pass it, so the kernel receives 0.0.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// Returns whether a string can be converted to UTF-8, which C++ strings use. A string with lone
-// surrogates cannot.
+// Returns whether a string can be encoded as UTF-8. The dispatcher requires this. Strings with lone
+// surrogates cannot be encoded.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -118,10 +118,11 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Returns whether the dispatcher's checks of an object have no effect. The dispatcher looks for
-// `__torch_function__` and for tensors in containers, and tests with isinstance, which reads
-// `__class__`, whether the object is a tensor. This function must not run Python code of the
-// object's class, because the dispatcher would run that code again.
+// Returns whether the dispatcher would treat an object as plain data. The dispatcher looks for
+// `__torch_function__` and for tensors in containers, and checks with isinstance whether the object
+// is a tensor. Since isinstance reads `__class__`, all this may run Python code of the object's
+// class. We must not run such code here, because the dispatcher would run it again if the call
+// falls back.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -141,12 +142,12 @@ inline bool is_plain_object(PyObject* value) {
   return false;
 }
 
-// Returns whether the dispatcher would pass this object to the kernel. For tensors, see
-// `Values::inspect`.
+// Returns whether the dispatcher would pass this very object to the kernel, instead of converting
+// it. `Values::inspect` handles tensors.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
-    // Exact types only: the dispatcher converts an instance of a subclass such as IntEnum to an
-    // int.
+    // Accept only exact types, because the dispatcher converts an instance of a subclass, such as
+    // an IntEnum, to an int.
     case Base::Int:
       return PyLong_CheckExact(value) && fits_in_64_bits(value);
     case Base::Float:
@@ -167,13 +168,13 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       return PyBool_Check(value) || (PyLong_CheckExact(value) && fits_in_64_bits(value)) ||
           (PyFloat_CheckExact(value) && !is_negative_zero(value));
     case Base::Generator:
-      return false; // has dispatch keys, which TensorSummary does not include
+      return false; // a generator has dispatch keys too, but TensorSummary covers only tensors
     case Base::NoneType:
       return value == Py_None;
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // The dispatcher converts other values: a dtype to an int, and an object to a copy.
+      // The dispatcher converts all other values. For example, it converts a dtype to an int.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -183,15 +184,16 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-// Returns whether a value is an int that does not override `__float__`. The dispatcher calls that
-// method, and `plain_float` does not.
+// Returns whether a value is an int whose class does not override `__float__`. The dispatcher would
+// call the override, but `plain_float` would not.
 inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// Conversions to exact types. As in the dispatcher, they call no overridden methods. They return a
-// new reference, or nullptr, possibly with an exception set.
+// Convert a value to exactly int, float or str. Like the dispatcher, these functions do not call
+// methods that a subclass overrides. They return a new reference, or nullptr if the value cannot be
+// converted. In that case, an exception may be set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -207,11 +209,13 @@ inline PyObject* plain_str(PyObject* value) {
   return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
 }
 
-// Converts a value to int, float or str as the dispatcher does: int and bool to float, bool to int,
-// and instances of subclasses, such as IntEnum, to the base type. Returns a new reference, or
-// nullptr without an exception if the call must fall back to the dispatcher.
+// Converts a value to int, float or str as the dispatcher does. An int or bool becomes a float, a
+// bool becomes an int, and an instance of a subclass, such as an IntEnum, becomes an instance of
+// the base class. Returns a new reference. If the call must fall back to the dispatcher instead,
+// returns nullptr without an exception.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
-  // `__torch_function__` of a subclass may intercept the call.
+  // If a subclass of float or str defines `__torch_function__`, it must be able to intercept the
+  // call.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
     return nullptr;
   PyObject* converted = nullptr;

@@ -1,4 +1,5 @@
-// lifetime.cpp: count calls in the dispatcher, and wait for them. See lifetime.h.
+// lifetime.cpp: count the calls that are in the dispatcher, and wait for them before a dispatch
+// table changes. See lifetime.h.
 #include "lifetime.h"
 
 #include <pthread.h>
@@ -24,25 +25,25 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A call that is in the dispatcher for longer than this is probably running a kernel, so it does
-// not read a table.
+// We wait this long for a call in the dispatcher. If it takes longer, it is probably running a
+// kernel, and so has already read the table.
 constexpr milliseconds timeout{1000};
 
-// All lifetimes, by the address of the operator's definition in the dispatcher. Never destroyed,
-// because operators are deregistered during process exit.
+// All Lifetime objects. The keys are the addresses of the operators' definitions in the dispatcher.
+// This map is never destroyed, because operators are still deregistered while the process exits.
 struct Lifetimes {
-  std::mutex mutex; // guards `all`; no Python code may run while it is held
+  std::mutex mutex; // guards `all`; must not be held while Python code runs
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// A call on this thread that is in the dispatcher.
+// A call by this thread that is in the dispatcher.
 struct Call {
   Lifetime* lifetime;
-  std::atomic<size_t>* number = nullptr; // the counter that includes the call; nullptr if none does
+  std::atomic<size_t>* number = nullptr; // the counter that counts this call, or nullptr
 };
 
 thread_local std::vector<Call> called_here;
-// The number of changes by this thread that are in progress.
+// The number of table changes that this thread is making.
 thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
 size_t count_here(const std::atomic<size_t>& number) {
@@ -58,8 +59,8 @@ size_t inside_here(const Lifetime& lifetime) {
 }
 
 Lifetimes& lifetimes() {
-  // A forked child has only the thread that forked, so reset the counters to the calls of that
-  // thread.
+  // A forked child has just one thread, the one that called fork. So in the child, reset the
+  // counters to the calls of this thread.
   static auto* made = [] {
     pthread_atfork(
         [] { lifetimes().mutex.lock(); },
@@ -90,8 +91,8 @@ class Listener final : public c10::OpRegistrationListener {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
-      // Leak `registration`, because its destructor would acquire the dispatcher's lock, which
-      // PyTorch holds here.
+      // Leak `registration`. The destructor would acquire the dispatcher's lock, but PyTorch
+      // already holds it when it calls this function.
       if (found.mapped().use_count() == 1 && found.mapped()->registration.has_value())
         (void)new LifetimePointer(found.mapped());
     }
@@ -101,11 +102,12 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// The listener is registered when the extension is loaded, before any call is counted.
+// Register the listener when the extension is loaded, i.e. before any call is counted.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Waits for a condition with the GIL released. Returns false if the timeout has expired.
+// Releases the GIL and waits until `holds()` is true. Returns false if that takes longer than
+// `limit`.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
   if (C10_LIKELY(holds()))
@@ -133,11 +135,13 @@ void uncount(Call& call) {
     std::exchange(call.number, nullptr)->fetch_sub(1);
 }
 
-// Waits until no other thread changes the tables that the last calls in `called_here` read, and
-// counts these calls. A call increments the counter before it reads `changes`. A change increments
-// `changes` before it reads the counter. So at least one of the two sees the other. A call is not
-// counted while it waits, because otherwise a change to one table could wait for a call that waits
-// for a change to another table.
+// Counts the last `calls` calls in `called_here`. Before that, waits until no other thread is
+// changing a table that these calls read.
+//
+// A call increments the counter and then reads `changes`. A change increments `changes` and then
+// reads the counter. So at least one of them notices the other. While a call waits for a change to
+// one table, it is not counted. Otherwise, the change could be waiting for this call too, because
+// of another table that the call reads.
 void count_last(size_t calls) {
   const auto begin = called_here.end() - std::ptrdiff_t(calls), end = called_here.end();
   const auto add = [&] {
@@ -155,11 +159,11 @@ void count_last(size_t calls) {
     return false;
   };
   if (!wait_until(2 * timeout, is_unchanged))
-    add(); // continue, because the other thread may be waiting for this one
+    add(); // don't wait any longer, because the other thread may be waiting for this one
 }
 
-// Waits until no other thread has a call to these operators in the dispatcher, or until the timeout
-// expires.
+// Waits until no other thread has a call to these operators in the dispatcher, or until the
+// timeout.
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
   if (wait_until(timeout, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
     return;
@@ -170,8 +174,8 @@ void wait_for_calls(const std::vector<LifetimePointer>& all) {
   }
 }
 
-// `__enter__` of the registration lock. Unlike a Python function, it cannot be interrupted by
-// KeyboardInterrupt after it has acquired the lock.
+// The method `__enter__` of the registration lock. If it were a Python function, KeyboardInterrupt
+// could interrupt it just after it has acquired the lock, and nothing would release the lock.
 PyObject* enter(PyObject* lock, PyObject*) {
   static PyObject* const name = PyUnicode_InternFromString("acquire");
   PyObject* arguments[] = {lock, Py_False}; // blocking=False
@@ -184,7 +188,7 @@ PyObject* enter(PyObject* lock, PyObject*) {
   return result;
 }
 
-// METH_VARARGS, because contextlib.ExitStack passes the lock as an argument.
+// The method accepts arguments (METH_VARARGS), because contextlib.ExitStack passes the lock to it.
 PyMethodDef enter_method{"__enter__", enter, METH_VARARGS, "Acquire the registration lock."};
 
 constexpr const char* change_capsule = "torchop._native._call_path.change";
@@ -237,7 +241,8 @@ DispatcherCall::DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes)
 
 DispatcherCall::~DispatcherCall() {
   for (const LifetimePointer& lifetime : lifetimes_) {
-    // This may not be the last call, because calls on several greenlets may end in any order.
+    // This call may not be the last one in the vector, because calls on several greenlets may
+    // return in any order.
     const auto last = std::find_if(called_here.rbegin(), called_here.rend(), [&](const Call& call) {
       return call.lifetime == lifetime.get();
     });

@@ -1,10 +1,10 @@
-// lifetime.h: keep calls in the dispatcher from reading freed memory.
+// lifetime.h: prevent calls from reading a dispatch table while another thread changes or frees it.
 //
-// The dispatcher reads an operator's kernel table without a lock and without the GIL. At the same
-// time, another thread may register or deregister a kernel, and so free memory that the call reads
-// next. PyTorch does not synchronize these threads, so this file counts calls to the dispatcher. A
-// change to a table waits until no call is inside the dispatcher, and new calls wait for the
-// change.
+// The dispatcher reads an operator's table without a lock, and without the GIL. Meanwhile, another
+// thread may register or deregister a kernel, and so free memory that the call is about to read.
+// PyTorch does not prevent this. We therefore count the calls that are in the dispatcher. Before a
+// table is changed, the changing thread waits until no call is in the dispatcher. New calls wait
+// until the change is complete.
 #pragma once
 
 #include <Python.h>
@@ -19,17 +19,19 @@
 
 namespace torchop {
 
-// The state of a registered operator. Outlives the operator.
+// Tracks whether an operator is still registered, and the calls and changes that are using the
+// dispatch table. This object outlives the operator.
 struct Lifetime {
   explicit Lifetime(const c10::OperatorHandle& operator_) : op(operator_) {}
 
   const c10::OperatorHandle op;    // valid only while `exists`
-  std::atomic<bool> exists = true; // never becomes true again
-  std::atomic<size_t> inside = 0;  // number of calls in the dispatcher
-  std::atomic<size_t> changes = 0; // table changes in progress, or waiting for calls
-  // `awaited` counts the calls for which a change must wait: the calls inside the dispatcher,
-  // except calls that wait for a lock. After a timeout, a new counter replaces it, so that later
-  // changes do not wait for the same calls again. `numbers` owns all counters.
+  std::atomic<bool> exists = true; // set to false when the operator is deregistered
+  std::atomic<size_t> inside = 0;  // the number of calls that are in the dispatcher
+  std::atomic<size_t> changes = 0; // the number of changes that are in progress or wait for calls
+  // `awaited` points to the number of calls that a change must wait for. These are the calls in the
+  // dispatcher, except calls that are waiting for a lock. If a change times out, it replaces this
+  // counter with a new one, because later changes should not wait for the same calls again.
+  // `numbers` owns all counters.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
   // Keeps the operator's memory alive if it was deregistered while a call was in the dispatcher.
@@ -41,15 +43,16 @@ using LifetimePointer = std::shared_ptr<Lifetime>;
 // The number of operators that were deregistered in this process, by any package.
 inline std::atomic<size_t> deregistered_operators = 0;
 
-// Returns the lifetime of a registered operator. Creates it on first use.
+// Returns the Lifetime of a registered operator. Creates it if necessary.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
-// Returns the lifetimes of the registered operators among `names`. If `all` is true, creates
-// missing lifetimes. Otherwise, skips operators without a lifetime.
+// Returns the Lifetime of each registered operator in `names`. If an operator has no Lifetime yet,
+// creates one if `all` is true, and otherwise skips the operator.
 std::vector<LifetimePointer> lifetimes_of(PyObject* names, bool all);
 
-// RAII guard that counts a call as inside the dispatcher, for all operators whose tables it may
-// read. The constructor waits for changes of these tables, with the GIL released.
+// RAII guard for a call to the dispatcher. While it exists, the call is counted for each operator
+// whose table it may read. The constructor releases the GIL and waits until these tables are not
+// being changed.
 class DispatcherCall {
  public:
   explicit DispatcherCall(c10::ArrayRef<LifetimePointer> lifetimes);
@@ -61,9 +64,9 @@ class DispatcherCall {
   c10::SmallVector<LifetimePointer, 1> lifetimes_;
 };
 
-// RAII guard that keeps calls on other threads out of the dispatcher while operators' tables
-// change. The constructor waits for calls in the dispatcher, with the GIL released. It has a
-// timeout, because such a call may be waiting for this thread.
+// RAII guard for a change to the tables of some operators. While it exists, calls by other threads
+// do not enter the dispatcher. The constructor releases the GIL and waits until no call is in the
+// dispatcher. This wait has a timeout, because such a call may itself be waiting for this thread.
 class Change {
  public:
   explicit Change(std::vector<LifetimePointer> lifetimes);
@@ -73,20 +76,22 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
-  std::shared_ptr<std::atomic<size_t>> of_thread_; // number of changes by the creating thread
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // `changes_here` of the thread that created it
 };
 
-// make_lock_enter(lock) returns the registration lock's method `__enter__`. While a thread waits
-// for the lock, its calls are not counted: they read no table, and the thread that holds the lock
-// may be waiting for calls in the dispatcher.
+// make_lock_enter(lock) returns a function for the method `__enter__` of the registration lock.
+// While a thread waits for the lock, we do not count the calls of this thread as being in the
+// dispatcher. They read no table while they wait, and the thread that holds the lock may be waiting
+// until no call is in the dispatcher.
 PyObject* make_lock_enter(PyObject*, PyObject* lock);
 
-// hold_calls(names) starts a change, which ends when the returned object is freed. Returns None if
-// these operators were never called.
+// hold_calls(names) prevents calls to the given operators from entering the dispatcher until the
+// returned object is freed. Returns None if none of these operators was ever called.
 PyObject* hold_calls(PyObject*, PyObject* names);
 
-// end_calls(names) makes new calls raise, and waits for calls in the dispatcher. If calls are still
-// in the dispatcher after the timeout, the memory that they read later is not freed.
+// end_calls(names) makes new calls to the given operators raise, and waits until no call to them is
+// in the dispatcher. If a call is still there after a timeout, the operator's memory is never
+// freed, because the call may still read it.
 PyObject* end_calls(PyObject*, PyObject* names);
 
 } // namespace torchop

@@ -1,4 +1,4 @@
-// members.h: access to private members of PyTorch's classes without inline accessors.
+// members.h: access private members of PyTorch's classes that have no inline accessor.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,9 +6,9 @@
 
 namespace torchop {
 
-// Access checks do not apply to the arguments of an explicit template instantiation ([temp.spec]).
-// Each member needs a tag struct, a declaration and an instantiation. If PyTorch renames a member,
-// this file does not compile.
+// Uses a loophole in C++: access checks do not apply to the arguments of an explicit template
+// instantiation ([temp.spec]). To expose a member, add a tag struct, a declaration of `member_of`
+// and an instantiation of `Expose`. If PyTorch renames the member, this file no longer compiles.
 template <auto Member, class Tag>
 struct Expose {
   friend auto& member_of(Tag, const typename Tag::Class& object) {
@@ -58,7 +58,8 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// TensorImpl::autograd_meta() is not inline, and would be called once per tensor argument.
+// Read this member directly, because TensorImpl::autograd_meta() is not inline, and we would call
+// it for each tensor argument.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

@@ -1,4 +1,4 @@
-// module.cpp: the Python module of the native call path. _call_path.pyi declares the functions.
+// module.cpp: the Python module `_call_path`. _call_path.pyi describes the functions.
 #include <Python.h>
 
 #include <cstring>
@@ -41,7 +41,7 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Parses a dispatch key. c10::parseDispatchKey lacks some keys, such as AutogradMTIA.
+// Parses a dispatch key. Unlike c10::parseDispatchKey, knows all keys, for example AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -52,7 +52,7 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// Returns the kernel for (name, overload, key), or nullptr if the table has none.
+// Returns the kernel in the dispatch table for (operator name, overload name, key), or nullptr.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
@@ -123,13 +123,13 @@ PyMethodDef functions[] = {
     {"probe_kernels",
      probe_kernels,
      METH_VARARGS,
-     "Find the memory layout of Python kernels in the dispatcher, by two operators."},
+     "Find out the memory layout of Python kernels in the dispatcher."},
     {"make_handle_type", make_handle_type, METH_VARARGS, "Create the native type of handles."},
     {"patch_calls",
      patch_calls,
      METH_VARARGS,
      "Replace tp_call of OpOverload or OpOverloadPacket."},
-    {"adopt", adopt, METH_VARARGS, "Make calls of a handle native."},
+    {"adopt", adopt, METH_VARARGS, "Make calls to a handle native."},
     {"patch_handle_calls", patch_handle_calls, METH_VARARGS, "Replace tp_call of CustomOpDef."},
     {"is_plain_kernel",
      is_plain_kernel,
@@ -144,7 +144,7 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,
      "Return whether gradients are valid and need no conversion."},
-    {"bypass", bypass, METH_VARARGS, "Override a Python kernel by a C++ kernel."},
+    {"bypass", bypass, METH_VARARGS, "Override a Python kernel with a C++ kernel."},
     {"pack_plain",
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(pack_plain)),
      METH_FASTCALL,
@@ -173,8 +173,9 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Detects a PyTorch that was built with other headers although it has the same version and commit.
-// The key in the extension's file name covers all other differences.
+// Checks the size of autograd nodes. It may differ if PyTorch was rebuilt with other headers, but
+// has the same version and commit. The extension's file name contains a key that detects all other
+// differences.
 bool check_node_layout() {
   if (has_node_layout())
     return true;
@@ -203,7 +204,8 @@ bool find_tensor_types() {
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 
-// Adds the attribute `backends`: the names of the backend keys that native calls support.
+// Adds the attribute `backends`, a tuple with the names of the backends' dispatch keys that native
+// calls support.
 bool add_backends(PyObject* module) {
   THPObjectPtr names(PyList_New(0));
   for (const DispatchKey key : plain_backend_keys()) {

@@ -1,11 +1,11 @@
-// operator.cpp: calls through torch.ops.
+// operator.cpp: make calls through torch.ops native.
 //
-// An Operator replaces the C++ function in the attribute `_op` of an OpOverload or
-// OpOverloadPacket. To call a packet, PyTorch tries the overloads in the order of their definition,
-// until the arguments match a schema. A packet therefore has a list of Operators, one per overload,
-// linked by `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes
-// to the next Operator. If that is not certain, the call falls back to PyTorch's function, which
-// tries all overloads.
+// An Operator is an object that replaces the C++ function in the attribute `_op` of an OpOverload
+// or OpOverloadPacket. In a call to an OpOverloadPacket, PyTorch tries the overloads in the order
+// of their definition, until the arguments match a schema. We therefore create one Operator per
+// overload and link them by `next`. If PyTorch would certainly skip an overload (see resolution.h),
+// the call goes to the next Operator. If we cannot tell, the call falls back to PyTorch's function,
+// and PyTorch tries all overloads.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -30,14 +30,15 @@ struct Operator {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* owner;    // the OpOverload or OpOverloadPacket; only its address is used; not owned
-  PyObject* entry;    // nullptr if this object only counts calls; owned
-  PyObject* dispatch; // the replaced C++ function; owned
-  // If `entry` is set, the Operator of the packet's next overload, or nullptr. Otherwise, the
-  // function to call if one of `overloads` was deregistered. Owned.
+  PyObject* owner;    // the address of the OpOverload or OpOverloadPacket; not owned
+  PyObject* entry;    // an Entry, or nullptr if this object only counts calls; owned
+  PyObject* dispatch; // the C++ function that this object replaces; owned
+  // If `entry` is set, the Operator of the packet's next overload, or nullptr. If `entry` is
+  // nullptr, the function to call after one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // If `entry` is nullptr, all overloads that PyTorch's function may try. A call is counted as
-  // inside the dispatcher for each of these overloads. Owned; nullptr if `entry` is set.
+  // If `entry` is nullptr, all overloads that PyTorch's function may try. While a call is in the
+  // dispatcher, it is counted as a call to each of them, so none of them is freed meanwhile. Owned.
+  // nullptr if `entry` is set.
   std::vector<LifetimePointer>* overloads;
 };
 
@@ -45,8 +46,9 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-// The number of Operators per owner. Guarded by `owners_mutex`, except that `has_operator` reads it
-// under the GIL. Never destroyed, because Operators may be freed during static destruction.
+// The number of Operators for each owner. Guarded by `owners_mutex`, but `has_operator` reads it
+// without the mutex, because it holds the GIL. Never destroyed, because Operators may be freed
+// after static destructors have run.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -66,9 +68,9 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
   return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
 }
 
-// Calls PyTorch's function. The call is counted for all overloads, because PyTorch may read all
-// their schemas. If an overload was deregistered, calls `op.next` instead, which raises
-// OperatorGoneError or calls the operator that has the name now.
+// Calls PyTorch's function, and counts the call for all overloads, because PyTorch may read the
+// schemas of all of them. If an overload was deregistered, calls `op.next` instead. This function
+// looks up the operator that has the name now, or raises OperatorGoneError.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
@@ -144,8 +146,8 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// The type has no tp_clear, because a running call uses these members. The garbage collector can
-// break a cycle at the other objects in it, which have a tp_clear.
+// The type has no tp_clear, because the garbage collector must not clear these members while a call
+// uses them. It can break reference cycles at other objects that have a tp_clear.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -158,18 +160,17 @@ void dealloc_operator(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Returns the hash of the replaced function, because `OpOverload.__hash__` returns the hash of
-// `_op`, which must not change. Without an entry, `dispatch` may be a newer function, and `next`
-// has the original hash.
+// Returns the hash of the function that this object replaces, because `OpOverload.__hash__` returns
+// the hash of `_op` and must not change. Without an entry, `dispatch` may be a newer function than
+// the one that was replaced. In that case, `next` has the original hash.
 Py_hash_t hash_operator(PyObject* self) {
   const Operator& op = operator_of(self);
   return PyObject_Hash(op.entry == nullptr ? op.next : op.dispatch);
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // Return the replaced function's `__module__`, because the generic lookup would find the type's.
-  // When torch/_ops.py refreshes a packet, it passes the module of `_op` to `_get_packet`, so this
-  // attribute must be correct.
+  // Return `__module__` of the replaced function. The generic lookup would find that of our type.
+  // torch/_ops.py passes the module of `_op` to `_get_packet` when it refreshes a packet.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);
@@ -190,7 +191,8 @@ PyMemberDef operator_members[] = {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  // Without the GIL, reading `owners` would require the mutex, for which all calls would contend.
+  // In free-threaded Python, we would need the mutex to read `owners`, and all calls would contend
+  // for it. So just return true.
   return !has_gil || owners.find(owner) != owners.end();
 }
 

@@ -1,4 +1,6 @@
-// operator.h: the type Operator, for `OpOverload._op` and `OpOverloadPacket._op`.
+// operator.h: the type Operator. An Operator object replaces the function in the attribute `_op` of
+// an OpOverload or OpOverloadPacket. It runs calls through torch.ops natively, i.e. without the
+// dispatcher.
 #pragma once
 
 #include <Python.h>
@@ -7,15 +9,15 @@ namespace torchop {
 
 extern PyTypeObject* operator_type;
 
-// Returns whether `owner._op` may be an Operator. `owner` is an OpOverload or OpOverloadPacket.
-// This hash lookup is cheaper than reading the attribute. Always returns true without the GIL.
+// Returns whether `owner._op` may be an Operator, where `owner` is an OpOverload or
+// OpOverloadPacket. This hash lookup is cheaper than reading the attribute. In free-threaded
+// Python, the function always returns true.
 bool has_operator(PyObject* owner);
 
-// Returns whether an Operator makes native calls. An Operator without an entry calls PyTorch's
-// function and counts the calls.
+// Returns whether an Operator has an Entry and can therefore run calls natively. Without an Entry,
+// it only counts the calls and passes them to PyTorch's function.
 bool has_entry(PyObject* op);
 
-// Adds the type Operator to the module.
 bool add_operator_type(PyObject* module);
 
 } // namespace torchop

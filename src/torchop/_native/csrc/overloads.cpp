@@ -1,9 +1,10 @@
-// overloads.cpp: call objects of torch.ops without the Python frame of `OpOverload.__call__`.
+// overloads.cpp: call objects in torch.ops without a Python frame for `OpOverload.__call__`.
 //
-// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. A
-// subclass would not work, because PyTorch checks for the exact class in many places. So this file
-// replaces the class's tp_call slot. It does not change the attribute `__call__`. If other code
-// assigns to `__call__`, CPython sets the slot again, which undoes the replacement.
+// `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. We cannot
+// use a subclass with a faster `__call__`, because PyTorch checks for the exact class in many
+// places. So we replace the slot tp_call of the class, but leave its attribute `__call__`
+// unchanged. If other code later assigns to `__call__`, CPython sets tp_call again, and so removes
+// our function.
 #include "overloads.h"
 
 #include <array>
@@ -22,23 +23,24 @@ namespace torchop {
 
 namespace {
 
-// The patched types (OpOverload and OpOverloadPacket) and their original tp_call. Never reset.
+// The classes whose tp_call we have replaced (OpOverload and OpOverloadPacket), and their original
+// tp_call. Never reset.
 std::array<PyTypeObject*, 2> patched_types;
 std::array<ternaryfunc, 2> original_calls;
 
-// Pairs with the release store in `replace`. A thread that calls the new function then also sees
-// the variables that were set before.
+// Pairs with the release store in `replace`. It ensures that a thread that calls one of the new
+// functions also sees the variables that were set before the replacement.
 void after_replacement() {
   if constexpr (!has_gil)
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// The callback passed to `patch_calls`. Owned, never freed.
+// The callback that was passed to `patch_calls`. Owned and never freed.
 PyObject* before_first_call = nullptr;
 
-// The addresses of objects for which `before_first_call` ran. Cleared when any operator is
-// deregistered, because afterwards an address may belong to a new object, or an object to a new
-// operator.
+// The addresses of all objects that were passed to `before_first_call`. Cleared whenever an
+// operator was deregistered. After that, a new object may have one of these addresses, or an object
+// may belong to a new operator.
 struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
   size_t deregistered = 0;
@@ -50,30 +52,32 @@ thread_local PreparedObjects prepared; // needs no lock
 auto& prepared = *new PreparedObjects();
 #endif
 
-// Runs `before_first_call` if it has not run for this object. It may replace `_op` with an Operator
-// that counts calls. Returns 1 if it ran, 0 if not, and -1 with an exception set if it failed.
+// Runs `before_first_call` for an object, unless it has already run. The callback may replace the
+// object's `_op` with an Operator that counts calls. Returns 1 if the callback ran now, 0 if it
+// had already run, and -1 with an exception set if it raised.
 int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();
   if (prepared.deregistered != deregistered)
     prepared = {{}, deregistered};
-  // The callback must not run during finalization, because its globals are cleared.
+  // During finalization, the callback's globals are already cleared, so it must not run.
   if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
     return 0;
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
-  // Insert the object last, because a thread that finds it does not wait for the callback.
+  // Insert the object only now. Another thread that finds it here assumes that the callback has
+  // finished.
   if (prepared.deregistered == deregistered)
     prepared.objects.insert(self);
   return 1;
 }
 
-// Returns `self._op` if it is an Operator (new reference), otherwise nullptr.
+// Returns `self._op` (new reference) if it is an Operator, and nullptr otherwise.
 THPObjectPtr replaced_function(PyObject* self) {
   if (!has_operator(self))
     return {};
   static PyObject* name = PyUnicode_InternFromString("_op");
-  // PyTorch stores `_op` in the instance dict, so this lookup runs no descriptor.
+  // `_op` is in the instance dict, so this lookup calls no descriptor.
   THPObjectPtr function(PyObject_GenericGetAttr(self, name));
   if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type))
     return function;
@@ -81,13 +85,15 @@ THPObjectPtr replaced_function(PyObject* self) {
   return {};
 }
 
-// Returns whether `_op` is certainly PyTorch's function, and `before_first_call` has run.
+// Returns whether it is certain that the object's `_op` is PyTorch's function, and that
+// `before_first_call` has run for the object.
 bool is_stock(PyObject* self) {
   return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
       prepared.objects.count(self) != 0;
 }
 
-// Calls the Operator in `_op`, or the original tp_call. Runs `before_first_call` if necessary.
+// Runs `before_first_call` if necessary. Then calls the Operator in `_op`, or the original tp_call
+// if there is none.
 template <size_t Index>
 __attribute__((noinline)) PyObject* call_replaced_or_first(
     PyObject* self, PyObject* args, PyObject* keywords) {
@@ -100,11 +106,13 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
       break;
   }
   // Three cases need the Python frame of the original `__call__`:
-  // 1. The Operator has no entry. torchop finds running calls without an entry by their frames.
-  // 2. torch.jit.trace runs a function twice and compares the frames of operator calls. A call must
-  //    not become native between the two runs.
-  // 3. Since PyTorch 2.14, `OpOverload.__call__` calls another C++ function if
-  //    `__torch_function__` is skipped.
+  //
+  // 1. The Operator has no Entry. torchop finds out whether such an operator is running by looking
+  //    for this frame.
+  // 2. torch.jit.trace is running. It runs a function twice and compares the frames of the operator
+  //    calls. The second run must not differ because a call has become native.
+  // 3. The next check for `__torch_function__` must be skipped. Since PyTorch 2.14,
+  //    `OpOverload.__call__` then calls another C++ function.
   if (C10_UNLIKELY(
           !function || !has_entry(function.get()) || is_traced() || skips_torch_functions()))
     return original_calls[Index](self, args, keywords);
@@ -113,9 +121,10 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
   return PyVectorcall_Call(function.get(), args, keywords);
 }
 
-// One instantiation per class, because tp_call receives only the object, which may be an instance
-// of a subclass. The call to `original_calls` is a tail call, because one more frame would double
-// the overhead for operators without native calls.
+// There is one instantiation per class, because the function receives only the object, and cannot
+// find out from it whose tp_call it replaces (the object may be an instance of a subclass). The
+// first call below is a tail call, because another stack frame would double the overhead for
+// operators without native calls.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -134,8 +143,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
-    // If other code assigned to `__call__` of the class, the slot has another function. The
-    // original `__call__` of the handle, called below, uses it.
+    // Our function is no longer in the slot if other code has assigned to `__call__` of the class.
+    // In that case, call the original `__call__` of the handle. It uses the new function.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -144,7 +153,7 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// Other threads may read the slot at the same time. Both functions are valid.
+// Atomic, because other threads may read the slot at the same time. They may get either function.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }

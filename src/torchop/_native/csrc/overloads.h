@@ -1,19 +1,19 @@
-// overloads.h: replace tp_call of OpOverload, OpOverloadPacket and CustomOpDef. This saves a Python
-// frame per call.
+// overloads.h: calls to objects of the classes OpOverload, OpOverloadPacket and CustomOpDef without
+// a Python frame. For this, tp_call of these classes is replaced.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// patch_calls(type, before_first_call) replaces tp_call of OpOverload or OpOverloadPacket. If `_op`
-// is an Operator with an entry, the new function calls it. Otherwise it calls the original
-// `__call__`. `before_first_call(object)` runs before the first call to an object, and may replace
-// `_op`.
+// patch_calls(type, before_first_call) replaces tp_call of OpOverload or OpOverloadPacket. If an
+// object's `_op` is an Operator with an Entry, the new tp_call calls the Operator directly.
+// Otherwise it calls the original `__call__`. Before the first call to an object, it runs
+// `before_first_call(object)`. This function may replace `_op`.
 PyObject* patch_calls(PyObject*, PyObject* args);
 
-// patch_handle_calls(cls) replaces tp_call of CustomOpDef. Its method `__call__` only calls the
-// OpOverload, so the new function calls the OpOverload's tp_call directly.
+// patch_handle_calls(cls) replaces tp_call of CustomOpDef. Because `CustomOpDef.__call__` does
+// nothing but call an OpOverload, the new tp_call calls tp_call of the OpOverload directly.
 PyObject* patch_handle_calls(PyObject*, PyObject* args);
 
 } // namespace torchop

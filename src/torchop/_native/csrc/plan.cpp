@@ -1,4 +1,5 @@
-// plan.cpp: the Python type Plan. See _call_path.pyi for the arguments of the constructor.
+// plan.cpp: the Python type Plan, a wrapper of an operator's call plan. _call_path.pyi explains the
+// arguments of the constructor.
 #include "plan.h"
 
 #include "types.h"
@@ -9,8 +10,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns a dict's version tag, a number that changes whenever the dict does. Returns 0 since
-// Python 3.12, which deprecates version tags.
+// Returns the version tag of a dict, a number that changes whenever the dict is modified. Returns 0
+// in Python 3.12 and later, where version tags are deprecated.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -19,7 +20,8 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a source is unchanged. Runs no Python code, because all keys are strings or None.
+// Returns whether a source is unchanged. This runs no Python code, because all keys are strings or
+// None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -56,8 +58,8 @@ PyObject* none_to_null(PyObject* object) {
   return object == Py_None ? nullptr : object;
 }
 
-// Parses (name, type, is_mutated) or (name, type, is_mutated, default). Sets `is_known` to false if
-// native calls do not support the type.
+// Parses a tuple (name, type, is_mutated) or (name, type, is_mutated, default). Sets `is_known` to
+// false if native calls do not support the type.
 bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_known) {
   const char* type;
   if (!PyArg_ParseTuple(
@@ -91,13 +93,14 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // A call with lists cannot pass the caller's array, because the kernel receives copies of lists.
+  // If there are list parameters, we cannot pass the caller's array to the kernel, because the
+  // kernel receives copies of the lists.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
 }
 
-// Makes calls drop arguments that equal their default, see `Parameters::drops_defaults`.
+// Makes calls leave out arguments that equal their default. See `Parameters::drops_defaults`.
 void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
@@ -228,7 +231,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // tp_alloc only zeroes memory, and dealloc_plan destroys the plan, even after a failure below.
+  // Construct the plan before anything can fail, because dealloc_plan will destroy it. tp_alloc
+  // only fills the memory with zeros.
   Plan& plan = *new (&plan_of(self.get())) Plan();
   plan.finish = finish;
   plan.convert = none_to_null(convert);
@@ -267,7 +271,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // `all_recordings` gets its own reference, because it may be used after the plan was freed.
+    // `all_recordings` needs a reference of its own, because it is still used after the plan was
+    // freed.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
@@ -302,8 +307,9 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// The type has no tp_clear, because a running call uses the plan. Every cycle through a plan
-// contains an Entry, which has a tp_clear.
+// The type has no tp_clear, because the garbage collector must not clear a plan that a call uses.
+// It can still break reference cycles, because each cycle with a plan also contains an Entry, and
+// Entry has a tp_clear.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

@@ -1,4 +1,5 @@
-// plan.h: an operator's call plan: its kernels and compiled rules, which each native call reads.
+// plan.h: an operator's call plan. It contains everything that a native call (a call without the
+// dispatcher) needs to know, such as the kernels and the compiled gradient formula.
 #pragma once
 
 #include <Python.h>
@@ -20,9 +21,9 @@
 
 namespace torchop {
 
-// The kernels and rules of an operator. Immutable, except for caches (`mutable` members). A
-// registration replaces the plan, but running calls continue with the old plan. All `PyObject*`
-// members are borrowed from `owned_objects`.
+// The call plan of an operator. It never changes, except for caches (the `mutable` members). When
+// something is registered for the operator, a new plan replaces the old one, but running calls
+// continue to use the old plan. All `PyObject*` members are borrowed from `owned_objects`.
 struct Plan {
   Plan() = default;
   ~Plan();
@@ -32,56 +33,61 @@ struct Plan {
   Parameters parameters;
   Returns returns;
   Gradient gradient;
-  // Indices into `parameters.all`, including keyword-only arguments.
+  // The mutated arguments, as indices into `parameters.all`.
   std::vector<size_t> mutated;
   OwnKernels own;
-  // A kernel in the dispatch table, and the function that a native call runs instead. The
-  // dispatcher kernel is a wrapper from torchop or torch.library, and native calls do the wrapper's
-  // checks in C++.
+  // A kernel in the dispatch table, and the function that native calls run instead. The kernel in
+  // the table is a wrapper by torchop or torch.library around the author's function. Native calls
+  // do not need the wrapper, because they do the same checks in C++.
   struct Kernel {
     PyObject* dispatcher_kernel;
     PyObject* function;
-    // For operators with residuals (outputs that only the backward uses): the author's function,
-    // which returns them together with the result. nullptr if native calls must call `function`.
+    // For operators with residuals (outputs that only the backward uses), the author's function. It
+    // returns the residuals together with the result. If this is nullptr, native calls must use
+    // `function`.
     PyObject* author = nullptr;
   };
   std::vector<Kernel> kernels;
   Residuals residuals;
-  // A container that was read to compile the plan, and that may change without a notification, for
-  // example the dict of kernels in a CustomOpDef. The plan is outdated unless a dict has `value` at
-  // `key`. A set must contain `key` if and only if `value` is True.
+  // A dict or set whose contents determined the plan, and that may change without a notification.
+  // An example is the dict of kernels in a CustomOpDef. The plan is up to date as long as a dict
+  // has `value` at `key`, or as long as a set contains `key` if and only if `value` is True.
   struct Source {
     PyObject* container;
     PyObject* key;
     PyObject* value;
-    // The version tag of the dict when it last had `value`; 0 if unknown.
+    // The version tag that the dict had when we last found `value` in it, or 0 if unknown.
     mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
-  bool is_foreign = false; // other packages may register kernels; see recompile_for_unknown_kernel
-  // The operator, or empty if it was not registered when the plan was compiled. Valid only while
-  // `lifetime->exists`.
+  // True if the operator was not defined with torchop, so other code may register kernels for it at
+  // any time. See recompile_for_unknown_kernel.
+  bool is_foreign = false;
+  // The operator. Empty if it was not registered when the plan was compiled. Only valid while
+  // `lifetime->exists` is true.
   std::optional<c10::OperatorHandle> op;
   LifetimePointer lifetime;
-  // True if no call can be native, because the operator did not exist, or has no known kernel, or
-  // has an argument of an unknown type.
+  // True if no call to the operator can be native. The reason is that the operator was not
+  // registered when the plan was compiled, that it has no kernel that native calls can run, or that
+  // a parameter has an unsupported type.
   bool always_dispatches = false;
-  // Index of the first parameter of an unknown type, or -1.
+  // The index of the first parameter whose type native calls do not support, or -1.
   Py_ssize_t unknown_parameter = -1;
-  // finish(args, kwargs, result) checks and converts results that `is_valid_result` rejects.
+  // The Python function finish(args, kwargs, result) checks and converts a result that
+  // `is_valid_result` did not accept.
   PyObject* finish = nullptr;
-  // convert(result) converts a result of `finish` as the C++ dispatcher does. nullptr, except for
-  // operators that OpOverload may dispatch in Python, where results are not converted.
+  // The Python function convert(result) makes the same conversions as the C++ dispatcher. It is
+  // called after `finish`, but not if OpOverload would dispatch the call in Python, where no
+  // conversions are made. nullptr if OpOverload never dispatches the operator in Python.
   PyObject* convert = nullptr;
-  // The copy of the operator that runs in PyTorch's autograd fallback. The first call that needs it
-  // creates it. Owned.
+  // A copy of the operator for calls to PyTorch's autograd fallback. Created when the first call
+  // needs it. Owned.
   mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
-  // All objects that the other members reference. A tuple, because tuples have no tp_clear, so the
-  // garbage collector cannot clear it during a call.
+  // Owns all objects that the other members reference. This is a tuple because tuples have no
+  // tp_clear, so the garbage collector cannot empty it while a call uses the plan.
   PyObject* owned_objects = nullptr;
 };
 
-// The Python object that contains a Plan.
 struct PlanObject {
   PyObject_HEAD
 
@@ -94,7 +100,7 @@ inline Plan& plan_of(PyObject* object) {
 
 extern PyTypeObject* plan_type;
 
-// Returns whether a source of the plan has changed. Runs no Python code.
+// Returns whether the plan is out of date because a source has changed. Runs no Python code.
 bool is_outdated(const Plan& plan);
 
 bool add_plan_type(PyObject* module);

@@ -1,7 +1,9 @@
-// python_node.h: the differences of Python autograd nodes (`THPFunction`) between PyTorch releases.
+// python_node.h: handle differences between PyTorch releases in the autograd nodes of Python
+// functions (`THPFunction`).
 //
-// Functions here test with `requires` whether PyTorch's headers have a member. They are templates,
-// because `requires` tests only dependent names.
+// To find out whether PyTorch's headers declare a member, the functions here use `requires`. They
+// are templates because outside of a template, naming a member that does not exist is a compile
+// error.
 #pragma once
 
 #include <Python.h>
@@ -20,19 +22,21 @@
 
 namespace torchop {
 
-// std::shared_ptr in PyTorch 2.11 and 2.12, and c10::intrusive_ptr later.
+// A pointer to an autograd node. It is a std::shared_ptr in PyTorch 2.11 and 2.12, and a
+// c10::intrusive_ptr in later releases.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
-// True for PyTorch 2.11 and 2.12, where calling the class creates a `ctx` without a node. PyNode is
-// not exported, so the node must be created by `apply`.
+// True in PyTorch 2.11 and 2.12. In these releases, instantiating an autograd.Function class
+// creates a `ctx` without a node. The C++ class of nodes, PyNode, is not exported, so only `apply`
+// can create one.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
-// Creates a node without inputs and outputs, and its `ctx`.
+// Creates an autograd node without inputs and outputs, and the `ctx` that belongs to it.
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the class. It has no __init__, so calling tp_new is enough.
+  // `maker` is the autograd.Function class. Calling tp_new is enough, because there is no __init__.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -63,7 +67,8 @@ inline constexpr const char* node_capsule = "torchop._native._call_path.node";
 template <class Fields>
 class NewNode<Fields, true> {
  public:
-  // `maker` is the `apply` of an autograd.Function whose forward returns take_node(ctx).
+  // `maker` is the method `apply` of an autograd.Function whose forward returns take_node(ctx).
+  // Calling it creates a node, and returns a capsule that contains the node.
   explicit NewNode(PyObject* maker) {
     THPObjectPtr capsule = checked(PyObject_CallNoArgs(maker));
     auto* node = static_cast<Owner*>(PyCapsule_GetPointer(capsule.get(), node_capsule));
@@ -73,8 +78,8 @@ class NewNode<Fields, true> {
     node_ = std::move(*node);
   }
 
-  // Returns a capsule that owns the node. Called in the forward of that function: after `apply` has
-  // returned, nothing else owns the node.
+  // Returns a capsule that owns the node of `ctx`. Must be called in the forward of the
+  // autograd.Function, because once `apply` has returned, nothing else keeps the node alive.
   static PyObject* take_node(PyObject* ctx) {
     auto node = std::make_unique<Owner>(reinterpret_cast<Fields*>(ctx)->cdata.lock());
     PyObject* capsule = PyCapsule_New(node.get(), node_capsule, [](PyObject* self) {
@@ -101,8 +106,9 @@ class NewNode<Fields, true> {
   PyObject* ctx_; // owned by the node
 };
 
-// Attaches tensors to a node with PyTorch's `_wrap_outputs`. Since PyTorch 2.14, `_wrap_outputs`
-// also sets `attached` to the node that was used, which is not `node` if a view was marked dirty.
+// Attaches tensors to a node by calling PyTorch's `_wrap_outputs`. Since PyTorch 2.14, also sets
+// `attached` to the node that the tensors have afterwards. This is not `node` if a view was marked
+// dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -120,7 +126,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  const std::unordered_set<at::TensorImpl*> saved_in_forward; // empty, because of setup_context
+  // Empty, because tensors are saved in setup_context and not in forward.
+  const std::unordered_set<at::TensorImpl*> saved_in_forward;
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
         inputs,
@@ -140,7 +147,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Runs the hooks for new nodes (since PyTorch 2.14). The node must be complete.
+// Calls the hooks that PyTorch 2.14 and later run when a node was created. The node must be
+// complete.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {
@@ -149,8 +157,7 @@ void call_creation_hooks(const Ptr& node) {
   }
 }
 
-// Returns whether setup_context called `ctx.set_output_grad_dtype`, which exists since PyTorch
-// 2.14.
+// Returns whether setup_context called `ctx.set_output_grad_dtype` (since PyTorch 2.14).
 template <class Fields>
 bool declares_dtypes(const Fields& fields) {
   if constexpr (requires { fields.output_grad_dtypes; })
@@ -159,8 +166,9 @@ bool declares_dtypes(const Fields& fields) {
     return false;
 }
 
-// Applies the dtypes from `ctx.set_output_grad_dtype`, as python_function.cpp does and with the
-// same messages. `has_gradient(index)` returns whether an output is differentiable.
+// Applies the dtypes that were passed to `ctx.set_output_grad_dtype`. The checks and messages are
+// the same as in PyTorch's python_function.cpp. `has_gradient(index)` returns whether an output is
+// differentiable.
 template <class Fields, class HasGradient>
 void apply_declared_dtypes(
     Fields& fields, torch::autograd::Node& node, size_t count, HasGradient&& has_gradient) {

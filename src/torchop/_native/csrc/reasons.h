@@ -1,4 +1,5 @@
-// reasons.h: reasons why calls fall back to the dispatcher. Same order as `Reason` in reasons.py.
+// reasons.h: the reasons why a call goes through the dispatcher instead of running natively. The
+// order must be the same as in `Reason` in reasons.py.
 #pragma once
 
 #include <cstdint>
@@ -7,23 +8,23 @@ namespace torchop {
 
 enum class Reason : uint8_t {
   Native,         // the call does not fall back
-  SwitchedOff,    // inside torchop.native.disabled()
-  Operator,       // the plan supports no native calls
+  SwitchedOff,    // the call is inside `with torchop.native.disabled():`
+  Operator,       // no call to this operator can be native
   Binding,        // the arguments do not match the parameters
   ArgumentType,   // the dispatcher must convert an argument or reject it
   TensorSubclass, // a tensor that is neither Tensor nor Parameter
   Tangent,        // a tensor has a forward-mode tangent
-  Keys,     // a tensor is not plain and dense, for example sparse, quantized, meta or conjugated
-  Backends, // no tensors, or tensors of several backends
+  Keys,     // a tensor is not an ordinary dense tensor, but for example sparse, meta or conjugated
+  Backends, // there are no tensors, or tensors on several backends
   Mode,     // a dispatch mode, a torch.func transform or a trace is active
   Profiler, // a profiler or another RecordFunction callback is active
   FunctionMode, // a TorchFunctionMode is active, including `with torch.device(...)`
   Autocast,     // autocast is enabled and the operator has an autocast rule
-  Kernel,       // the dispatcher would run a kernel that the plan does not know
-  Mutation,     // mutates an inference tensor, an overlapping tensor, or one that requires grad
+  Kernel,       // the dispatcher would run a kernel that is not in the call plan
+  Mutation,     // a mutated tensor needs a check, such as one that requires grad or overlaps itself
   Anomaly,      // anomaly detection must record a stack trace for the node
   Gradient,     // native calls cannot record this operator's gradient
-  Capture,      // a device graph is being captured, and a derived formula needs the dispatcher
+  Capture,      // the call records a derived formula during the capture of a device graph
   Count,
 };
 

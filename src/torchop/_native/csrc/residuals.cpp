@@ -1,4 +1,5 @@
-// residuals.cpp: check residuals, and pass them to setup_context.
+// residuals.cpp: check the residuals that a kernel returned, and pass them to setup_context. See
+// residuals.h.
 #include "residuals.h"
 
 #include <memory>
@@ -11,8 +12,8 @@ namespace torchop {
 namespace {
 
 // Returns whether the residuals are plain tensors that share no memory with each other, inputs or
-// results. If a storage has one owner, two tensors share it only if they are the same object, so it
-// is enough to compare objects.
+// results. If each residual is the only tensor with its storage, we only need to check that no
+// other tensor is the same object.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
@@ -31,9 +32,9 @@ bool have_own_memory(
   return are_separate;
 }
 
-// Returns whether an attribute of `ctx` is a tensor, or a list or tuple that contains one.
+// Returns whether any attribute of `ctx` is a tensor, or a list or tuple that contains a tensor.
 bool has_tensor_attributes(PyObject* ctx) {
-  PyObject** attributes = _PyObject_GetDictPtr(ctx); // unlike `__dict__`, does not create the dict
+  PyObject** attributes = _PyObject_GetDictPtr(ctx); // unlike `ctx.__dict__`, creates no dict
   PyObject* value;
   bool found = false;
   for (Py_ssize_t next = 0; attributes != nullptr && *attributes != nullptr &&
@@ -46,7 +47,7 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// Creates a guard. The operator's first guard is stored in `first_guard`.
+// Creates a guard. If it is the operator's first one, also stores it in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -61,7 +62,7 @@ __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residua
   return made;
 }
 
-// Returns the offset of a slot in objects of a class with `__slots__`.
+// Returns the offset of a `__slots__` entry in instances of a class.
 Py_ssize_t find_slot(PyObject* type, const char* name) {
   THPObjectPtr slot = checked(PyObject_GetAttrString(type, name));
   TORCH_CHECK(Py_IS_TYPE(slot.get(), &PyMemberDescr_Type), name, " is no slot");
@@ -110,7 +111,7 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // Call tp_alloc, because the `__new__` of a NamedTuple is a Python function, and therefore slow.
+  // Create the NamedTuple with tp_alloc. Its `__new__` is a Python function, and therefore slow.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)
@@ -142,8 +143,8 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
     }
     all_are_saved &= found.places.size() > before;
   }
-  // A guard covers only saved tensors, but an attribute of `ctx` may be a residual or a view of
-  // one.
+  // A guard only covers tensors that were saved with save_for_backward. An attribute of `ctx` could
+  // also be a residual, or a view of one.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

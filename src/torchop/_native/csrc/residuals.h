@@ -1,10 +1,11 @@
-// residuals.h: residuals are kernel outputs that only the backward uses. This file passes them from
-// the kernel to the autograd node.
+// residuals.h: pass residuals from the kernel to the autograd node. Residuals are outputs of a
+// kernel that only the backward uses.
 //
-// A native call runs the author's function, which returns an object of type `Residuals::type` with
-// the result and the residuals. While the function runs, `torchop.records_gradient()` returns the
-// value in the dict `recording`. In cases that this file does not support, the call runs the Python
-// wrapper from handover.py instead.
+// In a native call (a call without the dispatcher), we call the author's function. It returns an
+// object of the class `Residuals::type` that contains the result and the residuals. The function
+// can call `torchop.records_gradient()` to find out whether residuals are needed. We store the
+// answer in the dict `recording`, under the id of the thread. In cases that this file does not
+// support, the call runs the Python wrapper in handover.py instead.
 #pragma once
 
 #include <Python.h>
@@ -18,35 +19,40 @@
 
 namespace torchop {
 
-// Residuals are constants for autograd, so a second derivative through them would be silently
-// wrong. Therefore, if the backward is itself recorded, the Python function `guard` replaces the
-// residuals among the saved tensors with tensors whose gradient raises. A guard depends only on the
-// residuals' positions.
+// Prevents second derivatives through residuals. They would be silently wrong, because residuals
+// are constants for autograd. If the backward is itself recorded, the Python function `guard`
+// replaces the residuals among the saved tensors with tensors whose gradient raises an error.
+// `places` are the positions of the residuals among the saved tensors.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
 };
 
-// The residuals of an operator. The plan owns the objects; see `Declared.in_plan` in declared.py.
+// How an operator returns and saves residuals. The call plan owns all objects here.
+// `Declared.in_plan` in declared.py creates them.
 struct Residuals {
-  // The class of objects that kernels return; nullptr for operators without residuals.
+  // The class of the objects that contain a result and residuals; nullptr if the operator has no
+  // residuals.
   PyObject* type = nullptr;
-  PyObject* recording = nullptr; // recording state by thread id; see `_recording` in handover.py
-  PyObject* recording_state;     // the state that requests residuals from a kernel: (None, True)
-  PyObject* residuals_class;     // the NamedTuple class for the argument `residuals`
-  // make_request(saved) wraps residuals for the Python function `save` of the formula.
+  PyObject* recording = nullptr; // dict: thread id -> state; see `_recording` in handover.py
+  PyObject* recording_state;     // (None, True), the state that requests residuals from a kernel
+  PyObject* residuals_class;     // the NamedTuple class of setup_context's argument `residuals`
+  // make_request(saved) wraps residuals for the Python function that calls setup_context. Used if
+  // C++ cannot call setup_context itself.
   PyObject* make_request;
-  Py_ssize_t count; // number of residuals if all are tensors, else 0
-  // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...). None if
-  // only Python code may call it.
+  Py_ssize_t count; // the number of residuals; 0 if not all of them are tensors
+  // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...), or None
+  // if C++ must not call it directly.
   PyObject* setup;
-  PyObject* guard; // guard(places) creates a guard
-  // A cache: most calls save the residuals at the same positions as the first call.
+  PyObject* guard; // guard(places) creates the Python function `Guard::guard`
+  // The guard of the first call. Most calls save the residuals at the same positions, so they can
+  // use this guard too.
   mutable std::atomic<Guard*> first_guard{nullptr};
-  PyObject* mark; // mark(ctx, saved) finds the residuals in `ctx` and guards them
+  PyObject* mark; // mark(ctx, saved) finds the residuals anywhere in `ctx`, and guards them
 };
 
-// Returns whether a call on this thread requested residuals from a kernel, which may be running.
+// Returns whether a call on this thread has requested residuals from a kernel. The kernel may be
+// running now.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -54,11 +60,13 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The dict `Residuals::recording`, which all operators share. Owned; nullptr until there is an
-// operator with residuals. Calls to operators without residuals use it too.
+// The dict `Residuals::recording`. All operators with residuals share this dict, and calls to
+// operators without residuals need it too. Owned; nullptr until the first operator with residuals
+// is called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// RAII guard that saves and restores the recording state of this thread. Requires the GIL.
+// RAII guard that saves this thread's state in the dict `recording`, and restores it at the end.
+// The GIL must be held.
 class Recording {
  public:
   // Does nothing if `recording` is nullptr.
@@ -89,8 +97,9 @@ class Recording {
       throw_python_error();
   }
 
-  // Makes `records_gradient()` return False, in the kernel of another operator. The saved state
-  // must not be empty.
+  // Makes `records_gradient()` return False until this guard is destroyed. Used for operators
+  // without residuals that are called by a kernel with residuals. This thread must have a saved
+  // state.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
@@ -102,32 +111,34 @@ class Recording {
   THPObjectPtr thread_, before_;
 };
 
-// The offsets of the slots `output` and `saved` in objects of type `Residuals::type`.
+// The offsets of the attributes `output` and `saved` (`__slots__`) in objects of the class
+// `Residuals::type`.
 inline std::atomic<Py_ssize_t> output_slot, saved_slot;
 
 inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// If `made` is an object of type `Residuals::type`, replaces it with the result and returns the
-// tuple of residuals. Otherwise returns nullptr. `made` is an owned reference before and after.
+// If `made` is an object of the class `Residuals::type`, replaces it with the result that it
+// contains, and returns the tuple of residuals. Otherwise returns nullptr. `made` owns a reference,
+// before and after the call.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
   PyObject *output = slot_of(made, output_slot), *saved = slot_of(made, saved_slot);
   if (C10_UNLIKELY(output == nullptr || saved == nullptr))
-    return {}; // not made by `torchop.residuals`
+    return {}; // incomplete, so it was not created by `torchop.residuals`
   THPObjectPtr both(made), taken(Py_NewRef(saved));
   made = Py_NewRef(output);
   return taken;
 }
 
-// make_handover(type, recording) returns C++ versions of `_records` and `_returned` in handover.py,
-// which implement `torchop.records_gradient` and `torchop.residuals`.
+// make_handover(type, recording) returns C++ implementations of `_records` and `_returned` in
+// handover.py. `torchop.records_gradient` and `torchop.residuals` call these functions.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals. Returns false without calling it if the
-// residuals are not tensors with memory of their own, or are not as many as declared.
+// Calls the author's setup_context with the residuals. If the number of residuals is wrong, or one
+// of them is not a tensor with memory of its own, returns false without calling setup_context.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -135,9 +146,9 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the guard for the residuals that setup_context saved. If setup_context has not saved all
-// residuals, or has stored tensors as attributes of `ctx`, calls `Residuals::mark` and returns
-// nullptr.
+// Returns the guard for the residuals that setup_context saved. A guard is not enough if some
+// residuals were not saved, or if attributes of `ctx` contain tensors. In that case, calls
+// `Residuals::mark` and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

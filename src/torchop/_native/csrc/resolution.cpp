@@ -1,10 +1,11 @@
-// resolution.cpp: decide whether PyTorch would skip an overload in a call to a packet.
+// resolution.cpp: decide whether PyTorch would skip an overload in a call to an OpOverloadPacket.
 //
 // PyTorch tries the overloads in order (getOpWithStack in torch/csrc/jit/python/pybind_utils.cpp).
-// For each, it converts the arguments in schema order until a conversion fails. Predicting this is
-// hard for two reasons. Many values convert: a one-element tensor to a number, and any number to a
-// bool. And some conversions raise an error that ends the call, such as an invalid device string.
-// So an overload is skipped only if all arguments before the first mismatch certainly convert.
+// For each overload, it converts the arguments in schema order until a conversion fails. This is
+// hard to predict, for two reasons. First, PyTorch converts more values than one would expect, for
+// example a one-element tensor to a number, and any number to a bool. Second, some values, such as
+// an invalid device string, raise an error that ends the call. So we say that an overload is
+// skipped only if all arguments before the first mismatch certainly convert.
 #include "resolution.h"
 
 #include "free_threads.h"
@@ -13,8 +14,8 @@ namespace torchop {
 
 namespace {
 
-// Whether a value converts to a schema type. If a value is `Rejected`, PyTorch tries the next
-// overload. `Unknown` includes errors that end the call.
+// Whether PyTorch can convert a value to a type in the schema. If a value is `Rejected`, PyTorch
+// tries the next overload. `Unknown` includes values that make PyTorch raise an error.
 enum class Fit { Accepted, Rejected, Unknown };
 
 bool is_list(PyObject* value) {
@@ -30,18 +31,19 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Returns whether a tensor certainly does not convert to a number. Returns false for tensors that
-// native calls do not support, because their numel may be symbolic.
+// Returns whether PyTorch certainly does not convert a tensor to a number, because it has several
+// elements. Returns false for tensors that native calls do not support, because their number of
+// elements may be symbolic.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
-// Converts a built-in object to a number, or to a type that the dispatcher stores as a number, such
-// as a dtype.
+// Returns whether a built-in object converts to a number, or to a type that the dispatcher stores
+// as a number, such as a dtype.
 Fit fit_number(Base base, PyObject* value) {
-  if (base == Base::Bool) // py::cast<bool> also accepts None
+  if (base == Base::Bool) // py::cast<bool> accepts None too
     return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
   if (PyFloat_CheckExact(value))
     return base == Base::Float || base == Base::Number ? Fit::Accepted : Fit::Rejected;
@@ -51,7 +53,7 @@ Fit fit_number(Base base, PyObject* value) {
   return is_certain && fits_in_64_bits(value) ? Fit::Accepted : Fit::Unknown;
 }
 
-// Converts a plain tensor or a built-in object to a type that is not a list.
+// Returns whether a plain tensor or a built-in object converts to a type that is not a list.
 Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
@@ -60,7 +62,7 @@ Fit fit_builtin(Base base, PyObject* value) {
     case Base::Str:
     case Base::Device:
       return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Rejected;
-    case Base::Number: // unlike int and float, a Scalar does not accept tensors
+    case Base::Number: // unlike int and float, Scalar does not accept one-element tensors
       return is_tensor ? Fit::Rejected : fit_number(base, value);
     case Base::Int:
     case Base::Float:
@@ -83,7 +85,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // None converts to an undefined tensor, but not in a list.
+  // PyTorch converts None to an undefined tensor, except in a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -91,7 +93,7 @@ Fit fit_item(const Kind& kind, PyObject* item) {
 
 Fit fit_items(const Kind& kind, PyObject* list) {
   Fit fit = Fit::Accepted;
-  Py_BEGIN_CRITICAL_SECTION(list); // another thread may modify the list
+  Py_BEGIN_CRITICAL_SECTION(list); // because another thread may modify the list
   for (Py_ssize_t index = 0; fit == Fit::Accepted && index < PySequence_Fast_GET_SIZE(list);
        ++index) {
     THPObjectPtr item(Py_NewRef(PySequence_Fast_GET_ITEM(list, index)));
@@ -101,16 +103,18 @@ Fit fit_items(const Kind& kind, PyObject* list) {
   return fit;
 }
 
-// Converts a value that is not a list to a list type.
+// Returns whether a value that is not a list converts to a list type.
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // Lists of these types accept only sequences. Others accept any iterable, such as a string.
+  // For these types, PyTorch accepts only sequences. For other types, it accepts any iterable, such
+  // as a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
-  // The type may be a list of fixed size, such as int[2], which accepts a number and repeats it.
+  // A list of fixed size, such as int[2], also accepts a single number, and repeats it. `kind` does
+  // not contain the size, so the parameter might have such a type.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);

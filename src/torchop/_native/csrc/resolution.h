@@ -1,4 +1,5 @@
-// resolution.h: decide whether PyTorch would skip an overload in a call to a packet.
+// resolution.h: decide whether PyTorch would skip an overload in a call to an OpOverloadPacket.
+// PyTorch tries the overloads one after the other.
 #pragma once
 
 #include <Python.h>
@@ -8,8 +9,8 @@
 namespace torchop {
 
 // Returns whether PyTorch would certainly skip an overload with these parameters and try the next
-// overload. Returns false if PyTorch would call the overload or raise an error, or if this is not
-// certain.
+// one. Returns false if PyTorch would call the overload, if it would raise an error, or if we
+// cannot tell.
 bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords);
 

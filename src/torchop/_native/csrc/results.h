@@ -1,7 +1,8 @@
-// results.h: check the type and aliasing of results.
+// results.h: check that a kernel returned values of the right types, and that they do not alias the
+// inputs.
 //
-// These checks accept most valid results. If they do not accept a result, Python checks it again,
-// and converts it or raises.
+// These checks are fast and accept most valid results. If they do not accept a result, Python code
+// checks it thoroughly, and then converts it or raises an error.
 #pragma once
 
 #include <Python.h>
@@ -13,21 +14,20 @@
 
 namespace torchop {
 
-// The results that the schema declares.
+// What the schema says about an operator's results.
 struct Returns {
   size_t count = 0;
-  bool are_tensors = true; // Tensor, Tensor? or Tensor[] only
+  bool are_tensors = true; // true if each result is of type Tensor, Tensor? or Tensor[]
   bool has_lists = false;
   std::vector<bool> are_optional, are_lists;
-  bool are_fresh = true; // results must not alias inputs or each other
-  // For in-place and out= operators: the indices of the parameters that the kernel must return.
+  bool are_fresh = true; // true if results must not share memory with inputs or each other
+  // The indices of the arguments that the kernel of an in-place or out= operator must return.
   std::vector<size_t> parameters;
 };
 
 namespace detail {
 
-// Returns the address of a tensor's storage. The tensor must have a storage, as all dense tensors
-// do.
+// Returns the address of a tensor's storage. The tensor must have one, as all dense tensors do.
 inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
@@ -39,9 +39,9 @@ inline bool has_own_storage(PyObject* tensor) {
 
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
-    return false; // Python must compare the result with the arguments
-  // The fast path. A tensor with one reference is not an input, and a tensor that is the only owner
-  // of its storage is not a view.
+    return false; // not dense, so Python must check whether it aliases an argument
+  // The fast path. If nothing else references the tensor, it is not an input. If nothing else
+  // references the storage, the tensor is not a view of an input.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
     return true;
   const void* storage = storage_of(tensor);
@@ -52,8 +52,8 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
-// Returns whether two plain tensors have the same sizes, dtype, layout and device. Returns false if
-// a comparison would run Python code.
+// Returns whether two plain tensors have the same sizes, dtype, layout and device. Returns false
+// for tensor subclasses, because comparing them may run Python code.
 inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;
@@ -62,12 +62,12 @@ inline bool have_same_metadata(PyObject* one, PyObject* other) {
     return first.sizes() == second.sizes() && first.dtype() == second.dtype() &&
         first.layout() == second.layout() && first.device() == second.device();
   } catch (const c10::Error&) {
-    return false; // symbolic sizes or nested tensors
+    return false; // the sizes are symbolic, or the tensors are nested
   }
 }
 
-// Returns whether a result is a plain tensor that shares no storage with the arguments, including
-// tensors in lists.
+// Returns whether a result is a plain tensor that shares no storage with any tensor in the
+// arguments, including tensors in lists and tuples.
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
@@ -93,7 +93,7 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// Does the work of `is_valid_result` for schemas with lists. A list is valid only if nothing else
+// Implements `is_valid_result` for schemas that return lists. Accepts a list only if nothing else
 // references it, because the dispatcher would return a new list.
 __attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
@@ -122,7 +122,7 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists(
 
 } // namespace detail
 
-// Returns whether a result is certainly valid, and can be returned to the caller unchanged.
+// Returns whether a result is certainly valid, and can be returned to the caller as it is.
 C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)

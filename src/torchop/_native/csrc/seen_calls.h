@@ -1,5 +1,5 @@
-// seen_calls.h: a hash table from the metadata of calls (shapes, strides, dtypes, devices, plain
-// values) to functions.
+// seen_calls.h: a cache of the function (kernel) to run for each kind of call. The key consists of
+// the tensors' metadata (shapes, strides, dtypes, devices) and the values of the other arguments.
 #pragma once
 
 #include <cstring>
@@ -14,18 +14,18 @@
 
 namespace torchop {
 
-// Calls with a longer key (32 KiB) are not cached.
+// Calls with a longer key than this (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call: the metadata of tensors, and the values of all other arguments. Contains no
-// pointers and no tensor data.
+// The key of a call: the metadata of all tensors, and the values of all other arguments. Contains
+// no pointers and no tensor data.
 class CallKey {
  public:
-  // words_[0] is the number from `set_subject`.
+  // words_[0] is reserved for the number from `set_subject`.
   CallKey() : words_{0} {}
 
-  // Appends the arguments of a vectorcall. Returns false if the key is too long, or an argument has
-  // an unsupported type.
+  // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if an
+  // argument has a type that keys do not support.
   bool read(PyObject* const* args, size_t count, PyObject* keywords) {
     add(count);
     for (size_t index = 0; index < count; ++index) {
@@ -40,7 +40,7 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
-  // Sets the subject: a number, chosen by the caller, that is also part of the key.
+  // Sets the subject, a number that the caller chooses. Keys with different subjects are different.
   void set_subject(uint64_t subject) {
     words_[0] = subject;
   }
@@ -62,8 +62,9 @@ class CallKey {
   }
 
  private:
-  // The lowest byte of the first word of each value. The upper bytes hold a length or the value.
-  // With tags, different argument lists never have equal keys.
+  // The type of a value. It is in the lowest byte of the value's first word. The other bytes of
+  // this word contain a length, or the value itself. Because of the tags, different argument lists
+  // never have equal keys.
   enum class Tag : uint8_t {
     None,
     True,
@@ -91,14 +92,15 @@ class CallKey {
 
   void add_bytes(const void* bytes, size_t size) {
     const size_t start = words_.size();
-    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // zero padding
+    words_.resize(start + (size + sizeof(uint64_t) - 1) / sizeof(uint64_t)); // fills with zeros
     if (size != 0)
       std::memcpy(words_.data() + start, bytes, size);
   }
 
   bool add_number(Tag tag, double number) {
     add_tag(tag);
-    // Keys compare bitwise, because 0.0 equals -0.0, and nan does not equal itself.
+    // Add the bits of the number, because as numbers 0.0 equals -0.0, and nan does not equal
+    // itself.
     add_bytes(&number, sizeof(number));
     return true;
   }
@@ -124,7 +126,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Symbolic sizes, or sizes from Python code, are not supported.
+    // Sizes that are symbolic, or come from Python code, are not supported.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
@@ -181,9 +183,9 @@ class CallKey {
   c10::SmallVector<uint64_t, 40> words_;
 };
 
-// A hash table with open addressing, which owns references to the functions. All keys are in one
-// array. The caller must replace a full table (see `has_capacity`) with an empty one, because some
-// programs never stop calling with new shapes. Not thread-safe.
+// The cache, a hash table with open addressing. It owns references to the functions. All keys are
+// stored in one array. If the table is full (see `has_capacity`), the caller must replace it with
+// an empty one, because some programs call operators with new shapes all the time. Not thread-safe.
 class SeenCalls {
  public:
   PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing
@@ -198,7 +200,7 @@ class SeenCalls {
     return nullptr;
   }
 
-  // Adds a key. Requires that it is missing, and `has_capacity(key)`.
+  // Adds a key that is not in the table yet. `has_capacity(key)` must be true.
   void add(const CallKey& key, uint64_t hash, PyObject* function) {
     if (2 * (count_ + 1) > slots_.size())
       grow();

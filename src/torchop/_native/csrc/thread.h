@@ -1,4 +1,5 @@
-// thread.h: thread-local state of native calls.
+// thread.h: the native calls (calls without the dispatcher) that are running on a thread, and the
+// limits of the thread's stack.
 #pragma once
 
 #include <Python.h>
@@ -15,37 +16,39 @@
 
 namespace torchop {
 
-// Per-thread state. Only the owning thread writes it. Without the GIL, other threads read `plans`
-// and `reads_table`.
+// The state of one thread. Only this thread writes it. In free-threaded Python, other threads read
+// `plans` and `reads_table`.
 struct Thread {
-  // The entries (borrowed) of the native calls that are running, innermost last. They are not on
-  // the C stack, because a greenlet switch inside a kernel replaces the stack. Calls that run in
-  // several greenlets may return in any order.
+  // The Entry objects (entry.h) of the native calls that are running, with the innermost call last.
+  // Borrowed. They cannot be on the C stack, because a greenlet switch inside a kernel replaces the
+  // stack. With several greenlets, the calls may also return in any order.
   PyObject** running = nullptr;
-  // The number of running calls, and the size of the arrays.
+  // The number of running calls, and the allocated size of `running` (and `plans`).
   size_t count = 0;
   size_t capacity = 0;
 #ifdef Py_GIL_DISABLED
-  // The plans of these calls: hazard pointers, see free_threads.h.
+  // The call plans that the running calls use. These are hazard pointers: a plan is not freed while
+  // it is in any thread's `plans`. See free_threads.h.
   std::atomic<PyObject*>* plans = nullptr;
-  std::atomic<bool> reads_table = false; // see TableRead
-  size_t number = 0;                     // index of the thread, for Counters
-  // `note_call` samples one in this many calls. The number is prime, because many programs repeat a
-  // sequence of calls, and each call in the sequence must be sampled at some time.
+  std::atomic<bool> reads_table = false; // true while reading a dispatch table; see TableRead
+  size_t number = 0; // a unique number that selects the thread's part of Counters
+  // `note_call` checks one in this many calls. The number is prime. Otherwise, in a program that
+  // repeats a fixed sequence of calls, the check might always hit the same call of the sequence.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and the number of bytes to leave free. With the initial
-  // values, the first call measures the stack.
+  // The lowest address of the stack, and the number of bytes that must stay free. With the initial
+  // values, the check fails in the first call, and the stack is measured.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
 
 inline thread_local Thread thread;
 
-// Returns an object in ThreadLocalPythonObjects (borrowed), or nullptr. PyTorch propagates these
-// objects to the threads of the autograd engine. Names of at most 15 characters need no allocation.
+// Returns the object that is stored under `name` in PyTorch's ThreadLocalPythonObjects (borrowed),
+// or nullptr. PyTorch copies these objects to the threads of the autograd engine. Use names of at
+// most 15 characters, because std::string stores these without an allocation.
 inline PyObject* get_obj_in_tls(const char* name) {
   using at::impl::ThreadLocalPythonObjects;
   return ThreadLocalPythonObjects::contains(name)
@@ -64,9 +67,10 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
-// Returns the state of this thread. With `-fPIC`, each access to a thread_local variable calls
-// __tls_get_addr, so call this function only once. The asm keeps the compiler from computing the
-// address again.
+// Returns the state of this thread. Call this function only once per operator call, because in a
+// shared library each access to a thread_local variable is a call to __tls_get_addr. The asm
+// statement hides where the address comes from. Otherwise the compiler might compute it again at
+// each use.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
@@ -75,16 +79,19 @@ inline Thread& this_thread() {
 
 #ifdef Py_GIL_DISABLED
 
-// Grows the arrays for another running call. Returns false without an exception if out of memory.
+// Makes space for another running call. Returns false, without an exception, if there is not enough
+// memory.
 __attribute__((noinline, cold)) bool reserve_call(Thread& here);
 
-// Removes a call that is not the last in the array, because a greenlet switch reordered the calls.
+// Removes a running call that is not the last one in the array, because greenlets returned in
+// another order.
 __attribute__((noinline, cold)) void end_earlier_call(
     Thread& here, PyObject* entry, PyObject* plan);
 
 #else
 
-// Grows the array for another running call. Returns false without an exception if out of memory.
+// Makes space for another running call. Returns false, without an exception, if there is not enough
+// memory.
 __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   struct Freed {
     ~Freed() {
@@ -104,9 +111,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// RAII guard that marks an operator as running on this thread. It is needed because a kernel must
-// not deregister its own operator, but native calls leave no Python frame from which to detect
-// this. Requires count < capacity.
+// RAII guard that marks an operator as running on this thread. This is for detecting a kernel that
+// deregisters the operator that it belongs to. Python kernels are detected by their frames, but
+// native calls have no such frame. Requires count < capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
@@ -122,8 +129,8 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Removes a call that is not the last in the array, because of a greenlet switch. Removes any
-  // call with this entry, because such calls are indistinguishable.
+  // Removes a call that is not the last one in the array, because greenlets returned in another
+  // order. If several calls have this entry, it does not matter which one is removed.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -139,10 +146,10 @@ class RunningCall {
 
 #endif
 
-// Sets the stack limits of this thread. Disables the check if they are unknown.
+// Sets the stack limits of this thread. If the limits are unknown, disables the check.
 inline void measure_stack(Thread& here) {
-  // The space for C code that kernels call, such as PyTorch and NumPy, and that does not check the
-  // stack.
+  // Leave this much of the stack to C code that kernels call, such as PyTorch and NumPy, because
+  // this C code does not check the stack itself.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)
@@ -164,11 +171,12 @@ inline void measure_stack(Thread& here) {
   here.stack_reserve = std::min(reserve, size / 4);
 }
 
-// Returns whether the stack may overflow in this call. CPython limits only the number of Python
-// frames, so a program that raises the recursion limit would crash.
+// Returns whether the stack might overflow in this call. CPython only limits the depth of Python
+// frames, so without this check a program that raises the recursion limit could crash.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // The difference is unsigned, so it is large for a greenlet, which has its stack elsewhere.
+  // The stack of a greenlet is elsewhere, so `address` may be below `stack_end`. The difference is
+  // unsigned, so in that case it is large, and the check passes.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)
