@@ -211,7 +211,8 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
         "dtypes": _READS_DOUBLE,
         "subsystems": _ADDRESSES,
     },
-    "quanto::qbytes_mm": {"memory": _INT8PACK, "sharing": _INT8PACK, "subsystems": _INT8PACK},
+    "quanto::qbytes_mm": dict.fromkeys(("contracts", "memory", "sharing", "subsystems"), _INT8PACK),
+    "quanto::quantize_symmetric": {"subsystems": _UNDIFFERENTIATED},
     **dict.fromkeys(
         (
             "fbgemm::Bfloat16QuantizedToFloat",
@@ -254,16 +255,20 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     ),
     **dict.fromkeys(
         ("_C::gelu_fast", "_C::gelu_new", "_C::gelu_quick", "_C::gelu_tanh", "_C::rms_norm"),
-        dict.fromkeys(("contracts", "memory", "sharing", "subsystems"), _ADDRESSES),
+        dict.fromkeys(("contracts", "memory", "dtypes", "sharing", "subsystems"), _ADDRESSES),
     ),
-    "_C::fused_add_rms_norm": dict.fromkeys(("contracts", "memory", "subsystems"), _ADDRESSES),
+    "_C::fused_add_rms_norm": dict.fromkeys(
+        ("contracts", "memory", "dtypes", "subsystems"), _ADDRESSES
+    ),
     "_C::dynamic_scaled_int8_quant": dict.fromkeys(
         ("contracts", "memory", "subsystems"), _ADDRESSES
     ),
     "_C::static_scaled_int8_quant": dict.fromkeys(
         ("contracts", "memory", "subsystems"), _ADDRESSES
     ),
-    "_C::rotary_embedding": dict.fromkeys(("memory", "sharing", "subsystems"), _ADDRESSES),
+    "_C::rotary_embedding": dict.fromkeys(
+        ("contracts", "memory", "sharing", "subsystems"), _ADDRESSES
+    ),
     "_C::greedy_argmax": {"subsystems": _FAKE},
     "_C::fused_gumbel_argmax": {"subsystems": _FAKE},
     "nvalchemiops::build_cell_list": {"memory": _OVERLAPPING},
@@ -272,7 +277,9 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
     "nvalchemiops::fire2_step_coord_cell": dict.fromkeys(
         ("contracts", "memory", "subsystems"), _UNFITTING
     ),
-    "nvalchemiops::lbfgs_step_coord_cell": {"memory": _UNFITTING},
+    "nvalchemiops::lbfgs_step_coord_cell": dict.fromkeys(
+        ("contracts", "memory", "subsystems"), _UNFITTING
+    ),
     "nvalchemiops::query_cell_list": dict.fromkeys(("contracts", "memory"), _UNFITTING),
     "nvalchemiops::segmented_dot": {"subsystems": _SEGMENTS},
     "nvalchemiops::segmented_dot_backward": {"subsystems": _SEGMENTS},
