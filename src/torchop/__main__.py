@@ -10,10 +10,10 @@ from torchop import __version__
 
 
 def main() -> None:
-    """Run the command line. Exits with 2 if the extra `cli` is not installed.
+    """Run the command line. Exit with 2 if the extra `cli` is not installed.
 
-    An OSError, such as a full disk under the standard output, is reported in one line without a
-    traceback. The exit code is then 1.
+    If an OSError is raised, for example because the disk is full, print it in one line without a
+    traceback, and exit with 1.
     """
     if not faulthandler.is_enabled():  # prints a traceback if an imported module crashes
         faulthandler.enable(sys.__stderr__ or sys.stderr)
@@ -32,8 +32,8 @@ def main() -> None:
     try:
         cli.main()
     except OSError as error:
-        # Redirect the standard output. Otherwise Python would flush its buffer at exit, and fail
-        # again.
+        # Redirect the standard output to the null device. Otherwise Python would flush the buffered
+        # output at exit, which would raise the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"torchop: {error}", file=sys.stderr)
         sys.exit(1)

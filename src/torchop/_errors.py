@@ -92,8 +92,8 @@ def nearest(name: object, names: Iterable[str]) -> str:
 class _ShortErrors:
     """Context manager that shortens PyTorch's errors about a string from the user.
 
-    PyTorch's message quotes the whole string. If the error is reported inside a multi-byte
-    character, the message is not valid UTF-8, and a UnicodeDecodeError is raised instead.
+    PyTorch's message quotes the whole string. If the position of the error is inside a multi-byte
+    character, the message is not valid UTF-8, so PyTorch raises a UnicodeDecodeError instead.
     """
 
     def __enter__(self) -> None:
@@ -106,7 +106,7 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# One shared object, because each definition enters it several times.
+# Share one object, because each definition of an operator enters it several times.
 short_errors = _ShortErrors()
 
 
@@ -325,5 +325,8 @@ def users_place() -> Place:
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning at `place`, for example in a thread that runs no code of the user."""
+    """Issue a warning attributed to `place`, where the stack may have no user code.
+
+    This is the case in background threads, for example.
+    """
     warnings.warn_explicit(message, category, *place)

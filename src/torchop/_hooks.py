@@ -37,7 +37,7 @@ class NoExtension:
 
     @staticmethod
     def pack_plain(values: Any, latest: Any, count: int, /) -> Any:
-        """Pack random generator states and settings into a tensor. Return None if Python must."""
+        """Pack random generator states and settings into a tensor, or return None to use Python."""
         return None
 
     @staticmethod

@@ -3,7 +3,7 @@
 Operators created by `torch.library.custom_op` are slow to call, so inference engines have functions
 of their own for this: `direct_register_custom_op` in vLLM and SGLang, `register_custom_op` in
 SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module have the same signatures,
-but define operators with `torchop.custom_op`, which are faster to call. As in the engines, a result
+but define operators with `torchop.custom_op`, so that calls are faster. As in the engines, a result
 that shares memory with an argument or another result only causes a warning, whereas it is an error
 for other operators of torchop.
 """
@@ -150,11 +150,12 @@ def register_custom_op(
     tags: Tags = None,
     eager: bool = True,
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
-    """Register an operator, as a decorator or a plain call, compatible with inference engines.
+    """Register an operator, with the arguments of SGLang's and TensorRT-LLM's functions.
 
-    It accepts the arguments of SGLang's `register_custom_op` and `register_custom_op_from_extern`,
-    except `computed_args`. If the first argument is a name, it accepts the arguments of
-    TensorRT-LLM's `fast_custom_op`. A repeated call with equal arguments returns the same operator.
+    Use it as a decorator, or call it with the function. It accepts the arguments of SGLang's
+    `register_custom_op` and `register_custom_op_from_extern`, except `computed_args`. If the first
+    argument is a name, it accepts the arguments of TensorRT-LLM's `fast_custom_op`. A repeated call
+    with equal arguments returns the same operator.
 
     Args:
         fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.
@@ -233,7 +234,7 @@ def register_custom_op(
 def _register(
     name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    """Define the operator, or return the existing operator if the registration is a repetition."""
+    """Define the operator, or return the existing one if this repeats an earlier registration."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing

@@ -4,7 +4,7 @@
 in other packages can use it too. `import torchop` does not import it; write
 `from torchop.extend import Operator`.
 
-Modelled on `jax.extend`.
+Modeled after `jax.extend`.
 """
 
 from torchop._compat.classes import OpOverload

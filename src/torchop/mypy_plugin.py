@@ -85,7 +85,7 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # A class with a schema string and a kernel per device has neither `forward` nor `signature`. So
+    # A class with a schema string and a kernel per device has neither `forward` nor `signature`, so
     # accept any arguments.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
@@ -101,7 +101,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """Return the signature of the kernel, but make outputs optional, and return the outputs."""
+    """Return the kernel's signature with optional outputs, and with the outputs as the result."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

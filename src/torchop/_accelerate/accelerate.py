@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # The accelerations that are in effect. An operator is accelerated as long as it matches one of
 # them.
 _active: list[Acceleration] = []
-# Maps matching operators to why they are not accelerated, or None.
+# Maps each matching operator to the reason why it is not accelerated, or to None if it is.
 _problems: dict[OpName, str | None] = {}
 _stop_watching: registries.RegistrationHook | None = None
 
@@ -45,8 +45,8 @@ class AcceleratedOperator(NamedTuple):
         op: the name of the operator.
         accelerated: whether calls to the operator can be native.
         reason: why the operator is not accelerated. Empty if it is accelerated.
-        constants: the names of the arguments of type `int`. `torch.compile` compiles again for each
-            new value of these. To avoid this, declare them as `SymInt` in the schema.
+        constants: the names of the `int` arguments. `torch.compile` recompiles for each new value
+            of such an argument. To avoid this, declare the argument as `SymInt` in the schema.
 
     Example:
         >>> import torch, torchop
@@ -82,7 +82,7 @@ class Acceleration:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The arguments of `accelerate`."""
+        """The patterns that were passed to `accelerate`."""
         return self._patterns
 
     @property
@@ -101,7 +101,7 @@ class Acceleration:
         """Stop accelerating the matching operators. Calling it again has no effect.
 
         Operators that match another active `Acceleration` stay accelerated. If other code has
-        replaced a function in `torch.ops` since, the replacement is not overwritten.
+        replaced a function in `torch.ops` in the meantime, its replacement stays.
         """
         with registration_lock:
             if self in _active:
@@ -136,9 +136,9 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Return the matching operators that were defined in Python.
+        """Return the names of the registered operators that match a pattern.
 
-        Operators that were defined in C++ are included if a pattern names their namespace.
+        Operators that were defined in C++ are included only if a pattern names their namespace.
         """
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
@@ -154,15 +154,16 @@ def accelerate(*patterns: str) -> Acceleration:
     This works for operators with Python kernels that were registered with
     `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. A call
     through a handle, through `torch.ops` or from a compiled graph is native if the dispatcher would
-    do nothing but run the kernel and the wrappers of `custom_op`. All other calls fall back to the
-    dispatcher.
+    only run the kernel and the wrappers that `custom_op` adds to it. All other calls fall back to
+    the dispatcher.
 
     Operators that are registered later are accelerated too, so the order of imports does not
     matter.
 
     Args:
         patterns: operator names such as `"mylib::crop"`, optionally with the wildcards `*`, `?` and
-            `[...]`, such as `"mylib::*"` or `"*"`. A name without an overload means all overloads.
+            `[...]`, such as `"mylib::*"` or `"*"`. A name without an overload stands for all
+            overloads.
 
     Returns:
         An `Acceleration`. Print it to see a table of the operators, and the reason why an operator
@@ -187,7 +188,7 @@ def accelerate(*patterns: str) -> Acceleration:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
 
-    Modelled on `functools.singledispatch`, which moves the decision from the call to registration.
+    Modeled after `functools.singledispatch`, which does not select a function anew in each call.
     """
     global _stop_watching
     check_patterns("accelerate", patterns)
@@ -213,7 +214,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def why_not(name: OpName) -> str | None:
-    """Return why torchop has not made calls to an operator native, or None if it has."""
+    """Return the reason why calls to an operator are not native, or None if they are."""
     with registration_lock:
         if name not in defined_names():
             return _row(name, False).reason

@@ -33,8 +33,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if not naming.is_pattern(pattern):
-            # Suggest a valid pattern even for names as PyTorch prints them, such as
-            # torch.ops.mylib.crop.
+            # If the pattern is a name as PyTorch prints it, such as torch.ops.mylib.crop, suggest
+            # the corresponding valid pattern.
             namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
             meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(
@@ -59,7 +59,7 @@ def _is_helper(name: OpName) -> bool:
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """Return the value for the first pattern that matches the name, or None."""
+    """Return the value for the first pattern that matches the name, or None if none does."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 

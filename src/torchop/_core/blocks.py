@@ -13,8 +13,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Block(contextlib.ContextDecorator):
     """A context manager that can also decorate functions, except generators and coroutines.
 
-    A call to a generator or coroutine function returns before the function's body runs. So the
-    block would be closed too early.
+    A call to a generator or coroutine function returns before the function's body runs, so the
+    context manager would exit too early.
     """
 
     def __call__(self, function: _Function) -> _Function:

@@ -30,7 +30,8 @@ def _caches_of_user() -> Path:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    # A relative path would be in the working directory, which may belong to another user.
+    # Reject a relative path, because it would be in the working directory, which may belong to
+    # another user.
     if not home.is_absolute():
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":

@@ -18,7 +18,7 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 def values_by_name(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a dict of the arguments that a call passes, by name.
+    """Return the arguments of a call as a dict from names to values.
 
     Args:
         schema: a `Schema` of the operator.
@@ -37,9 +37,9 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return (name, value) of each argument in `places`, unless the call omits it.
+    """Return the (name, value) pairs of those arguments in `places` that the call passes.
 
-    `places` contains (position, name) of arguments, as `Schema.mutated_places` does.
+    `places` contains (position, name) pairs, like `Schema.mutated_places`.
     """
     return [
         (name, args[index] if index < len(args) else kwargs[name])
@@ -175,7 +175,7 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """Return a call's arguments after calling `replaced` on each."""
+    """Apply `replaced` to each argument of a call, and return the new arguments."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 

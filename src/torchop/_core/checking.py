@@ -67,7 +67,7 @@ def checked(
     leading: int = 0,
     is_helper: bool = False,
 ) -> Callable[..., Any]:
-    """Return `kernel`, or a wrapper that checks it if any thread is inside a `checking` block.
+    """Return `kernel`, wrapped in a check if any thread is inside a `checking` block.
 
     The wrapper does not check the first `leading` arguments, such as the dispatch keys. The caller
     must hold `registration_lock` until it has stored the plan that contains the returned function.

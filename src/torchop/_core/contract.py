@@ -22,8 +22,8 @@ from torchop._schema.schema import Schema
 class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
-    PyTorch itself does not check the number of results, and would read out of bounds. It reports
-    other mistakes as a failed C++ cast.
+    PyTorch itself does not check the number of results, and may read out of bounds if there are too
+    many. It reports other mistakes only as a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -31,20 +31,20 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # If there are several results, accept None in place of a tensor, as C++ kernels may
-            # return undefined tensors. If there is only one, None means that the `return` is
-            # missing.
+            # If there are several results, accept None in place of a tensor, just as C++ kernels
+            # may return undefined tensors. If there is only one result, reject None, because it
+            # usually means that the `return` is missing.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Return the result, as a tuple if the schema declares several. Raise if it is invalid."""
+        """Return the result, or a tuple if the schema declares several. Raise if one is invalid."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
                 return result
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
-                return self(list(result), name, what)  # as PyTorch does
+                return self(list(result), name, what)  # PyTorch accepts iterators too
         elif not checks:
             if result is None:
                 return None
@@ -84,7 +84,7 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# Strings have no `__float__`, so `hasattr` rejects them. `float` would convert them.
+# Strings have no `__float__`, so `hasattr` rejects them. `float` alone would parse them.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),

@@ -1,4 +1,4 @@
-"""`Declaration`: everything that is known about an operator before it is registered."""
+"""`Declaration`: the properties of an operator that are fixed when it is defined."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ class Site(NamedTuple):
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object. Its `__module__` would be the module of its class.
+            # For a partial or a callable object, `__module__` is the module of its class, so it
+            # does not say where the operator is defined.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name. If a module is reloaded, these stay the same."""
+        """The function's module and name, which stay the same if the module is reloaded."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -57,14 +58,15 @@ class Declaration(NamedTuple):
         guard: checks the arguments of each call before any kernel runs.
         effect: the declared side effect, or None; see `_rules.effect`.
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
-        launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`.
+        launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`
+            instead.
         residuals: the declared residuals (kernel outputs that only the backward uses), as a
             `residuals.declared.Declared`. None if there are no residuals.
         convention: converts between the author's arguments and the arguments of the schema.
         is_helper: True for a helper operator, which replaces another operator in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. Like operators of the inference engines
-            whose helpers it replaces, they may return aliases of their inputs, and use PyTorch's
-            autograd fallback if no formula is registered.
+        is_lenient: True for operators of `torchop.compat`, which replaces helpers of inference
+            engines. As in the engines, these operators may return aliases of their inputs, and use
+            PyTorch's autograd fallback if no formula is registered.
     """
 
     name: OpName

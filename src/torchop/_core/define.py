@@ -19,9 +19,9 @@ from torchop._core.registry import deregister_existing
 Result = TypeVar("Result")
 
 
-# The function that creates the handle of a new operator, the object that users call. `_define` sets
-# this variable. An import would be circular, because handles import all rules, and the rules import
-# this package.
+# The function that creates a new operator's handle, i.e. the object that users call. The package
+# `_define` sets this variable. Importing the function would be circular, because handles import all
+# rules, and the rules import this package.
 make_handle: Any = None
 
 

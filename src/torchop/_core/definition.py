@@ -1,6 +1,6 @@
 """`Definition`: an operator with its rules and its call plan.
 
-A rule holds what was registered for one subsystem of PyTorch, such as the kernels or the backward
+A rule holds the registrations for one subsystem of PyTorch, such as the kernels or the backward
 formula. The call plan is compiled from all rules, and calls read only the plan. A registration
 changes a rule and invalidates the plan, so the next call compiles a new plan.
 """
@@ -90,7 +90,7 @@ class CompiledRule(Generic[Compiled]):
         return ()
 
     def repr_text(self) -> str | None:
-        """Return a few words about the registrations for the handle's `repr`, or None."""
+        """Return a short text for the handle's `repr`, or None if nothing is registered."""
         return None
 
 
@@ -113,8 +113,8 @@ AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # instance of each class. The package `_rules` sets this variable, because it imports this module.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
-# An installer registers dispatcher kernels and rules for modes of a new operator. It may return a
-# function to call after the schema is defined in the dispatcher.
+# An installer registers a new operator's dispatcher kernels and its rules for modes. It may return
+# a function, which is called after the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
 # The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
@@ -206,12 +206,12 @@ class Definition:
 
     @property
     def structure(self) -> Any:
-        """How structured arguments, such as dataclasses, are flattened. None if there are none."""
+        """Flattens structured arguments, such as dataclasses. None if the operator has none."""
         return self.convention.structure
 
     @property
     def authors_function(self) -> Any:
-        """The function passed to `custom_op`, before structured arguments were flattened."""
+        """The function passed to `custom_op`, before it was wrapped to take flat arguments."""
         return self.function if self.structure is None else self.structure.function
 
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,7 +226,7 @@ class Definition:
 
     @property
     def entry(self) -> Any:
-        """The C++ object that runs calls without the dispatcher, or None."""
+        """The C++ object that runs calls without the dispatcher. None until it is created."""
         return getattr(self.follower, "entry", None)
 
     @property
@@ -246,14 +246,15 @@ class Definition:
 
     @property
     def callers_library(self) -> torch.library.Library | None:
-        """The library passed to `custom_op` as `lib`, or None."""
+        """The library passed to `custom_op` as `lib`. None if it was omitted or was freed."""
         return None if self._callers_library is None else self._callers_library()
 
     @property
     def overload(self) -> OpOverload:
-        """The OpOverload. It is cached only if `custom_op` created the operator.
+        """The operator's OpOverload.
 
-        Operators of other packages may be redefined.
+        It is cached only if `custom_op` created the operator, because operators of other packages
+        may be redefined.
         """
         if self._overload is not None:
             return self._overload
@@ -270,7 +271,7 @@ class Definition:
         return self.rule(kind)  # another thread may have appended it first, so return the first one
 
     def install(self) -> list[Callable[[], None]]:
-        """Register the dispatcher kernels and the rules for modes of a new operator.
+        """Register a new operator's dispatcher kernels and its rules for modes.
 
         Returns:
             Functions to call once the schema is defined in the dispatcher.
@@ -279,15 +280,14 @@ class Definition:
 
     @property
     def rules(self) -> Mapping[type[CompiledRule[Any]], CompiledRule[Any]]:
-        """All rules, by class."""
         return {kind: self.rule(kind) for kind in kinds}
 
     @property
     def plan(self) -> CallPlan:
         """The call plan. The first call after a registration compiles it.
 
-        It is not compiled at the registration itself, because a program calls only a few of the
-        operators that a package registers. Compiling all their plans would slow down the import.
+        Registrations do not compile it, because compiling the plans of all operators of a package
+        would slow down its import.
         """
         plan = self._plan
         if plan is None:
@@ -324,7 +324,6 @@ class Definition:
             self.convention.deregistered(self.deregistration_reason)
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
-        """Register a kernel at a dispatch key."""
         libraries.implement(
             self.library,
             self.name.local,
@@ -354,7 +353,7 @@ class Definition:
         """
         with registration_lock:
             if self.deregistration_reason is not None:
-                return  # another operator may have the name now
+                return  # another operator may have this name now
             deregistration.refuse_running([self.name])
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)

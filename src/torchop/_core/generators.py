@@ -24,10 +24,10 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are the CPU's generator, the generators of all devices among the arguments and of the
-    first `count` devices of the accelerator, and the generators among the arguments.
+    These are the default generators of the CPU, of all devices that occur in the arguments, and of
+    the first `count` accelerator devices, and also any generators that are passed as arguments.
     """
-    # Use the generator itself, because modes would trace torch.get_rng_state and
+    # Use the methods of the generator, because modes would trace torch.get_rng_state and
     # torch.set_rng_state.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}

@@ -14,7 +14,7 @@ from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
-    """A library whose operators raise OperatorGoneError if they are called after it was closed."""
+    """A library whose operators raise OperatorGoneError when called after the library is closed."""
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
@@ -41,7 +41,7 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# The name of a library's attribute that maps the names of other packages' operators to definitions.
+# The attribute in which a library stores its definitions for operators of other packages, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -61,12 +61,12 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# The name of a library's attribute that maps operator names to source locations.
+# The attribute in which a library stores the source locations of its operators, by name.
 _PLACES = "_torchop_places"
 
 
 def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Record the line of the user's code that is running as the place that defines an operator."""
+    """Record the running line of the user's code as the place that defines an operator."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 

@@ -51,8 +51,8 @@ def check_arguments(
         function: the user's function.
         leading: the names of additional parameters that `function` has before the operator's
             arguments.
-        without_first: whether `function` does not take the operator's first argument, as an inverse
-            does not.
+        without_first: whether `function` omits the operator's first argument, as the inverse of an
+            operator does.
 
     Raises:
         RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.

@@ -46,7 +46,8 @@ class Operator:
     Raises:
         ValueError: `op` is not an operator.
         OperatorGoneError: the operator was deregistered.
-        OperatorNotFoundError: the operator is not registered; raised by the attributes.
+        OperatorNotFoundError: the operator is not registered. This is raised when an attribute is
+            read.
 
     Example:
         >>> import torch

@@ -52,11 +52,9 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     An operator created by `custom_op` has one definition. Another package's operator has one
     definition for each library that registers rules for it.
 
-    Args:
-        op: the operator.
-        caller: the name of the calling function, for messages.
-        lib: the library that owns the registration. The default is the library that the operator
-            belongs to, or for operators of other packages, a library that is never closed.
+    `lib` is the library that owns the registration. The default is the library that the operator
+    belongs to, or for operators of other packages, a library that is never closed. Error messages
+    start with `caller`, the name of the calling function.
     """
     if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
         op._definition.check_defined()
@@ -111,7 +109,7 @@ def _no_operator(value: object, caller: str) -> OperatorNameError:
 
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
-    """Return the definition of an operator created by torchop's `custom_op`, or None."""
+    """Return an operator's definition if torchop's `custom_op` created it, otherwise None."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     return handle._definition if isinstance(handle, Handle) else None
 
@@ -135,7 +133,7 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def definitions_of(name: OpName) -> list[Definition]:
-    """Return an operator's definitions, except those for rules registered with `lib=`."""
+    """Return an operator's definitions, except those that store rules registered with `lib=`."""
     own = own_definition(None, name)
     registered = process_definitions(name.namespace).get(str(name))
     return [each for each in (own, registered) if each is not None]
@@ -193,7 +191,7 @@ def registration_site(name: OpName) -> str:
 
 
 def defining_module(name: OpName) -> str | None:
-    """Return the module that defined an operator with `torchop.define`, or None."""
+    """Return the module that called `torchop.define` for an operator, or None if none did."""
     place = process_place(name)
     return None if place is None else place.module
 
@@ -229,7 +227,7 @@ def deregister_existing(name: OpName, site: Site) -> None:
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        # This comes before the warning, because it may raise, and then nothing is replaced.
+        # Check this before warning about the redefinition. If it raises, nothing is redefined.
         deregistration.refuse_running([name])
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
@@ -247,7 +245,7 @@ def deregister_existing(name: OpName, site: Site) -> None:
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
     """Return both locations as text, with the module names if the locations are equal.
 
-    This happens if the same file was imported under two module names.
+    The locations are equal if the same file was imported under two module names.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)

@@ -2,7 +2,7 @@
 
 A `Rule` stores the registered values of all operators. Calls do not use these values, so a
 registration does not invalidate call plans. In contrast, a `CompiledRule` belongs to one operator,
-and is part of what calls to the operator run.
+and is compiled into the operator's call plan.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # This is computed here, because compilers trace `lookup`, where it is needed.
+        # Compute this here and not in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
         # Maps the names of operators to entries, oldest first. Lookups take no lock, because the
         # tuples are replaced and never modified.
@@ -164,7 +164,7 @@ class Rule(Generic[Value]):
                 kinds are helper operators in compiled graphs. `CustomOp.derive_autograd` creates
                 `"training"` (a forward that also returns the tensors that the backward needs) and
                 `"backward"`. `register_autograd` creates `"backward_kernel"`. Operators that mutate
-                their arguments have `"mutable"` and `"functional"`.
+                their arguments have helpers of the kinds `"mutable"` and `"functional"`.
             origin: the operator that `op` was derived from, an `OpOverload`.
             value: the value registered for `origin`.
 
@@ -189,10 +189,13 @@ class Rule(Generic[Value]):
         return typing.cast(Value, NotImplemented)
 
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first value, for example to add it to a registry."""
+        """Called when an operator gets its first value.
+
+        An override may add the operator to a registry.
+        """
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when a value is replaced, for example to drop caches of the old value."""
+        """Called when a value is replaced. An override may drop caches of the old value."""
 
     def detach(self, op: OpOverload) -> None:
         """Called when the last value of an operator is removed, or the operator is deregistered."""
@@ -227,8 +230,8 @@ class Rule(Generic[Value]):
                 `OpOverload`, or a packet with one overload.
             value: a value that `validate` accepts, usually a function. Omit it to use `register` as
                 a decorator.
-            lib: the library that owns the registration: closing it removes the registration. By
-                default, the registration lasts as long as the operator.
+            lib: the library that owns the registration. Closing the library removes the
+                registration. By default, the registration lasts as long as the operator.
             options: additional keyword arguments for `validate`.
 
         Returns:
@@ -390,9 +393,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return (rule, operator) for each value that `op` takes over from its origin.
+    """Return (rule, operator) for each value that `op` inherits from its origin.
 
-    This includes the values of operators that were derived from `op`, directly or indirectly.
+    The result includes the operators that inherit the value from `op`, directly or indirectly.
     """
     return [
         (rule, each)

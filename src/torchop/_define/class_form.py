@@ -153,7 +153,7 @@ class ClassReading(NamedTuple):
         function: the function that defines the operator, usually the member `forward`.
         attributes: the options of `custom_op`.
         kernels: the kernels, by device type.
-        members: the members that `MEMBERS` describes.
+        members: the members that are listed in `MEMBERS`, such as `backward`.
         rules: the values for instances of `torchop.Rule`, by the name of the rule.
     """
 
@@ -258,7 +258,8 @@ def _function(
 ) -> Callable[..., Any]:
     """Return the function that defines the operator: `forward`, or a function that raises.
 
-    The latter is for classes without `forward`. It takes its annotations from `signature`.
+    A class without `forward` gets a function that raises. It has the signature of the member
+    `signature`, or of a kernel.
     """
     if "forward" in members:
         if "signature" in members:
@@ -299,8 +300,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. A wrapper with these attributes would add a
-    frame to every call.
+    The handle takes these attributes from the function. Copy the function instead of wrapping it,
+    because a wrapper would add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

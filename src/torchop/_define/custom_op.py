@@ -189,7 +189,7 @@ def triton_op(
     trace. Eager calls launch the kernels directly.
 
     If you register another kernel for some devices, such as the CPU, compiled programs call that
-    kernel on these devices. They then need a fake kernel if Triton is not installed.
+    kernel on these devices. On machines without Triton, the operator then needs a fake kernel.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

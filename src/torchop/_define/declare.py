@@ -52,10 +52,7 @@ def declare(
     All checks that are possible before the operator exists are made here.
 
     Args:
-        name: the name of the operator.
-        function: the author's function.
         place: the line of the user's code that defines the operator.
-        mutates_args, device_types, schema, tags, effects, compile, residuals: see `custom_op`.
         launches: whether the function launches Triton kernels, as a `triton_op` does.
         is_lenient: True for operators of `torchop.compat`; see `Declaration`.
     """
@@ -83,7 +80,7 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize in-place and out= operators by their tags, so add these.
+        # Compilers recognize in-place and out= operators by their tags, so add these tags.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,

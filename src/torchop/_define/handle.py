@@ -255,10 +255,10 @@ class CustomOp(Registrations, Generic[P, R]):
     def derive_inplace(
         self, name: str | None = None, /, *, lib: torch.library.Library | None = None
     ) -> CustomOp[..., Any]:
-        """Define the in-place form of this functional operator: it overwrites the first argument.
+        """Define the in-place form of this operator, which overwrites the first argument.
 
-        The in-place form calls this operator and copies the result into the argument. So you need
-        not register a kernel, a fake kernel or a formula for it.
+        The in-place form calls this operator and copies the result into the argument. So it needs
+        no kernel, fake kernel or formula of its own.
 
         Args:
             name: the name of the new operator. The default is `"ns::name_"`.
@@ -294,7 +294,7 @@ class CustomOp(Registrations, Generic[P, R]):
         outputs: Sequence[str] | None = None,
         lib: torch.library.Library | None = None,
     ) -> CustomOp[..., Any]:
-        """Define the out= form of this functional operator: it writes the results into `out=`.
+        """Define the out= form of this operator, which writes the results into `out=`.
 
         The out= form calls this operator and copies the results. To save the copies, use
         `torchop.out_op` if your kernel can write into the output tensors itself.
@@ -326,7 +326,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # Private attributes of PyTorch's CustomOpDef, because PyTorch and other packages read them.
+    # The private attributes of PyTorch's CustomOpDef, which PyTorch and other packages read.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)

@@ -46,7 +46,7 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 class Library(OwnLibrary):
     """A collection of operators and kernels. Closing the library deregisters all of them.
 
-    A library can be used as a context manager. Calling an operator after its library was closed
+    A library can be used as a context manager. Calling an operator after its library is closed
     raises an error.
 
     Args:
@@ -72,7 +72,7 @@ class Library(OwnLibrary):
     """
 
     # Check the arguments in __new__ instead of __init__. PyTorch's __init__ records the line of its
-    # caller, and this would be our __init__ instead of the user's code.
+    # caller, which would then be our __init__ instead of the user's code.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -284,7 +284,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel, to check that its results fit the schema, as PyTorch does not."""
+    """Wrap a kernel to check that its results fit the schema. PyTorch does not check this."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)

@@ -51,15 +51,15 @@ def define(
 ) -> Decorator | None:
     """Define an operator from a schema, without a kernel.
 
-    As in PyTorch, there is an older way to call this function. `define(library, "name(Tensor x) ->
-    Tensor")` is a decorator. It also registers the decorated function as the kernel for all devices
-    and for autograd.
+    As in PyTorch, there is also an older form: `define(library, "name(Tensor x) -> Tensor")`
+    returns a decorator, which registers the decorated function as the kernel for all devices and
+    for autograd.
 
     Args:
         qualname: the name of the operator: `"namespace::name"` or `"namespace::name.overload"`. In
-            the older way, the library.
+            the older form, the library.
         schema: the schema without a name, such as `"(Tensor x) -> Tensor"`.
-        alias_analysis: only for the older way; see `torchop.Library.define`.
+        alias_analysis: only for the older form; see `torchop.Library.define`.
         lib: the library that owns the operator. By default, the operator lives as long as the
             process.
         tags: a `torch.Tag`, or several.
@@ -131,22 +131,22 @@ def impl(
 ) -> Function | Decorator:
     """Register a kernel for an operator that is defined with `define` or in C++.
 
-    The kernel may be registered before the operator is defined. As in PyTorch, there is an older
-    way to call this function: `impl(library, name, dispatch_key)` is a decorator.
+    The kernel may be registered before the operator is defined. As in PyTorch, there is also an
+    older form: `impl(library, name, dispatch_key)` returns a decorator.
 
     Args:
         qualname: the operator.
         types: a device type such as `"cpu"`, a dispatch key such as `"Autograd"`, or a sequence of
             these. `"default"` means all devices.
         func: the kernel. Omit it to use `impl` as a decorator.
-        dispatch_key: only for the older way to call `impl`.
+        dispatch_key: only for the older form.
         lib: the library that owns the registration. By default, the registration is permanent.
 
     Returns:
         `func`.
 
     Raises:
-        RuntimeError: PyTorch does not know the device type.
+        RuntimeError: the device type or dispatch key is unknown.
         TypeError: `func` is not callable, or an item of `types` is not a str.
 
     Example: see `torchop.define`.

@@ -26,8 +26,8 @@ class Member(NamedTuple):
     """A member that a class decorated with `torchop.operator` may have.
 
     Attributes:
-        registers: a function that registers the member's value with the operator. None if the value
-            is used otherwise, as an argument in the registration of another member.
+        registers: a function that registers the member's value with the operator. None if another
+            member's registration uses the value as an argument.
         takes: a phrase for error messages that describes the valid values.
         accepts: returns whether a value is valid. A static method is passed as a plain function.
         needs: the names of other members. If there are any, the class must have at least one of
@@ -153,7 +153,10 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority"
 
 
 def is_device_type(name: str) -> bool:
-    """Return whether `name` is a device type. If so, the member with this name is a kernel."""
+    """Return whether `name` is a device type.
+
+    If it is, the class's member with this name is the kernel for this device.
+    """
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:

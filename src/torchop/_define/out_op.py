@@ -93,13 +93,14 @@ def out_op(
     first argument. All forms share the kernels, the fake kernel and the backward formula.
 
     Args:
-        name: the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
+        name: the name of the functional operator, `"namespace::name"` or
+            `"namespace::name.overload"`.
         fn: the kernel. Its keyword-only parameters of type Tensor are the outputs. The kernel must
             write into all outputs without reading them, and must return them or None. The schema is
             inferred from the other parameters. Outputs may have any strides; their shape, dtype and
             device are checked.
-        like: the name of an argument with the same shape, dtype and device as all results. They are
-            allocated by `torch.empty_like` of this argument.
+        like: the name of an argument with the same shape, dtype and device as all results. The
+            results are allocated with `torch.empty_like` of this argument.
         allocate: a function that allocates the results, instead of `like`. It takes the arguments
             without the outputs, and returns an empty tensor for each output. It is also the fake
             kernel, so it must not read the data of tensors.
@@ -233,7 +234,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator with a form that writes into its buffer."""
+    """Let Inductor replace the functional operator with a form that writes into a buffer."""
     # Inductor's table holds `overload`, so use weak references. Otherwise the forms could not be
     # freed.
     members = weakref.ref(functional), weakref.ref(form)
@@ -254,8 +255,8 @@ def _kernels_of(form: Definition) -> object:
     """Return a form's kernels by device, to compare them with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        # Each call chooses a kernel, so two forms may run different kernels. The form itself is
-        # returned, because it is equal to no result for another form.
+        # Each call chooses a kernel, so two forms may run different kernels. Return the form
+        # itself, which does not equal the result for any other form.
         return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
@@ -350,8 +351,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The type is `Any` instead of None, because type checkers would otherwise demand a check
-        # for None even after inplace=True.
+        # The type includes `Any` instead of None, because type checkers would otherwise demand a
+        # check for None even after inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

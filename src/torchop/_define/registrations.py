@@ -23,10 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SameAs(Generic[Function]):
     """A decorator that replaces a stub method with a function.
 
-    This is a workaround for Pyright. It is needed for methods that the base class `CustomOpDef`
-    also declares. If the function were assigned to a class attribute, Pyright would use the types
-    of the base class instead. If this decorator were a function, Pyright would lose the type
-    variables.
+    This is a workaround for Pyright, for methods that the base class `CustomOpDef` also declares.
+    If the function were assigned to a class attribute, Pyright would use the types of the base
+    class. If this decorator were a function, Pyright would lose the type variables.
     """
 
     def __init__(self, function: Function) -> None:

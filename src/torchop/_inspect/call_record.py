@@ -45,7 +45,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """The number of elements that fit into the tensor's memory, including gaps in it."""
+        """The number of elements that fit into the tensor's memory, including the gaps."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -65,7 +65,7 @@ class TensorRecord(NamedTuple):
 
 
 class TypeRecord(NamedTuple):
-    """Stands for an argument of which no example can be created, and records only its type.
+    """Stands for an argument for which no example can be created. Only the type is recorded.
 
     Attributes:
         name: the name of the type, such as `"torch._C.Generator"`, or the kind of the tensor, such
@@ -149,9 +149,9 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return the record of a call that a mode from `observing_mode` reports.
+    """Return the record of a call that was reported by a mode from `observing_mode`.
 
-    Returns None if the call belongs to a compiler trace.
+    Return None if the call belongs to a compiler trace.
     """
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)
@@ -163,8 +163,6 @@ def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | N
 def record_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], records_gradient: bool = True
 ) -> CallRecord:
-    """Return the record of a call."""
-
     def record(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value if type(value) in PLAIN else TypeRecord(_name_of(type(value)))
@@ -183,8 +181,8 @@ def record_of(
 
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        # A plain meta tensor does not belong to a trace, because programs may use meta tensors
-        # themselves.
+        # Do not treat a plain meta tensor as traced, because programs also use meta tensors outside
+        # of traces.
         return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
     # A symbolic value belongs to a trace. It must not be read, because that would add a guard.
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -69,7 +69,6 @@ class CodeDigest:
         self._unimported: dict[str, _Unimported] = {}
 
     def digest(self) -> bytes:
-        """Return the hash of all added values."""
         described = 0
         while described < len(self._references):  # describing an object may add references
             for reference in list(self._references.values())[described:]:
@@ -98,7 +97,7 @@ class CodeDigest:
             self._refer(value)
 
     def add_registered(self, value: object) -> None:
-        """Add a value that a user registered. Read the code even if the package is installed."""
+        """Add a value that a user registered. Its code is read even if its package is installed."""
         package, self._package = self._package, None
         self.add(value)
         self._package = package
@@ -245,7 +244,6 @@ class _Reference(NamedTuple):
 
     Attributes:
         number: the number of the object in the hash.
-        value: the object.
         package: the package of the object. If the object's code is not read, the package of the
             code that uses the object.
         is_read: whether the object's code is read.
@@ -409,7 +407,7 @@ def _find_unimported(name: str) -> _Unimported | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is installed in `site-packages`, so it is not the user's program."""
+    """Return whether a package is in `site-packages`, i.e. not part of the user's program."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
     places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]

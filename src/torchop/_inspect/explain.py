@@ -91,7 +91,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         and the provider that computes the result.
 
     Raises:
-        OperatorGoneError: the handle's operator was replaced or closed.
+        OperatorGoneError: the handle's operator was redefined or deregistered.
         OperatorNotFoundError: the operator is not defined.
         RuntimeError: no overload of a packet accepts the arguments; the message is PyTorch's.
 
@@ -148,8 +148,8 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Prepare everything as a call would. Load the extension. If the operator's kernel that
-        # raises for unsupported devices hides PyTorch's fallback for a backend, remove it.
+        # Make the same preparations as a call: load the extension, and remove torchop's kernel that
+        # raises for unsupported devices if it hides PyTorch's fallback for a backend.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

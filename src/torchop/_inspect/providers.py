@@ -20,7 +20,7 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# The reason that is reported for a kernel that is not for the call's device type.
+# The reason for not using a kernel that is for other device types than the call's.
 _OTHER_DEVICES = "it is for other devices"
 
 
@@ -98,7 +98,6 @@ def in_order(
     """Return a line about each provider of an operator, in the priority order for a call.
 
     Args:
-        definition: the operator.
         choice: selects the provider for the call.
         runs: the name of the selected provider.
         skipped: maps each provider that was tried before to the reason why it does not run.
@@ -129,7 +128,7 @@ def in_order(
 class _Registered(NamedTuple):
     """The reference kernel for some devices, or all kernels of a provider.
 
-    Their `supported` function was not called yet.
+    The `supported` functions of these kernels were not called yet.
     """
 
     name: str

@@ -27,11 +27,7 @@ class Call(NamedTuple):
     """A call, and details from the C++ extension that explain why the call is not native.
 
     Attributes:
-        name: the operator's name.
         definition: the operator, if torchop defined it, otherwise None.
-        schema: the operator's schema.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
         refused: if the reason is about an argument, the index of that argument in the schema.
         passed: two flags: whether the call would run the operator's autograd kernel, and whether it
             would run the kernel that bumps version counters.
@@ -47,13 +43,12 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
         inputs = named_inputs(self.schema, self.args, self.kwargs)
         return [tensor for _, _, tensor in inputs]
 
     @property
     def entry(self) -> Entry | None:
-        """The C++ object that makes native calls to the operator, or None."""
+        """The C++ object that makes native calls to the operator, or None if there is none."""
         return entry_of(self.name) if self.definition is None else self.definition.entry
 
     def describe(self, reason: Reason) -> str:
@@ -125,7 +120,6 @@ def _is_own(call: Call, key: str, registered: str) -> bool:
 
 
 def _kernel_problem(call: Call, key: str) -> str:
-    """Return why native calls cannot run a kernel."""
     if _python_kernel(call, key) is None:
         return "is not a Python function"
     if not _native_module().is_plain_kernel(call.name.packet, call.name.overload, key):
@@ -139,7 +133,7 @@ def _python_kernel(call: Call, key: str) -> Any:
 
 def _native_module() -> Any:
     native = switch.native_module()
-    assert native is not None  # it rejected the call
+    assert native is not None  # the extension rejected the call
     return native
 
 

@@ -30,9 +30,9 @@ MAX_KINDS = 100
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     """A mapping from operators to their distinct calls, each with the number of times it was made.
 
-    `torchop.record` creates it, and a `with` statement starts and ends the recording. It may be
-    entered several times, even nested, and by several threads at the same time. For each operator,
-    it stores up to 100 distinct calls. It counts further calls without storing them (see `calls`).
+    `torchop.record` creates it, and a `with` statement starts and ends the recording. A `Recorded`
+    may be entered several times, even nested, and by several threads at the same time. For each
+    operator, it stores up to 100 distinct calls. Further calls are only counted (see `calls`).
 
     Example:
         >>> import torch, torchop
@@ -50,7 +50,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         # call, because 1, 1.0 and True are equal. The key "" counts the calls above the limit.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}  # the stored calls, by repr
-        self._lock = threading.RLock()  # because other threads may record while one reads
+        self._lock = threading.RLock()  # because one thread may read while others record
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         return [(call, count) for call, count in self._all_calls(op) if call is not None]
@@ -78,7 +78,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return sum(self._counts.get(op, {}).values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the calls to a JSON file, which people can read and compare, and `load` can read.
+        """Write the calls to a human-readable JSON file, which `load` reads.
 
         The file contains numbers, strings and other plain arguments, but no tensor data.
 
@@ -157,14 +157,15 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
         """Return an operator's distinct calls and their counts.
 
-        The last item may have None instead of a call. It counts the calls above the limit.
+        The last item may have None instead of a call. Its count is the number of calls above the
+        limit, which are not stored.
         """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Count a call to an operator. If `call` is None, it is a call above the limit."""
+        """Count a call to an operator. `call` is None for calls above the limit of stored calls."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())
@@ -215,9 +216,8 @@ def record(*what: str | ModuleType) -> Recorded:
     because they go through the dispatcher and a TorchDispatchMode.
 
     Args:
-        what: patterns of operator names such as `"mylib::*"`, as in `accelerate`, or packages. For
-            a package, all operators are recorded that the package defines in Python, or has Python
-            kernels for.
+        what: patterns of operator names such as `"mylib::*"`, as in `accelerate`, or packages. A
+            package stands for all operators that it defines in Python or has Python kernels for.
 
     Returns:
         A `Recorded`, to use in a `with` statement. After the block, it maps the name of each
@@ -241,7 +241,7 @@ def record(*what: str | ModuleType) -> Recorded:
         >>> call.args[0].shape, count
         ((2,), 1)
 
-    As with `torch.jit.trace`, the program is observed while it runs.
+    Like `torch.jit.trace`, this observes a program while it runs.
     """
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))
     for pattern in patterns:
@@ -285,8 +285,9 @@ class _Recordings(threading.local):
 
 
 def _record(active: list[Recorded], *call: Any) -> None:
-    # The autograd engine may run a backward in another thread, in which it activates this thread's
-    # modes. So the recordings are an argument, and not looked up in the current thread.
+    # The autograd engine may run a backward in another thread, where it activates the modes of this
+    # thread. So take the recordings as an argument instead of looking them up in the current
+    # thread.
     for recorded in {id(recorded): recorded for recorded in active}.values():
         recorded._record(*call)
 

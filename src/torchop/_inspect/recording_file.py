@@ -22,8 +22,8 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A distinct call, and how often it was made. If the call is None, the number counts all calls above
-# the limit that `Recorded` stores.
+# A distinct call, and how often it was made. If the call is None, the number counts the further
+# calls that `Recorded` does not store.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1

@@ -119,7 +119,7 @@ def _module_of(function: Any) -> str:
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
     """Return the devices and the names of rules for which the dispatcher has kernels.
 
-    Unlike torchop's registry, the dispatcher also knows what other libraries registered.
+    Unlike torchop's registry, the dispatcher also has the kernels of other libraries.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}

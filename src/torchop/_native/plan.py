@@ -2,7 +2,7 @@
 
 A call plan contains everything that native calls to an operator need: the parameters, the kernels,
 the checks and conversions of results, and how to record gradients. An operator's entry, a C++
-object, receives the operator's calls and runs them by the plan.
+object, receives the operator's calls and runs them according to the plan.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
     name = str(calls.name)
     # `explain` is in a higher layer, so this module cannot import it.
     found = sys.modules["torchop"].explain(name, *args, **kwargs)
-    # `explain` may report a native call, because it does not check for device graph capture.
+    # `explain` may report that the call is native, because it does not check whether a device graph
+    # is being captured.
     if not found.native:
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
@@ -190,7 +191,8 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        # This was not called yet if the Python plan existed before the extension was loaded.
+        # If the Python plan was compiled before the extension was loaded, `attach` was not called
+        # yet.
         self.attach()
         return self.compiled(plan)
 
@@ -221,7 +223,7 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """Return how native calls record gradients: the argument `gradient` for `NativeCalls._plan`."""
+    """Return the argument `gradient` of `NativeCalls._plan`: how native calls record gradients."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"

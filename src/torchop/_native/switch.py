@@ -31,7 +31,8 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, or None. It is set after all existing operators have been made native.
+# The extension module, or None if it is not loaded. This is set after calls to all existing
+# operators were made native.
 _native: Any = None
 # The callbacks that `request` received before the extension was loaded.
 _waiting: list[Callable[[], None]] = []
@@ -49,8 +50,8 @@ def native_module() -> Any | None:
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    If the value of TORCHOP_NATIVE is invalid, this does not raise. The error is raised when the
-    first operator is defined, so `python -m torchop` can import torchop and report the error in one
+    If the value of TORCHOP_NATIVE is invalid, this does not raise. Instead, defining the first
+    operator raises the error. So `python -m torchop` can import torchop and report the error in one
     line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
@@ -60,9 +61,9 @@ def start() -> None:
 def obtain() -> None:
     """Load the extension, or start to compile it. Calling this again has no effect.
 
-    It also has no effect under `torch.jit.trace`, because this runs a function twice and compares
-    the Python frames of operator calls. If calls became native between the two runs, the frames
-    would differ.
+    Calling this under `torch.jit.trace` has no effect either, because tracing runs a function twice
+    and compares the Python frames of operator calls. If calls became native between the two runs,
+    the frames would differ.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -74,13 +75,13 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension when Dynamo is imported. If this raised, importing Dynamo would fail."""
+    """Load the extension when Dynamo is imported. Do not raise, because the import would fail."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # the user's filters turn the warning into an error
         log.warning("%s", problem)
     except RecursionError:
-        pass  # when an operator is used, it is tried again
+        pass  # loading is tried again when an operator is used
 
 
 def wait(timeout: float | None = None) -> bool:
@@ -95,8 +96,7 @@ class _FirstUse:
 
     Until then, this object is the `Follower` of all definitions, i.e. it is notified when an
     operator is used. Defining an operator does not load the extension, because a program may import
-    a package with hundreds of operators and call none of them, for example to print usage
-    information or to build documentation.
+    a package with hundreds of operators and call none of them.
     """
 
     def __init__(self) -> None:
@@ -128,9 +128,9 @@ class _FirstUse:
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Stop waiting for the first use: restore the handle class's original `__call__`."""
+        """Stop waiting for the first use, and restore the handle class's original `__call__`."""
         with registration_lock:
-            # If other code has replaced `__call__` since, do not undo that.
+            # If other code has replaced `__call__` in the meantime, leave its replacement in place.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
@@ -163,8 +163,8 @@ def make_native(definition: Definition) -> None:
 def request(on_ready: Callable[[], None]) -> None:
     """Load the extension, and call `on_ready` once it is loaded.
 
-    If loading fails, `on_ready` is never called. It may be called in another thread, while that
-    thread holds `registration_lock`.
+    If loading fails, `on_ready` is never called. Otherwise it may be called in another thread,
+    which holds `registration_lock` during the call.
     """
     with registration_lock:
         obtain()
@@ -175,9 +175,9 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Make calls to all existing operators native. This is called when the extension was loaded.
+    """Make calls to all existing operators native. Called once the extension is loaded.
 
-    It may raise, for example because a filter turns a warning into an error. Then it is called
+    This may raise, for example because a filter turns a warning into an error. If so, it is called
     again when an operator is used.
     """
     global _native
@@ -234,8 +234,8 @@ def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
     """Make an OpOverload or packet count running calls. C++ calls this before the first call.
 
     When an operator is deregistered, torchop waits for the counted calls of other threads. Only
-    calls to operators that torchop defined are counted. Otherwise a registration could wait for
-    another package's kernel while this kernel waits for the registration, a deadlock.
+    calls to operators that torchop defined are counted. Otherwise a registration and another
+    package's kernel could wait for each other.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:

@@ -21,7 +21,7 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """The dtypes to which autocast casts an operator's floating-point inputs, by device type."""
+    """For each device type, the dtype to which autocast casts an operator's inputs."""
 
     dtypes: Mapping[str, torch.dtype] = NOTHING
 
@@ -94,8 +94,8 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 def _require_both(register: Register) -> Register:
     """Wrap `register_autocast` to name the operator in the TypeError for a missing argument.
 
-    `device_type` and `cast_inputs` have no default values, because type checkers would then accept
-    calls without them.
+    Default values for `device_type` and `cast_inputs` would be simpler, but type checkers would
+    then accept calls without these arguments.
     """
 
     @functools.wraps(register)
@@ -129,7 +129,7 @@ def register_autocast(
     If the device type already has a dtype, the new dtype replaces it.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast.
         cast_inputs: a floating-point dtype.

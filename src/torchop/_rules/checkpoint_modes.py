@@ -89,7 +89,7 @@ def register_for_traces(called: object, op: OpOverload | None = None, extra: str
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call, and mark its results as saved if the operator is random or has a `SAVE` policy.
+    """Trace a call and mark its results as saved if the operator is random or has a `SAVE` policy.
 
     Workaround for pytorch/pytorch#190758: under `activation_memory_budget`, the partitioner may
     recompute any node that is not marked MUST_SAVE.

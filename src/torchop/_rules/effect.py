@@ -1,4 +1,4 @@
-"""The effect rule: compilers neither remove nor reorder calls to operators with side effects."""
+"""The effect rule prevents compilers from removing or reordering calls with side effects."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
 # In schemas, the names of TorchScript classes start with this prefix.
 _CUSTOM_CLASS = "__torch__"
-# The effect that each operator had when it was last traced, by the operator's name. Entries stay
-# even if the operator is redefined, because PyTorch's caches find compiled code by the name.
+# Maps the name of each operator to the effect that it had when it was last traced. Entries outlive
+# a redefinition of the operator, because PyTorch's caches find compiled code by the operator's name
+# and may return code that was compiled for the old effect.
 _traced: dict[str, EffectType | None] = {}
 
 
@@ -109,7 +110,7 @@ class EffectRule(CompiledRule[Declared]):
 def install(definition: Definition) -> Callable[[], None] | None:
     """Prepare the effect of an operator that is being defined.
 
-    An operator that returns nothing gets a check, because a compiler would remove its calls.
+    If the operator returns nothing, install a check, because a compiler would remove its calls.
 
     Returns:
         A function that registers the effect once the operator is defined, or None if the operator
@@ -147,7 +148,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Validate an effect, and raise ValueError if PyTorch would ignore the effect."""
+    """Validate an effect and raise ValueError if PyTorch would ignore the effect."""
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
@@ -251,12 +252,12 @@ def register_effect(
 ) -> None:
     """Declare a side effect that an operator's schema does not show.
 
-    Compilers then keep every call, and preserve the order of calls with the same effect. For an
+    Compilers then keep every call and preserve the order of calls with the same effect. For an
     operator of your own, declare the effect in its definition instead, with
     `custom_op(..., effects="ordered")`.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         effect: `EffectType.ORDERED` or `"ordered"`; `"none"` if the operator has no effect; None to
             remove the declaration.

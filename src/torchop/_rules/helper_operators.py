@@ -1,4 +1,4 @@
-"""Define operators that are derived from another operator, and deregistered with it.
+"""Define operators that are derived from another operator and deregistered with it.
 
 Users call some derived operators, such as the in-place form of a functional operator. The other
 derived operators are helper operators: an operator `name__kind` replaces the operator `name` in

@@ -1,7 +1,7 @@
 """The inlining rule: compilers replace a call with the operators in the operator's function.
 
 The call is replaced when AOTAutograd traces the graph for the backend, below autograd. The graphs
-of Dynamo and `torch.export` are created before, so they still contain the call.
+of Dynamo and `torch.export` are created earlier, so they still contain the call.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Inlined(NamedTuple):
 
     Attributes:
         backends: the names of the backends. None means all backends.
-        launches: whether the function launches Triton kernels. These run only on GPUs. So if the
-            user registered another kernel for a device type, calls on that device are not inlined.
+        launches: whether the function launches Triton kernels. Triton kernels run only on GPUs, so
+            calls are not inlined on a device type for which the user registered another kernel.
     """
 
     backends: tuple[str, ...] | None
@@ -89,15 +89,12 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
-    """The rule that stores the backends that inline an operator, or None if no backend does."""
+    """The rule that stores which backends inline an operator. None means that no backend does."""
 
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Disable inlining when the user registers a rule for FunctionalTensorMode.
-
-        The registered rule takes precedence.
-        """
+        """Disable inlining, because the user registers another rule for FunctionalTensorMode."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
@@ -157,7 +154,7 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
-    """Wrap an operator's function to raise a clear error if it cannot be traced."""
+    """Wrap an operator's function to raise a clear error if the function cannot be traced."""
     assert definition.function is not None
     function = bind(definition.function, definition.schema)
 

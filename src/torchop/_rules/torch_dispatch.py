@@ -98,7 +98,7 @@ def register_torch_dispatch(
     """Register the behavior of an operator under a `TorchDispatchMode` or on a Tensor subclass.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
         func: the rule, called as `func(mode_or_cls, func, types, args, kwargs)`. Its parameter

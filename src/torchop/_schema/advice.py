@@ -103,7 +103,7 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
 
 
 # The supported type to suggest for a class and its subclasses; the first match is used. Tensor and
-# bytes are listed because they are iterable: otherwise a list would be suggested.
+# bytes are listed because they are iterable, so a list would be suggested otherwise.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

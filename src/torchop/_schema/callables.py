@@ -173,8 +173,8 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function, which a `register_...` function returns. If a call passes no
-# function, as in `register_fake(op)`, it returns a decorator, which is therefore the default of the
+# The type of a registered function, which a `register_...` function returns. A call without a
+# function, such as `register_fake(op)`, returns a decorator, so `Decorator` is the default of the
 # type variable. Without this default, each `register_...` function would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 # Like `Function`, for rules that may also be values other than functions, such as a string.

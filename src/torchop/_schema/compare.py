@@ -34,8 +34,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     Raise SchemaError if the function lacks a parameter, has an additional parameter without a
     default, or has a parameter type that the dispatcher would not convert. Differences in names,
     defaults, number types and optional types only cause a warning, because calls then follow the
-    schema. The annotation `int` matches `int` and `SymInt`. Parameters without an annotation are
-    not compared.
+    schema. Parameters without an annotation are not compared.
     """
     try:
         signature = signatures.signature(function)

@@ -54,14 +54,14 @@ class Convention:
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Arrange one value per schema result, e.g. a shape, in the form of a kernel's result.
+        """Pack one value per schema result, e.g. a shape, in the structure of a kernel's result.
 
         For example, if kernels return a NamedTuple of tensors, return the NamedTuple with shapes.
         """
         return result
 
     def deregistered(self, reason: str) -> None:
-        """Make generated functions raise `OperatorGoneError`, as the operator was deregistered."""
+        """Make generated functions raise `OperatorGoneError` once the operator is deregistered."""
 
 
 FLAT = Convention()

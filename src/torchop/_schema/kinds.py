@@ -107,8 +107,8 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # `infer_schema` rejects Parameters, because kernels never receive a Parameter: autograd,
-    # functionalization and graphs replace it by a plain Tensor.
+    # `infer_schema` rejects Parameters, because kernels never receive a Parameter. Autograd,
+    # functionalization and graphs replace it with a plain Tensor.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
     float: _inferred("float", _float, float),
@@ -162,8 +162,8 @@ def choice_kind(annotation: Any) -> Kind | None:
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # PyTorch passes an Enum as a script object, which does not survive torch.export.save and load.
-    # So encode it as a str.
+    # PyTorch passes an Enum as a script object, which does not survive torch.export.save and load,
+    # so encode the Enum as a str.
     return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
 
 
@@ -234,8 +234,8 @@ _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# An optional list of one of these types is passed without a conversion, or is rejected if
-# `infer_schema` rejects it, because the dispatcher ignores tensors in optional lists.
+# Optional lists of these types are never converted, because the dispatcher ignores tensors in
+# optional lists. They are passed unchanged if `infer_schema` supports them, and rejected otherwise.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
@@ -356,7 +356,7 @@ def leaf_kind(annotation: Any) -> Kind | None:
 
 
 def argument_type(annotation: Any) -> str | None:
-    """Return the schema type that `infer_schema` infers for an annotation, or None.
+    """Return the schema type that `infer_schema` infers for an annotation, or None if it fails.
 
     The result does not depend on the release of PyTorch. Older releases support the same types in
     schemas, although their `infer_schema` infers fewer types.
@@ -366,7 +366,7 @@ def argument_type(annotation: Any) -> str | None:
 
 
 def parameter_type(parameter: inspect.Parameter) -> str | None:
-    """Return the schema type that `infer_schema` infers for a parameter, or None."""
+    """Return the schema type that `infer_schema` infers for a parameter, or None if it fails."""
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
         # PEP 484 used to allow `x: Tensor = None` as a short form of `Optional[Tensor]`.
@@ -378,7 +378,7 @@ _RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
 
 
 def return_type(annotation: Any) -> str | None:
-    """Return the schema type that `infer_schema` infers for a return annotation, or None."""
+    """Return the schema type that `infer_schema` infers for a result, or None if it fails."""
     if annotation is None or annotation is type(None):
         return "()"
     if typing.get_origin(annotation) is not tuple:

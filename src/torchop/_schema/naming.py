@@ -127,7 +127,7 @@ def is_match(name: OpName, pattern: str) -> bool:
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether `text` is a plausible pattern, because it contains `::` or starts with `*`."""
+    """Return whether `text` looks like a pattern: it contains `::` or starts with `*`."""
     return "::" in text or text.startswith("*")
 
 
@@ -157,10 +157,7 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
     """Raise ValueError if a new `torchop.Rule` cannot have this name.
 
-    Args:
-        name: the name.
-        reserved: functions that return whether a name already has another meaning. If one of them
-            returns True, the name is rejected.
+    `reserved` contains functions that return True for names that already have another meaning.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

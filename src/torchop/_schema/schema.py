@@ -57,8 +57,8 @@ class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
     `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
-    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. The `form` of a schema made by one
-    of the last two is always `Form.PLAIN`.
+    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. These two do not detect the form,
+    so `form` is `Form.PLAIN`.
 
     Args:
         parsed: a `torch.FunctionSchema`.
@@ -108,7 +108,7 @@ class Schema:
         """Parse a schema that starts with the name of the operator.
 
         Args:
-            text: such as `"mylib::scale(Tensor x, float by) -> Tensor"`.
+            text: a schema, such as `"mylib::scale(Tensor x, float by) -> Tensor"`.
 
         Raises:
             RuntimeError: PyTorch's parser rejects the text.

@@ -97,7 +97,6 @@ def method_hint(function: Callable[..., Any]) -> str:
 
 
 def shorten(text: str, longest: int = 60) -> str:
-    """Shorten a text to `longest` characters for messages."""
     return short_text(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 

@@ -259,7 +259,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
     """Split the leaves into the positional and the keyword-only arguments of the schema.
 
     Tensors are positional, because PyTorch only computes gradients for positional arguments. Other
-    values inside structures are keyword-only. So authors can add a field with a default anywhere in
+    values inside structures are keyword-only, so authors can add a field with a default anywhere in
     a structure, and existing calls (for example in exported programs) keep their meaning. For the
     same reason, tensors with a default come last.
     """

@@ -53,8 +53,8 @@ def accelerate(
 
     An operator is timed if the modules call it while they are imported. With --run-recorded, an
     operator is also timed if it is in a recording. The table shows how many microseconds a call
-    takes before and after. The timed calls have the recorded kinds of arguments, with tensors of
-    ones. Each operator runs in a separate process.
+    takes before and after. The timed calls have arguments like the recorded calls, but with tensors
+    of ones. Each operator runs in a separate process.
 
     Without --run-recorded, recorded calls are only listed. A file may come from an untrusted
     source, and a call can do harm with recorded arguments, for example write to the path in a
@@ -115,7 +115,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record the calls in the block. Ignore the warning if there are none: commands report this."""
+    """Record the calls in the block. Without calls, do not warn, because commands report this."""
     recorded.__enter__()
     try:
         yield
@@ -146,8 +146,7 @@ def rows_of_recorded(
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Format a table with the time of a call before and after acceleration, and the time saved.
 
-    The numbers of calls are from `recorded`. Only the calls in `called` are made again to time
-    them.
+    The table counts the calls in `recorded`, but times only the calls in `called`.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}

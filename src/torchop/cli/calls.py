@@ -42,7 +42,7 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 
 
 class Comparison(NamedTuple):
-    """The times that each of an operator's kernels, and the operator itself, take for one call.
+    """How long one call takes with each of an operator's kernels, and with the operator itself.
 
     Each kernel belongs to a provider, and `chosen` is the provider whose kernel the operator runs.
     `kernels` is sorted by time.
@@ -75,10 +75,10 @@ _TIMES = "microseconds", "interval"
 
 
 class Costs(NamedTuple):
-    """The microseconds that each way of calling an operator takes, and an explanation of the call.
+    """How many microseconds each way of calling an operator takes, with an explanation.
 
-    A way of calling is, for example, a call of torch.ops under no_grad. `explanation` is the text
-    of `torchop.explain`.
+    For example, one way is to call the operator through `torch.ops` under no_grad. `explanation` is
+    the text of `torchop.explain`.
     """
 
     op: str
@@ -87,7 +87,7 @@ class Costs(NamedTuple):
     explanation: str
 
     def lines(self) -> list[str]:
-        """Return the lines of the table, and the share of time that the user's function takes."""
+        """Return the table, the share of time that the function takes, and the explanation."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
         for name, microseconds in self.microseconds.items():
@@ -135,8 +135,7 @@ _CALL_OPTION = click.option(
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
     """Show which kernels a call would run, and whether the call would be native.
 
-    Explains calls with the registered examples, or with the arguments of --call, without running
-    the operators.
+    The command uses the registered examples, or the arguments of --call. The operators are not run.
     """
     explained = []
     for op in selection.operators:
@@ -171,9 +170,9 @@ def bench(
     sizes: tuple[str, tuple[int, ...]] | None,
     as_json: bool,
 ) -> None:
-    """Time calls to operators, made in several ways.
+    """Time calls to operators in several ways.
 
-    The ways are, for example, with no_grad, in inference mode, or with a backward pass. Each
+    For example, calls are timed with no_grad, in inference mode and with a backward pass. Each
     operator runs in a separate process, with the first registered example or the arguments of
     --call. The ways are timed in turn, and the table shows the fastest round of each.
 

@@ -133,7 +133,7 @@ def _with_examples(
     """Return the operators that have examples, and messages about operators that have none.
 
     Raises:
-        click.ClickException: an option is invalid. Only the first operator is used to find out.
+        click.ClickException: an option is invalid. This is tested with the first operator only.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():

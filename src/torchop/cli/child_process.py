@@ -59,12 +59,11 @@ def answers_of(
 ) -> contextlib.AbstractContextManager[Iterator[Any]]:
     """Run a generator function in a child process, and yield its values in a `with` block.
 
-    A string that the function yields is not passed on to the caller. The string describes the next
+    If the function yields a string, it is not passed to the caller. The string describes the next
     step, such as "a call with x=...", for the error message if that step crashes or hangs.
 
     Args:
         function: a picklable generator function.
-        args: the arguments of the function.
         limit: the time limit in seconds for each value after the first.
         modules: modules that the child process imports first.
         method: "fork" copies this process, with the operators that it defines, but the child cannot

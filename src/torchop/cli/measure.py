@@ -41,7 +41,7 @@ class Cost(NamedTuple):
 
     before: float  # for a call through the dispatcher
     after: float  # for a native call
-    noise: float  # the median minus the fastest round, for the faster of the two
+    noise: float  # the median round minus the fastest, for the faster of the two
 
     @property
     def is_noise(self) -> bool:
@@ -112,8 +112,8 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 def _native_share(operator: Operator, kinds: Kinds) -> float | None:
     """Return the share of recorded calls that would be native, or None if this is unknown.
 
-    The operator must be accelerated. It does not run: this function passes tensors of one element
-    to `torchop.explain`.
+    The operator must be accelerated, but it is not called. Instead, this function passes tensors of
+    one element to `torchop.explain`.
     """
     native = total = 0
     for call, count in kinds:

@@ -72,8 +72,8 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # Print the traceback without our frames, as Python would if it ran the program itself. If
-        # the exception was raised here, click would report it differently.
+        # Print the traceback without our frames, as Python would if it ran the program itself. Do
+        # not raise the exception, because click would report it differently.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)

@@ -234,7 +234,8 @@ def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # In PyTorch's messages, the operators are then registered at line 1 of the package.
+    # With this line, PyTorch's messages say that the operators were registered at line 1 of the
+    # package.
     place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:
@@ -253,7 +254,7 @@ def _has_loader(path: str) -> bool:
 
 
 def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
-    """Return the operators. Raise MissingKernelError if one has no C++ kernel for the device."""
+    """Look up the operators. Raise MissingKernelError if one has no C++ kernel for the device."""
     for op, site in _without_kernels(names, device).items():
         raise torchop.MissingKernelError(
             f"{op}: the package calls it on {device}, but it has no C++ kernel there (see "

@@ -1,7 +1,7 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. PyTorch writes entries from which we read
-the names of the operators that a program calls. We add the names of the modules to both.
+Exported programs and AOTInductor packages are zip files. We read the names of the operators that a
+program calls from the entries that PyTorch writes, and add the names of the modules.
 """
 
 from __future__ import annotations

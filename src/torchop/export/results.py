@@ -86,7 +86,7 @@ class _Comparing(TorchDispatchMode):
 def _metadata(
     expected_result: torch.Tensor, tensor: torch.Tensor
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the name and both values of each kind of metadata, except data-dependent sizes."""
+    """Yield (name, expected, actual) for each kind of metadata. Skip data-dependent sizes."""
     yield "dtype", expected_result.dtype, tensor.dtype
     yield "device", expected_result.device, tensor.device
     yield "layout", expected_result.layout, tensor.layout

@@ -56,13 +56,13 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # The form needs only one kernel for all devices, because the kernel calls the functional
-    # operator, and that dispatches on the device.
+    # The derived operator needs only one kernel for all devices, because the kernel calls the
+    # functional operator, which dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because outputs are written only after the results were
-        # computed.
+        # An output may also be an input, because the results are computed before the outputs are
+        # written.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)
@@ -119,15 +119,8 @@ def define_member(
 ) -> Definition:
     """Define the in-place or out= form of a functional operator.
 
-    Args:
-        functional: the functional operator.
-        name: the name of the form.
-        schema: the schema of the form.
-        kernel: the kernel, which returns the mutated arguments.
-        guard: checks the arguments of each call before the kernel runs; see `Declaration`.
-        lib: the library of the caller that owns the form, or None.
-        devices: the device types that the kernel supports.
-        tags: tags in addition to the form's own tag.
+    `kernel` must return the mutated arguments. `guard` checks the arguments of each call before the
+    kernel runs. The form gets `tags` in addition to its own tag.
     """
     # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
     # with an overload that has this tag, but would pass wrong arguments for most signatures.
@@ -163,8 +156,7 @@ def writing_result(
 ) -> Callable[..., Any]:
     """Return a kernel that calls the functional operator and copies the results into the outputs.
 
-    With `copies=False`, the kernel does not copy, but only checks the outputs. This is the fake
-    kernel.
+    With `copies=False`, return the fake kernel, which checks the outputs but copies nothing.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
-The one kernel writes its results into output arguments. The outputs are checked before it runs. If
-an output is one that PyTorch's own operators reject too, the error message is the same as
-PyTorch's.
+This kernel writes its results into output arguments, which are checked before it runs. If PyTorch's
+own operators would reject an output too, the error message is the same as PyTorch's.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Tensor metadata. A result and the output that it is written to must have the same."""
+    """Tensor metadata, which must be equal for a result and for the output it is written into."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -161,7 +160,7 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        # For one name, it returns the value instead of a tuple.
+        # For a single name, `itemgetter` returns the value itself and not a tuple.
         get: Callable[..., Any] = operator.itemgetter(*outputs)
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
         self.elementwise = elementwise
@@ -257,8 +256,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # Pass no keyword arguments to `is_fresh`: all keyword-only tensors are outputs, so
-                # `read` already contains all input tensors.
+                # Pass no keyword arguments to `is_fresh`, because all keyword-only tensors are
+                # outputs, so `read` already contains all input tensors.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
@@ -300,6 +299,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results by `torch.empty_like` of the argument at the position `place`."""
+    """Allocate `count` results with `torch.empty_like`, like the argument at position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

@@ -39,9 +39,9 @@ struct Accelerators {
   }
 };
 
-// Returns whether we can support an argument of the call. It must contain no generator, and must
-// not be on a device other than the CPU and these accelerators. A tensor subclass may contain
-// anything, so we do not support it.
+// Returns whether this file can pack the random state for a call with this argument. It cannot if
+// the argument is a generator, or is on a device other than the CPU and these accelerators. Tensor
+// subclasses are not supported either, because they may contain anything.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -53,8 +53,8 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
 }
 
 // Returns whether autocast is disabled, and the default dtype and device were not changed. Reads
-// the excluded keys, as at::autocast::is_autocast_enabled does. Calling that function would require
-// ATen/autocast_mode.h, and double the time to parse the extension.
+// the excluded keys, as at::autocast::is_autocast_enabled does. To call that function, we would
+// have to include ATen/autocast_mode.h, which doubles the time to parse the extension.
 bool settings_are_plain() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
@@ -62,8 +62,8 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section of the tensor. Appends the length of the section as a little-endian uint32 ("<I"
-// in Python's struct), and the first byte of the section.
+// Starts a section of the packed tensor. Appends the length of the section as a little-endian
+// uint32 ("<I" in Python's struct), and the first byte of the section.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
@@ -84,8 +84,8 @@ const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator. The first byte of the section is 1 and says that a state
-// follows.
+// Appends a section that contains the state of a generator. The first byte of the section is 1,
+// which means that a state follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
@@ -105,8 +105,8 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator. Comparing the members is ten times as fast as calling
-// get_state().
+// The state of the CPU generator. To find out whether the state has changed, comparing these
+// members is ten times as fast as calling get_state().
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -169,7 +169,7 @@ PyObject* unchanged(
 }
 
 PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
-  // Declared before the lock, and so destroyed after it is released, because that may run any code.
+  // Destroyed after the lock is released, because destroying the old tensor may run arbitrary code.
   THPObjectPtr before;
   auto latest =
       std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});

@@ -30,7 +30,7 @@ struct Parameter {
 
 // All parameters of an operator's schema. Keyword-only parameters come last.
 struct Parameters {
-  // A value for `pass_through_count` that differs from every number of arguments.
+  // The value of `pass_through_count` if every call must copy its arguments to a new array.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
@@ -125,9 +125,9 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. The kernel may modify a list, so if we need a list again later,
-  // passes a copy. The aliasing check needs tensor lists. setup_context needs all lists
-  // (`all_are_read_later`).
+  // Calls a kernel with the values. Because the kernel may modify lists, passes copies of them if
+  // we read the lists again later: the aliasing check reads tensor lists, and setup_context reads
+  // all lists (`all_are_read_later`).
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
@@ -221,8 +221,7 @@ class Values {
   }
 
   // Returns whether the dispatcher would leave out this value because it equals the default. If the
-  // schema's default is a string such as "cpu", a torch.device that the caller passes never equals
-  // it.
+  // schema's default is a string such as "cpu", no torch.device that a caller passes equals it.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -429,7 +428,7 @@ class Values {
   // Copies a list or tuple to a new list. Throws if there is not enough memory.
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
-    // Without the GIL, another thread may modify the list.
+    // Lock the list, because without the GIL another thread may modify it.
     Py_BEGIN_CRITICAL_SECTION(sequence);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
     list = PyList_New(size);

@@ -191,8 +191,8 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Attaches the results to the node. Also sets `attached` to the node that the results have
-// afterwards (see `wrap_outputs` in python_node.h).
+// Attaches the results to the node. Also sets `attached` to the node that the results are attached
+// to in the end (see `wrap_outputs` in python_node.h).
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -254,8 +254,7 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
-// Calls `Gradient::before_kernel` and returns the result. If there is no such function, returns
-// nullptr.
+// Returns the result of `Gradient::before_kernel`, or nullptr if there is no such function.
 THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) {
   if (C10_LIKELY(gradient.before_kernel == nullptr))
     return {};
@@ -266,7 +265,8 @@ THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) 
       gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`.
+// Calls `Gradient::setup_context`. The last argument `seen` is the result of `call_before_kernel`,
+// and is left out if it is nullptr.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -400,7 +400,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
       PyObject_SetAttrString(ctx, "_torchop_outputs", outputs.layout.get()) < 0)
     throw_python_error();
   // The order of these steps is the same as in THPFunction_apply: errors about saved tensors come
-  // first, outputs are saved after they were attached, and hooks for new nodes run last.
+  // first, outputs are saved after they are attached, and hooks for new nodes run last.
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);

@@ -1,5 +1,5 @@
-// autograd.h: create autograd nodes for native calls, i.e. calls without the dispatcher, and
-// without autograd.Function.apply.
+// autograd.h: create autograd nodes for native calls, i.e. calls that bypass the dispatcher. The
+// nodes are created directly, without autograd.Function.apply.
 #pragma once
 
 #include <Python.h>
@@ -19,8 +19,8 @@ struct Gradient {
   // A Python object that creates a node (see NewNode in python_node.h). If it is nullptr, calls
   // that record a gradient fall back to the dispatcher.
   PyObject* node_maker = nullptr;
-  // True if the operator has lists that may contain None. `wants_gradient` then decides whether a
-  // call is recorded.
+  // True for torch.library's formulas if the operator has tensor lists that may contain None. In
+  // that case, `wants_gradient` decides whether a call records a gradient.
   bool skips_optional_lists = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
   // Called before the kernel: before_kernel(inputs, keyword_only_inputs). The result is passed to
@@ -30,7 +30,7 @@ struct Gradient {
   PyObject* recording = nullptr; // `Residuals::recording`; `before_kernel` may modify it
   // True for torch.library's formulas. A node then has the same inputs as a node that
   // torch/_library/autograd.py creates: the arguments as the dispatcher passes them (without
-  // trailing defaults), and an additional input for the metadata.
+  // trailing defaults), and an additional input for `ctx._pt_metadata`.
   bool as_dispatched = false;
   // True if the kernel may return an argument. If false, `is_valid_result` rejects such a result.
   bool may_return_inputs = false;
@@ -52,8 +52,8 @@ bool has_node_layout();
 // python_node.h.
 PyObject* take_node(PyObject*, PyObject* ctx);
 
-// Returns whether torch.library would record a gradient for a call. It ignores all tensors in a
-// list that contains None.
+// Returns whether torch.library would record a gradient for a call. torch.library ignores all
+// tensors in a list that contains None.
 bool wants_gradient(const Values& values);
 
 // Calls `Gradient::before_kernel`, and returns whether the result is NotImplemented, i.e. whether

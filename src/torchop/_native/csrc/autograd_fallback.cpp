@@ -13,19 +13,19 @@ namespace torchop {
 
 namespace {
 
-// The dispatch key of a copied operator's only kernel. It must have a lower priority than the
-// Autograd keys, because the fallback redispatches to it.
+// The dispatch key of the only kernel of a FallbackOperator, our copy of an operator. It must have
+// a lower priority than the Autograd keys, because PyTorch's autograd fallback redispatches to it.
 constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
 
-// The native call that the copied operator's kernel runs. The copied operator receives a pointer to
-// this object as an int argument.
+// The native call that the kernel of a FallbackOperator runs, and its result. The operator receives
+// a pointer to this object as an int argument.
 struct Computation {
   c10::function_ref<PyObject*()> compute;
   THPObjectPtr result;
 };
 
-// Converts a result of the kernel to an IValue for the fallback. The fallback reads only results of
-// type Tensor and Tensor[], so all other results become None.
+// Converts a result of the kernel to an IValue for PyTorch's autograd fallback. The fallback reads
+// only results of type Tensor and Tensor[], so all other results become None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -42,7 +42,8 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
 }
 
 // Returns the result at `index` (borrowed), or nullptr if it is missing. The schema has `count`
-// results. If the kernel returned fewer, the first ones are missing, as on the dispatcher's stack.
+// results. If the kernel returned fewer, we treat them as the last ones, like values on the
+// dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -50,9 +51,10 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The kernel of the copied operator. It runs the native call.
+// The kernel of every FallbackOperator. PyTorch's autograd fallback redispatches to it. It runs the
+// native call in the Computation whose address is on top of the stack.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
-  // This pointer stays valid until `FallbackOperator::call` returns.
+  // `FallbackOperator::call` pushed this pointer, and keeps the Computation alive until it returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
   torch::jit::drop(*stack, 1);
   computation.result = THPObjectPtr(computation.compute());
@@ -99,7 +101,8 @@ PyObject* FallbackOperator::call(
   c10::List<at::Tensor> tensors;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     const Kind& kind = values.parameters().all[index].kind;
-    // The fallback does not look into arguments of type Tensor?[], so leave them out.
+    // PyTorch's autograd fallback does not look into arguments of type Tensor?[], so leave them
+    // out.
     if (kind.holds_tensors() && !kind.items_are_optional)
       values.each_tensor_of(
           index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });

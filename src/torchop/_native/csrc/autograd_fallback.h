@@ -27,7 +27,7 @@ class FallbackOperator {
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
   // Calls `compute` inside the fallback to run the kernel, and returns the result (new reference).
-  // If there is a Python exception, either returns nullptr or throws python_error.
+  // If the kernel raises a Python exception, either returns nullptr or throws python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;
 

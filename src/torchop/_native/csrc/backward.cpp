@@ -31,14 +31,14 @@ struct Unpacked {
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Finds the cached tensors of a node. If the node's formula is running several times, finds those
-// of the innermost run.
+// Finds the cached tensors of a node. If the node's formula is running several times, finds the
+// tensors of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// RAII guard that marks the formula of a node as running, and so enables the cache.
+// RAII guard that marks the formula of a node as running, so that its saved tensors are cached.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -46,7 +46,8 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Destroy the tensors last, after the cache was updated, because that may run Python code.
+    // Destroy the tensors last, after the cache was updated, because destroying them may run Python
+    // code.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -76,8 +77,8 @@ PyObject* part(PyObject* parts, Part which) {
 }
 
 // Returns the formula in the operator's current plan, like `definition.compiled(rule)` in Python.
-// Tries the attribute `_plan` first, because `plan` is a property, and calling a Python function is
-// slow.
+// Reads the attribute `_plan` if possible, because `plan` is a property, and calling a Python
+// function is slow.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -91,8 +92,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Calls the Python function `failed` with the current exception. It may raise a better exception.
-// If it returns instead, restores the original one.
+// Calls the Python function `failed`, which may replace the current exception by raising a better
+// one. If `failed` returns instead, restores the current exception.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -127,7 +128,8 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether `with_contiguous_grads` would leave the gradient as it is, without copying it.
+// Returns whether a gradient is contiguous, so that `with_contiguous_grads` (see below) would not
+// copy it.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -138,9 +140,10 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// `with_contiguous_grads` wraps a function to make gradients contiguous. If all gradients are
-// contiguous already, returns the function inside the wrapper. Otherwise, or if `backward` is no
-// such wrapper (recognized by its code object), returns `backward`.
+// `with_contiguous_grads` (contiguous_grads.py) wraps a backward function, and makes all gradients
+// contiguous before it calls the function. If `backward` is such a wrapper (recognized by its code
+// object), but the gradients are contiguous already, returns the wrapped function. Otherwise
+// returns `backward`.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -169,8 +172,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If the operator has no formula, `backward` is None, and this call raises a TypeError.
-    // `failed` then raises a better error.
+    // If the operator has no formula, `backward` is None, and this call raises a TypeError. The
+    // Python function `failed` (see `explain_error`) replaces it by a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -195,7 +198,7 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
     // Unpacking may run saved-tensor hooks, and even another backward pass. Both may invalidate
-    // `found`.
+    // `found`, so we look it up again.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)

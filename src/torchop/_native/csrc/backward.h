@@ -7,8 +7,8 @@
 namespace torchop {
 
 // Returns C++ implementations of the attributes `apply` and `saved_tensors` of an operator's node
-// class. For the tuple `parts`, see the parameters in _call_path.pyi. _rules/autograd/function.py
-// contains the Python implementation of the two attributes.
+// class. _call_path.pyi describes the items of the tuple `parts`. The Python implementation of the
+// two attributes is in _rules/autograd/function.py.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

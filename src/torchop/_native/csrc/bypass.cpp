@@ -4,9 +4,9 @@
 // Calls go through the dispatcher if, for example, a profiler or a mode is active, or an argument
 // is a tensor subclass. torchop's Python kernels at these two keys usually only bump versions and
 // redispatch. But to call them, the dispatcher must convert all arguments to Python objects and
-// back. We therefore override each of them with a C++ kernel, the bypass. It does this work itself
-// if it can, and otherwise calls the Python kernel. This makes a call with a profiler twice as
-// fast. The bypass runs without the GIL.
+// back. We therefore override each of them with a C++ kernel, called a bypass. The bypass does this
+// work itself if it can, and otherwise calls the Python kernel. This makes a call with a profiler
+// twice as fast. The bypass runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -55,12 +55,13 @@ bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return false;
-  // A view may require grad because of the base.
+  // For a view, also call `requires_grad()`, because the view may inherit requires_grad from its
+  // base.
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Returns whether a call may need the Python kernel at Autograd, because an argument requires grad
-// or may have a tangent.
+// Returns whether an argument requires grad or may have a tangent. If so, the call may need
+// torchop's Python kernel at Autograd.
 bool may_need_autograd(Arguments arguments) {
   // Inside a dual level, any tensor may have a tangent. Don't read the tangents to find out.
   // Reading a tangent creates a view, and subclasses and modes would see that.
@@ -109,8 +110,8 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // Inside a `with torchop.native.disabled():` block, run the same kernels as without the
-    // extension.
+    // Inside a `with torchop.native.disabled():` block, call the Python kernel, because the user
+    // wants the same kernels to run as without the extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -160,7 +161,7 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// The registration of a bypass with the dispatcher. `kernel` is empty after it was removed.
+// The registration of a bypass with the dispatcher. `kernel` is empty once the bypass is removed.
 struct Registration {
   LifetimePointer lifetime;
   std::optional<c10::RegistrationHandleRAII> kernel;
@@ -168,8 +169,8 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Removes a bypass. Python code calls this function, because free-threaded Python may run the
-// destructor much later.
+// Removes a bypass. Python code calls this function explicitly, because free-threaded Python may
+// run the capsule's destructor much later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   if (registration->kernel.has_value()) {

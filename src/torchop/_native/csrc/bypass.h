@@ -1,5 +1,5 @@
-// bypass.h: let calls through the dispatcher skip those of torchop's Python kernels that have
-// nothing to do in the call.
+// bypass.h: calls that go through the dispatcher skip torchop's Python kernels at Autograd and
+// ADInplaceOrView when these kernels have nothing to do.
 #pragma once
 
 #include <Python.h>

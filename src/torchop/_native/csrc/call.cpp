@@ -27,7 +27,7 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
 }
 
 // Returns whether several elements of the tensor share the same memory, as in an expanded tensor.
-// Like at::has_internal_overlap, detects only dimensions of stride 0.
+// Like at::has_internal_overlap, checks only for dimensions of stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -87,8 +87,8 @@ __attribute__((noinline)) bool mutation_is_plain(
   return plain;
 }
 
-// Lets Python code check and convert a result that `is_valid_result` did not accept. Steals the
-// reference to `made`.
+// Calls the Python function `Plan::finish`, which checks and converts a result that
+// `is_valid_result` did not accept. Steals the reference to `made`.
 __attribute__((noinline, cold)) PyObject* finish(
     const Plan& plan, const Values& values, PyObject* made) {
   THPObjectPtr result(made);
@@ -152,8 +152,9 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // The order of these checks matters. If `always_dispatches` is true, `plan.op` may be empty, and
-  // `inspect` must come after `bind`.
+  // The order of these checks matters. `always_dispatches` comes first, because `plan.op` may be
+  // empty if it is true. `inspect` comes after `bind`, because it reads the values that `bind`
+  // sets.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -173,7 +174,7 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
-  // The same key set as in the dispatcher (DispatchKeyExtractor).
+  // Compute the same key set as the dispatcher (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
   {
 #ifdef Py_GIL_DISABLED
@@ -224,8 +225,9 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If a call further up the stack has requested residuals, the request may or may not be for this
-  // kernel. Only the Python wrapper can find out.
+  // If a call further up the stack has asked its kernel for residuals, the request may or may not
+  // be for this kernel. Only the Python wrapper can find out, so run the wrapper and not the
+  // author's function.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
@@ -238,8 +240,8 @@ PyObject* try_call(
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it runs the kernel. So if that raises, nothing has been
-    // mutated.
+    // `record` creates the node before it runs the kernel. So if creating the node raises, nothing
+    // has been mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {

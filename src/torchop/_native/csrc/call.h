@@ -24,10 +24,9 @@ struct Decision {
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
-// Runs a call natively and returns its result. If the call cannot be native, no kernel runs.
-// Instead, sets `reason` and returns nullptr without an exception. `enters_cpp` is true if PyTorch
-// would run this call in the C++ dispatcher, even if OpOverload usually dispatches the operator in
-// Python.
+// Runs a call natively and returns its result. If the call cannot be native, runs no kernel, sets
+// `reason`, and returns nullptr without an exception. `enters_cpp` is true if PyTorch would run
+// this call in the C++ dispatcher, even if OpOverload usually dispatches the operator in Python.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,

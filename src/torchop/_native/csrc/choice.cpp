@@ -29,7 +29,8 @@ namespace {
 // forever, because each new combination of settings adds a selection.
 constexpr size_t max_selections = 64;
 
-// What Python has selected for one combination of settings. Owns all references.
+// The result of the Python function `select` for one combination of settings, which come from the
+// open `torchop.priority` blocks. Owns all references.
 struct Selection {
   PyObject* settings; // the combined settings of the open blocks; interned, so compare addresses
   bool is_deterministic;
@@ -37,8 +38,8 @@ struct Selection {
   PyObject* function; // the kernel for all calls; nullptr if the kernel depends on the arguments
 };
 
-// The cached selections, and the cached kernels for calls. Guarded by the critical section in
-// `call_choice`.
+// The selections that were made in Python, and, if a selection depends on the arguments, the
+// kernels that were selected for calls. Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
   SeenCalls table; // the subject of each key is an index into `selections`
@@ -67,8 +68,8 @@ void release(Cache& cache) {
   cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
-// Clears the cache. Replaces it with an empty one before releasing the references, because that may
-// run Python code that calls this Choice.
+// Clears the cache. Replaces it with an empty one before releasing the references, because
+// releasing them may run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
   Cache before;
   std::swap(before, choice.cache);
@@ -107,8 +108,8 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   return choice.cache.selections.size() - 1;
 }
 
-// Asks Python for the kernel of a call that is not in the cache, and caches the answer. Returns a
-// new reference.
+// Calls Python to select the kernel for a call that is not in the cache, and caches the result.
+// Returns a new reference.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
     PyObject* settings,
@@ -151,9 +152,10 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   return function.release();
 }
 
-// Returns the value of the ContextVar `blocks` (new reference). A thread of the autograd engine
-// starts with an empty context. There, reads the context of the thread that called `backward()`.
-// torch/autograd/graph.py propagates it through ThreadLocalPythonObjects.
+// Returns the value of the ContextVar `blocks` (new reference), which describes the open
+// `torchop.priority` blocks. A thread of the autograd engine starts with an empty context. In such
+// a thread, reads the context of the thread that called `backward()`, which torch/autograd/graph.py
+// stores in ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
   if (C10_UNLIKELY(PyContextVar_Get(choice.blocks, nullptr, &blocks) < 0))
@@ -261,8 +263,8 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   return stop;
 }
 
-// The type has no tp_clear, because the garbage collector must not clear these members while a call
-// uses them. The same is true of Plan.
+// Like Plan, the type has no tp_clear, because the garbage collector must not clear these members
+// while a call uses them.
 void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);

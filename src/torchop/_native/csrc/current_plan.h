@@ -41,8 +41,8 @@ class CurrentPlan {
       return;
     end();
     // If this call may have prevented replaced plans from being freed, free them now. Other calls
-    // must not try, because they would contend for the mutex as long as some call uses a replaced
-    // plan.
+    // must not try, because as long as some call uses a replaced plan, they would all contend for
+    // the mutex.
     if (C10_UNLIKELY(plans_to_free.load(std::memory_order_relaxed) != 0) && may_touch_objects_ &&
         (announced_another_ || plan != entry_.plan.load()))
       free_plans();
@@ -50,7 +50,8 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // Called if the thread is being terminated. The destructor then must not touch Python objects.
+  // Must be called if the thread is being terminated. It prevents the destructor from touching
+  // Python objects.
   void abandon() {
     may_touch_objects_ = false;
   }
@@ -64,8 +65,8 @@ class CurrentPlan {
 
  private:
   // Stores the current plan in `thread.plans`, and then checks that it is still current. If it is
-  // not, the registration that replaced it may have looked into `thread.plans` too early, and may
-  // free the plan. So try again.
+  // not, a registration has replaced it, and may have searched `thread.plans` before we stored the
+  // plan there. The registration may then free the plan, so try again with the new one.
   PyObject* announce() {
     const size_t call = thread_.count++;
     thread_.running[call] = reinterpret_cast<PyObject*>(&entry_);
@@ -117,14 +118,15 @@ class CurrentPlan {
     else
       plan_ = new_reference(entry.plan);
   }
-  // Cheaper than the destructor of THPObjectPtr, because this does not call Py_IsInitialized.
+  // This is cheaper than the destructor of THPObjectPtr, which calls Py_IsInitialized.
   ~CurrentPlan() {
     Py_XDECREF(plan_);
   }
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // Called if the thread is being terminated. The destructor then must not touch Python objects.
+  // Must be called if the thread is being terminated. It prevents the destructor from touching
+  // Python objects.
   void abandon() {
     plan_ = nullptr;
   }

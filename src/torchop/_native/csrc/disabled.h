@@ -10,8 +10,8 @@ namespace torchop {
 // the current thread.
 inline std::atomic<int> disabled_blocks{0};
 
-// Returns the number of open blocks in this thread. A thread of the autograd engine has the number
-// of the thread that called `backward()`.
+// Returns the number of open blocks in this thread. In a thread of the autograd engine, this is the
+// number in the thread that called `backward()`.
 inline long open_here() {
   PyObject* count = get_obj_in_tls("torchop_blocks");
   return count == nullptr ? 0 : PyLong_AsLong(count);
@@ -21,7 +21,7 @@ inline bool is_disabled() {
   return C10_UNLIKELY(disabled_blocks.load(std::memory_order_relaxed) != 0) && open_here() > 0;
 }
 
-// Opens `by` blocks in this thread. If `by` is negative, closes blocks.
+// Opens `by` blocks in this thread, or closes `-by` blocks if `by` is negative.
 inline void change_blocks(int by) {
   // When a thread ends, PyTorch acquires the GIL to free the stored object. If the interpreter is
   // being finalized, this would abort the process. So for the number 0 we store an object that all

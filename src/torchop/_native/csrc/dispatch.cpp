@@ -185,7 +185,7 @@ const uint64_t plain_keys = [] {
     keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend) |
         c10::getAutocastRelatedKeySetFromBackend(backend);
   });
-  return keys.raw_repr() | backends; // `plain_backends` is for checking the backend
+  return keys.raw_repr() | backends; // the backend is checked separately, with `plain_backends`
 }();
 
 } // namespace
@@ -258,7 +258,7 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // Check that the kernel takes only the arguments. The function may be in the plan, but be
+        // Check that the kernel takes only the arguments, because the same function may also be
         // registered at this key with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;

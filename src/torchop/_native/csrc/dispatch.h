@@ -31,7 +31,7 @@ using c10::DispatchKeySet;
 extern PyTypeObject* tensor_type;
 extern PyTypeObject* parameter_type;
 
-// The properties that affect dispatch, for all tensor arguments of a call together.
+// The properties of a call's tensor arguments that affect dispatch, combined for all tensors.
 struct TensorSummary {
   DispatchKeySet keys;
   bool requires_grad = false;
@@ -60,8 +60,9 @@ inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImp
   return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
 }
 
-// Adds the properties of a plain tensor to `seen`. If `below_autograd` is true, requires_grad and
-// tangents have no effect on the call, so we save the time to read them.
+// Adds the properties of a plain tensor to `seen`. If `below_autograd` is true, the Autograd keys
+// are excluded, so requires_grad and tangents have no effect on the call, and we save the time to
+// read them.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -94,8 +95,8 @@ PyObject* python_function(const c10::KernelFunction& kernel);
 const c10::KernelFunction& autograd_fallback_kernel();
 
 // Determines the memory layout of PyTorch's class PythonKernelHolder by inspecting two kernels,
-// because no header declares the class. The operators `plain` and `with_keys` have the same Python
-// function as their only kernel, at CPU. For `with_keys`, it was registered with
+// because no header declares the class. The operators `plain` and `with_keys` have a single kernel
+// each, `function`, which is registered for CPU. For `with_keys`, it is registered with
 // `with_keyset=True`. Returns false if the layout is not as expected. The extension must then make
 // no native calls.
 bool probe_kernels(
@@ -146,17 +147,19 @@ inline bool is_traced() {
 // Returns the reason why this thread cannot make native calls at present, or Reason::Native if it
 // can.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
-  // BackendSelect and ADInplaceOrView are included by default. Any other included key was added by
-  // a mode, functorch, torch.jit.trace or the Python dispatcher. They must be able to intercept the
-  // call, so it cannot be native.
+  // BackendSelect and ADInplaceOrView are included by default. Any other key was included by a
+  // mode, functorch, torch.jit.trace or the Python dispatcher, which must be able to intercept the
+  // call.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
-  // If Dense is excluded, most calls fail. Let the dispatcher raise the error.
+  // If the key Dense is excluded, the dispatcher finds no kernel for most calls. Let it raise the
+  // error.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
-  // keys. torchop's Python kernels restore these keys, but a native call would not.
+  // keys. The call must go through the dispatcher, because torchop's Python kernels restore these
+  // keys, but a native call would not.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
   // Check for profilers as the dispatcher does. at::hasCallbacks() would acquire a lock and take 40
@@ -165,8 +168,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // The next check for `__torch_function__` resets this flag, so the dispatcher must make the check
-  // for this call. Otherwise, the flag would affect an operator that the kernel calls.
+  // The next check for `__torch_function__` resets the flag that `skips_torch_functions` reads, so
+  // the dispatcher must make the check for this call. Otherwise, the flag would affect an operator
+  // that the kernel calls.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;

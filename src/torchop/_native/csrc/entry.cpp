@@ -138,8 +138,8 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// Calls the dispatcher. `noinline`, because otherwise the attribute `flatten` of `call_entry` would
-// inline this function.
+// Calls the dispatcher. This function is `noinline`, because otherwise the attribute `flatten` of
+// `call_entry` would inline it.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
@@ -173,7 +173,7 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// Has the attribute `flatten`, i.e. all calls in it are inlined. The reason is that each return
+// This function has the attribute `flatten`, so all calls in it are inlined. Otherwise, each return
 // from a C++ function would be mispredicted after the kernel has run, because the calls that the
 // kernel makes evict our return addresses from the CPU's return stack buffer. Functions for rare
 // cases are `noinline`.
@@ -204,14 +204,15 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   // also construct a PyWarningHandler. That takes longer than the rest of this function, and is not
   // needed, because no code here issues C++ warnings.
   try {
-    // True in a call to an OpOverloadPacket. PyTorch always runs these in the C++ dispatcher.
+    // True in a call to an OpOverloadPacket, because PyTorch always runs such calls in the C++
+    // dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
     // If a daemon thread acquires the GIL after the interpreter was finalized, CPython calls
-    // pthread_exit to unwind the thread's stack. We must not touch any Python object then. We must
-    // also rethrow the exception, because the process would be aborted otherwise.
+    // pthread_exit to unwind the thread's stack. From here on, we must not touch any Python object,
+    // and we must rethrow the exception, because otherwise the process would be aborted.
     plan.abandon();
     throw;
 #endif
@@ -307,7 +308,7 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Store the Lifetime of the operator that `value` calls now, as long as it is registered. Later,
+  // Store the Lifetime now, while the operator that `value` calls is still registered. Later,
   // another operator may have the same name.
   THPObjectPtr name(PyObject_Str(entry_of(self).name));
   THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
@@ -342,8 +343,8 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs) returns how a call with these arguments would run, without running it.
-// See _call_path.pyi.
+// explain(*args, **kwargs) returns whether a call with these arguments would be native, and which
+// kernel it would run, without running it. See _call_path.pyi.
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);

@@ -10,8 +10,9 @@
 
 namespace torchop {
 
-// The state that native calls to an operator need. The handle and the objects in torch.ops share
-// one Entry. Each registration resets `plan`, so the next call compiles a new plan.
+// Everything that a call to an operator needs: the call plan, and the function that calls the
+// dispatcher. The handle and the objects in torch.ops share one Entry. Each registration resets
+// `plan` (see plan.h), so the next call compiles a new plan.
 struct Entry {
   PyObject_HEAD
 

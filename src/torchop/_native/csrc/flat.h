@@ -42,7 +42,7 @@ struct Inputs {
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // only compiled autograd reads these
-  // The tensors themselves. Left empty if the kernel must not return an input.
+  // The tensors themselves. Only needed if the kernel may return an input; otherwise empty.
   torch::autograd::variable_list variables;
   // How to restore the list arguments. Both are nullptr if there are none. `layout` is for gradient
   // formulas that were registered with torchop, and contains the length of each list. `metadata` is

@@ -1,10 +1,9 @@
-// frames.h: prevent Dynamo from tracing kernels.
+// frames.h: prevent Dynamo from tracing kernels, i.e. the Python functions that native calls run.
 //
 // Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so it would also
-// trace the Python kernels that native calls run. torchop's own functions are protected because
-// their code objects are marked as not to be traced. Kernels cannot be marked, because their
-// authors may want to compile the same functions themselves. So native calls disable the callback
-// instead.
+// trace the kernels that native calls run. torchop's own functions are protected because their code
+// objects are marked as not to be traced. Kernels cannot be marked, because their authors may want
+// to compile the same functions themselves. So native calls disable the callback instead.
 #pragma once
 
 #include <Python.h>

@@ -48,8 +48,8 @@ inline std::atomic<size_t> plans_to_free = 0;
 // Frees all replaced plans that no call uses any longer. May run Python code.
 void free_plans();
 
-// RAII guard that marks this thread as reading a dispatch table. The guard must be destroyed soon,
-// because `wait_for_table_reads` spins meanwhile.
+// RAII guard that marks this thread as reading a dispatch table. Destroy it soon, because
+// `wait_for_table_reads` spins until then.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {
@@ -70,14 +70,14 @@ class TableRead {
 // check these members and do not read the table.
 void wait_for_table_reads();
 
-// Makes an object immortal if a thread other than the owner calls it. CPython does not count
-// references to immortal objects.
+// Makes an object immortal, so that CPython no longer counts references to it. Does nothing if this
+// thread owns the object.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
-// Must be called whenever a kernel or handle is called. If several threads call the same object,
-// they contend for the reference count. CPython 3.13 makes module-level functions immortal for the
-// same reason. We check only a sample of the calls, and make the object immortal if a thread other
-// than the owner made one of them.
+// Must be called whenever a kernel or handle is called. Threads that call the same object contend
+// for its reference count, so we make such objects immortal, as CPython 3.13 does with module-level
+// functions. To be fast, looks at only a sample of the calls, and makes the object immortal if one
+// of them comes from a thread other than the owner.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))

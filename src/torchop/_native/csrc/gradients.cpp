@@ -1,4 +1,5 @@
-// gradients.cpp: compare gradients with the shapes, devices and dtypes of a node's inputs.
+// gradients.cpp: compare gradients with the shapes, devices and dtypes of a node's inputs, to find
+// out whether autograd would accept the gradients unchanged.
 #include "gradients.h"
 
 #if TORCHOP_KNOWS_NODES

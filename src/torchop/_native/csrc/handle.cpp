@@ -5,11 +5,11 @@
 // torchop.CustomOp. To make their calls native, we assign to their `__class__`. CPython allows this
 // only if instances of both classes have the same memory layout. Therefore, the Python class has
 // two additional `__slots__` where the native class stores the vectorcall function and the Entry.
-// After the extension was loaded, new handles are created as instances of the native class, because
+// Once the extension is loaded, new handles are created as instances of the native class, because
 // an assignment to `__class__` would replace an instance's key-sharing dict with a larger one.
 //
-// We create the class in C. For a subclass that is written in Python, or after an assignment to
-// `__call__`, CPython would set tp_call to `slot_tp_call` and call the Python method `__call__`.
+// We create the class in C. If we wrote it in Python, or assigned to `__call__`, CPython would set
+// tp_call to `slot_tp_call`, which calls the Python method `__call__`.
 #include "handle.h"
 
 #include <structmember.h>

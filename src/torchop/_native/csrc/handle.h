@@ -14,8 +14,8 @@ namespace torchop {
 // called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
-// adopt(handle, entry) changes the class of a handle to this subclass. After that, calls to the
-// handle go to `entry`.
+// adopt(handle, entry) changes the class of a handle to the class that `make_handle_type` created.
+// After that, calls to the handle go to `entry`.
 PyObject* adopt(PyObject*, PyObject* args);
 
 } // namespace torchop

@@ -21,7 +21,7 @@
 
 namespace torchop {
 
-// The type of a parameter. For a list parameter, the type of the list's items.
+// The type of a parameter, or of the list's items if the parameter is a list.
 enum class Base : uint8_t {
   Tensor,
   Int,
@@ -96,8 +96,9 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// -0.0 must fall back to the dispatcher, because it equals 0.0. If the default is 0.0, the
-// dispatcher takes -0.0 for the default and does not pass it, so the kernel receives 0.0.
+// If the default of a parameter is 0.0 and the caller passes -0.0, the dispatcher takes the value
+// for the default, because the two are equal, and the kernel receives 0.0. To get the same result,
+// calls with -0.0 fall back to the dispatcher.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
@@ -118,11 +119,11 @@ inline bool fits_in_64_bits(PyObject* integer) {
   return overflow == 0;
 }
 
-// Returns whether the dispatcher would treat an object as plain data. The dispatcher looks for
-// `__torch_function__` and for tensors in containers, and checks with isinstance whether the object
-// is a tensor. Since isinstance reads `__class__`, all this may run Python code of the object's
-// class. We must not run such code here, because the dispatcher would run it again if the call
-// falls back.
+// Returns whether an object is plain data: it is not a container, has no `__torch_function__`, and
+// the dispatcher can find this out without running Python code of the object's class. The
+// dispatcher looks up `__torch_function__`, searches containers for tensors, and calls isinstance,
+// which reads `__class__`. We must not run Python code for these checks here, because the
+// dispatcher would run it again if the call falls back.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -143,7 +144,7 @@ inline bool is_plain_object(PyObject* value) {
 }
 
 // Returns whether the dispatcher would pass this very object to the kernel, instead of converting
-// it. `Values::inspect` handles tensors.
+// it. Not for tensors, which `Values::inspect` (arguments.h) checks itself.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
     // Accept only exact types, because the dispatcher converts an instance of a subclass, such as
@@ -168,13 +169,14 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       return PyBool_Check(value) || (PyLong_CheckExact(value) && fits_in_64_bits(value)) ||
           (PyFloat_CheckExact(value) && !is_negative_zero(value));
     case Base::Generator:
-      return false; // a generator has dispatch keys too, but TensorSummary covers only tensors
+      return false; // a generator affects dispatch, but TensorSummary covers only tensors
     case Base::NoneType:
       return value == Py_None;
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // The dispatcher converts all other values. For example, it converts a dtype to an int.
+      // Accept only values that the dispatcher passes unchanged. It converts all other values, for
+      // example a dtype to an int.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -191,9 +193,9 @@ inline bool has_plain_float(PyObject* value) {
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// Convert a value to exactly int, float or str. Like the dispatcher, these functions do not call
-// methods that a subclass overrides. They return a new reference, or nullptr if the value cannot be
-// converted. In that case, an exception may be set.
+// These functions convert a value to exactly int, float or str. Like the dispatcher, they do not
+// call methods that a subclass overrides. They return a new reference, or nullptr if the value
+// cannot be converted. In that case, an exception may be set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -214,8 +216,8 @@ inline PyObject* plain_str(PyObject* value) {
 // the base class. Returns a new reference. If the call must fall back to the dispatcher instead,
 // returns nullptr without an exception.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
-  // If a subclass of float or str defines `__torch_function__`, it must be able to intercept the
-  // call.
+  // If a subclass of float or str defines `__torch_function__`, the call must fall back, because
+  // `__torch_function__` may handle it.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
     return nullptr;
   PyObject* converted = nullptr;

@@ -25,8 +25,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// We wait this long for a call in the dispatcher. If it takes longer, it is probably running a
-// kernel, and so has already read the table.
+// We wait this long for a call in the dispatcher. If the call takes longer, it is probably running
+// a kernel, and so has already read the table.
 constexpr milliseconds timeout{1000};
 
 // All Lifetime objects. The keys are the addresses of the operators' definitions in the dispatcher.
@@ -83,6 +83,7 @@ const void* place_of(const c10::OperatorHandle& op) {
   return &*member_of(OperatorDefinition{}, op);
 }
 
+// Marks an operator as deregistered, no matter which package deregisters it.
 class Listener final : public c10::OpRegistrationListener {
  public:
   void onOperatorRegistered(const c10::OperatorHandle&) override {}
@@ -102,7 +103,8 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Register the listener when the extension is loaded, i.e. before any call is counted.
+// Register the listener when the extension is loaded, because it must exist before any call is
+// counted.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
@@ -162,8 +164,8 @@ void count_last(size_t calls) {
     add(); // don't wait any longer, because the other thread may be waiting for this one
 }
 
-// Waits until no other thread has a call to these operators in the dispatcher, or until the
-// timeout.
+// Waits until no other thread has a call to these operators in the dispatcher. After a timeout,
+// makes later changes ignore the calls that are still there (see `Lifetime::awaited`).
 void wait_for_calls(const std::vector<LifetimePointer>& all) {
   if (wait_until(timeout, [&] { return std::none_of(all.begin(), all.end(), is_awaited); }))
     return;

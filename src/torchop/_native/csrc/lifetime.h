@@ -19,8 +19,8 @@
 
 namespace torchop {
 
-// Tracks whether an operator is still registered, and the calls and changes that are using the
-// dispatch table. This object outlives the operator.
+// The state of one operator's dispatch table: whether the operator is still registered, and how
+// many calls and changes use the table. This object outlives the operator.
 struct Lifetime {
   explicit Lifetime(const c10::OperatorHandle& operator_) : op(operator_) {}
 
@@ -28,13 +28,14 @@ struct Lifetime {
   std::atomic<bool> exists = true; // set to false when the operator is deregistered
   std::atomic<size_t> inside = 0;  // the number of calls that are in the dispatcher
   std::atomic<size_t> changes = 0; // the number of changes that are in progress or wait for calls
-  // `awaited` points to the number of calls that a change must wait for. These are the calls in the
+  // `awaited` points to the number of calls that a change must wait for: all calls in the
   // dispatcher, except calls that are waiting for a lock. If a change times out, it replaces this
-  // counter with a new one, because later changes should not wait for the same calls again.
-  // `numbers` owns all counters.
+  // counter with a new one, so that later changes do not wait for the same calls again. `numbers`
+  // owns all counters.
   std::deque<std::atomic<size_t>> numbers = std::deque<std::atomic<size_t>>(1);
   std::atomic<std::atomic<size_t>*> awaited = &numbers.front();
-  // Keeps the operator's memory alive if it was deregistered while a call was in the dispatcher.
+  // An additional registration with the dispatcher. It keeps the operator's memory alive if the
+  // operator is deregistered while a call is in the dispatcher.
   std::optional<c10::RegistrationHandleRAII> registration;
 };
 
@@ -76,17 +77,19 @@ class Change {
 
  private:
   std::vector<LifetimePointer> lifetimes_;
-  std::shared_ptr<std::atomic<size_t>> of_thread_; // `changes_here` of the thread that created it
+  std::shared_ptr<std::atomic<size_t>> of_thread_; // the creating thread's `changes_here`
 };
 
-// make_lock_enter(lock) returns a function for the method `__enter__` of the registration lock.
-// While a thread waits for the lock, we do not count the calls of this thread as being in the
-// dispatcher. They read no table while they wait, and the thread that holds the lock may be waiting
-// until no call is in the dispatcher.
+// make_lock_enter(lock) returns the method `__enter__` for the registration lock, which torchop
+// holds whenever it registers or deregisters something. While a thread waits for this lock, its
+// calls do not count as being in the dispatcher. This is safe, because they read no table while
+// they wait. Without it, they could deadlock with the thread that holds the lock, because this
+// thread may be waiting until no call is in the dispatcher.
 PyObject* make_lock_enter(PyObject*, PyObject* lock);
 
 // hold_calls(names) prevents calls to the given operators from entering the dispatcher until the
-// returned object is freed. Returns None if none of these operators was ever called.
+// returned object is freed, so that the operators' tables can be changed safely. Returns None if
+// none of these operators was ever called.
 PyObject* hold_calls(PyObject*, PyObject* names);
 
 // end_calls(names) makes new calls to the given operators raise, and waits until no call to them is

@@ -6,9 +6,10 @@
 
 namespace torchop {
 
-// Uses a loophole in C++: access checks do not apply to the arguments of an explicit template
-// instantiation ([temp.spec]). To expose a member, add a tag struct, a declaration of `member_of`
-// and an instantiation of `Expose`. If PyTorch renames the member, this file no longer compiles.
+// Makes a private member accessible through a loophole in C++: access checks do not apply to the
+// arguments of an explicit template instantiation ([temp.spec]). To expose a member, add a tag
+// struct, a declaration of `member_of` and an instantiation of `Expose`. If PyTorch renames the
+// member, this file no longer compiles.
 template <auto Member, class Tag>
 struct Expose {
   friend auto& member_of(Tag, const typename Tag::Class& object) {
@@ -58,8 +59,8 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// Read this member directly, because TensorImpl::autograd_meta() is not inline, and we would call
-// it for each tensor argument.
+// We read this member directly for each tensor argument, because TensorImpl::autograd_meta() is not
+// inline, and calling it would take longer.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

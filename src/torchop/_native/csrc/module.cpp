@@ -41,7 +41,7 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Parses a dispatch key. Unlike c10::parseDispatchKey, knows all keys, for example AutogradMTIA.
+// Parses a dispatch key. Unlike c10::parseDispatchKey, supports all keys, for example AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -52,7 +52,8 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// Returns the kernel in the dispatch table for (operator name, overload name, key), or nullptr.
+// Parses the arguments (operator name, overload name, key). Returns the kernel at this key in the
+// operator's dispatch table, or nullptr if there is none.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
@@ -173,9 +174,9 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
-// Checks the size of autograd nodes. It may differ if PyTorch was rebuilt with other headers, but
-// has the same version and commit. The extension's file name contains a key that detects all other
-// differences.
+// Checks that autograd nodes have the size that the extension was compiled for. The size may differ
+// if PyTorch was rebuilt with other headers, but has the same version and commit. The extension's
+// file name contains a key that detects all other differences.
 bool check_node_layout() {
   if (has_node_layout())
     return true;

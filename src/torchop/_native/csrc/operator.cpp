@@ -36,9 +36,9 @@ struct Operator {
   // If `entry` is set, the Operator of the packet's next overload, or nullptr. If `entry` is
   // nullptr, the function to call after one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // If `entry` is nullptr, all overloads that PyTorch's function may try. While a call is in the
-  // dispatcher, it is counted as a call to each of them, so none of them is freed meanwhile. Owned.
-  // nullptr if `entry` is set.
+  // If `entry` is nullptr, all overloads that PyTorch's function may try. A call in the dispatcher
+  // is counted for each of them, so that none of them is freed meanwhile. Owned. nullptr if `entry`
+  // is set.
   std::vector<LifetimePointer>* overloads;
 };
 
@@ -46,9 +46,9 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-// The number of Operators for each owner. Guarded by `owners_mutex`, but `has_operator` reads it
-// without the mutex, because it holds the GIL. Never destroyed, because Operators may be freed
-// after static destructors have run.
+// The number of Operators for each owner, i.e. each OpOverload or OpOverloadPacket. Guarded by
+// `owners_mutex`, but `has_operator` reads it without the mutex, because it holds the GIL. Never
+// destroyed, because Operators may be freed after static destructors have run.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -69,8 +69,8 @@ bool all_exist(const std::vector<LifetimePointer>& overloads) {
 }
 
 // Calls PyTorch's function, and counts the call for all overloads, because PyTorch may read the
-// schemas of all of them. If an overload was deregistered, calls `op.next` instead. This function
-// looks up the operator that has the name now, or raises OperatorGoneError.
+// schemas of all of them. If an overload was deregistered, calls `op.next` instead, a Python
+// callable that looks up the operator that has the name now, or raises OperatorGoneError.
 PyObject* call_counted(
     const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   {
@@ -147,7 +147,8 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
 }
 
 // The type has no tp_clear, because the garbage collector must not clear these members while a call
-// uses them. It can break reference cycles at other objects that have a tp_clear.
+// uses them. It can still break reference cycles, because other objects in each cycle have a
+// tp_clear.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
@@ -162,15 +163,15 @@ void dealloc_operator(PyObject* self) {
 
 // Returns the hash of the function that this object replaces, because `OpOverload.__hash__` returns
 // the hash of `_op` and must not change. Without an entry, `dispatch` may be a newer function than
-// the one that was replaced. In that case, `next` has the original hash.
+// the one that was replaced, so `next` provides the original hash.
 Py_hash_t hash_operator(PyObject* self) {
   const Operator& op = operator_of(self);
   return PyObject_Hash(op.entry == nullptr ? op.next : op.dispatch);
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
-  // Return `__module__` of the replaced function. The generic lookup would find that of our type.
-  // torch/_ops.py passes the module of `_op` to `_get_packet` when it refreshes a packet.
+  // Return `__module__` of the replaced function, because torch/_ops.py passes it to `_get_packet`
+  // when it refreshes a packet. The generic lookup would find `__module__` of our type.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);

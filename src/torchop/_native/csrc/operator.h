@@ -10,12 +10,13 @@ namespace torchop {
 extern PyTypeObject* operator_type;
 
 // Returns whether `owner._op` may be an Operator, where `owner` is an OpOverload or
-// OpOverloadPacket. This hash lookup is cheaper than reading the attribute. In free-threaded
-// Python, the function always returns true.
+// OpOverloadPacket. Looks up the owner in a hash table, which is cheaper than reading the
+// attribute. In free-threaded Python, always returns true.
 bool has_operator(PyObject* owner);
 
 // Returns whether an Operator has an Entry and can therefore run calls natively. Without an Entry,
-// it only counts the calls and passes them to PyTorch's function.
+// it passes the calls to PyTorch's function, and only counts the calls that are in the dispatcher
+// (see lifetime.h).
 bool has_entry(PyObject* op);
 
 bool add_operator_type(PyObject* module);

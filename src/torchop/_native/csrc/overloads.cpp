@@ -28,8 +28,8 @@ namespace {
 std::array<PyTypeObject*, 2> patched_types;
 std::array<ternaryfunc, 2> original_calls;
 
-// Pairs with the release store in `replace`. It ensures that a thread that calls one of the new
-// functions also sees the variables that were set before the replacement.
+// Pairs with the release store in `replace`, so that a thread that calls one of the new functions
+// also sees the variables that were set before the replacement.
 void after_replacement() {
   if constexpr (!has_gil)
     std::atomic_thread_fence(std::memory_order_acquire);
@@ -39,8 +39,8 @@ void after_replacement() {
 PyObject* before_first_call = nullptr;
 
 // The addresses of all objects that were passed to `before_first_call`. Cleared whenever an
-// operator was deregistered. After that, a new object may have one of these addresses, or an object
-// may belong to a new operator.
+// operator is deregistered, because afterwards a new object may have one of these addresses, or an
+// object may belong to a new operator of the same name.
 struct PreparedObjects {
   ska::flat_hash_set<PyObject*> objects;
   size_t deregistered = 0;
@@ -53,8 +53,8 @@ auto& prepared = *new PreparedObjects();
 #endif
 
 // Runs `before_first_call` for an object, unless it has already run. The callback may replace the
-// object's `_op` with an Operator that counts calls. Returns 1 if the callback ran now, 0 if it
-// had already run, and -1 with an exception set if it raised.
+// object's `_op` with an Operator, which counts the calls that are in the dispatcher. Returns 1 if
+// the callback ran now, -1 with an exception set if it raised, and 0 if it did not run.
 int prepare_call(PyObject* self) {
   const size_t deregistered = deregistered_operators.load();
   if (prepared.deregistered != deregistered)
@@ -65,8 +65,8 @@ int prepare_call(PyObject* self) {
   WithoutDynamo frames;
   if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
     return -1;
-  // Insert the object only now. Another thread that finds it here assumes that the callback has
-  // finished.
+  // Insert the object only now, because another thread that finds it here assumes that the callback
+  // has finished.
   if (prepared.deregistered == deregistered)
     prepared.objects.insert(self);
   return 1;
@@ -124,7 +124,7 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
 // There is one instantiation per class, because the function receives only the object, and cannot
 // find out from it whose tp_call it replaces (the object may be an instance of a subclass). The
 // first call below is a tail call, because another stack frame would double the overhead for
-// operators without native calls.
+// operators whose `_op` we have not replaced.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -143,8 +143,9 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   static PyObject* name = PyUnicode_InternFromString("_opoverload");
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
-    // Our function is no longer in the slot if other code has assigned to `__call__` of the class.
-    // In that case, call the original `__call__` of the handle. It uses the new function.
+    // If other code has assigned to `__call__` of the OpOverload class, our function is no longer
+    // in the slot. In that case, call the original `CustomOpDef.__call__`, which runs the newly
+    // assigned function.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -153,7 +154,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// Atomic, because other threads may read the slot at the same time. They may get either function.
+// Replaces tp_call of a class. The store is atomic because other threads may read the slot at the
+// same time. They get either the old or the new function, and both work.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }

@@ -1,5 +1,5 @@
-// overloads.h: calls to objects of the classes OpOverload, OpOverloadPacket and CustomOpDef without
-// a Python frame. For this, tp_call of these classes is replaced.
+// overloads.h: replace tp_call of the classes OpOverload, OpOverloadPacket and CustomOpDef, so that
+// calls to their instances need no Python frame.
 #pragma once
 
 #include <Python.h>

@@ -1,5 +1,5 @@
-// plan.cpp: the Python type Plan, a wrapper of an operator's call plan. _call_path.pyi explains the
-// arguments of the constructor.
+// plan.cpp: the Python type Plan, which wraps an operator's call plan (plan.h). _call_path.pyi
+// explains the arguments of the constructor.
 #include "plan.h"
 
 #include "types.h"
@@ -20,8 +20,8 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a source is unchanged. This runs no Python code, because all keys are strings or
-// None.
+// Returns whether a source (see Plan::Source) is unchanged. Looking up the key runs no Python code,
+// because all keys are strings or None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -271,7 +271,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // `all_recordings` needs a reference of its own, because it is still used after the plan was
+    // `all_recordings` needs a reference of its own, because it is still used after the plan is
     // freed.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{

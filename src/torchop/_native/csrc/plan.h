@@ -61,7 +61,7 @@ struct Plan {
   };
   std::vector<Source> sources;
   // True if the operator was not defined with torchop, so other code may register kernels for it at
-  // any time. See recompile_for_unknown_kernel.
+  // any time. See `recompile_for_unknown_kernel` in entry.cpp.
   bool is_foreign = false;
   // The operator. Empty if it was not registered when the plan was compiled. Only valid while
   // `lifetime->exists` is true.
@@ -80,8 +80,8 @@ struct Plan {
   // called after `finish`, but not if OpOverload would dispatch the call in Python, where no
   // conversions are made. nullptr if OpOverload never dispatches the operator in Python.
   PyObject* convert = nullptr;
-  // A copy of the operator for calls to PyTorch's autograd fallback. Created when the first call
-  // needs it. Owned.
+  // A copy of the operator that is used to call PyTorch's autograd fallback (see
+  // autograd_fallback.h). Created when the first call needs it. Owned.
   mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
   // Owns all objects that the other members reference. This is a tuple because tuples have no
   // tp_clear, so the garbage collector cannot empty it while a call uses the plan.

@@ -36,7 +36,8 @@ inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the autograd.Function class. Calling tp_new is enough, because there is no __init__.
+  // `maker` is the autograd.Function class. Calling tp_new is enough, because the class has no
+  // `__init__`.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -107,8 +108,8 @@ class NewNode<Fields, true> {
 };
 
 // Attaches tensors to a node by calling PyTorch's `_wrap_outputs`. Since PyTorch 2.14, also sets
-// `attached` to the node that the tensors have afterwards. This is not `node` if a view was marked
-// dirty.
+// `attached` to the node that the tensors are attached to in the end. This is not `node` if a view
+// was marked dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     Ptr& attached,
@@ -126,7 +127,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  // Empty, because tensors are saved in setup_context and not in forward.
+  // `_wrap_outputs` expects the tensors that forward saved. There are none, because tensors are
+  // saved in setup_context.
   const std::unordered_set<at::TensorImpl*> saved_in_forward;
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
@@ -147,8 +149,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Calls the hooks that PyTorch 2.14 and later run when a node was created. The node must be
-// complete.
+// Calls the hooks for new nodes, which exist since PyTorch 2.14. Call this function only once the
+// node is complete.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {

@@ -20,12 +20,12 @@ enum class Reason : uint8_t {
   Profiler, // a profiler or another RecordFunction callback is active
   FunctionMode, // a TorchFunctionMode is active, including `with torch.device(...)`
   Autocast,     // autocast is enabled and the operator has an autocast rule
-  Kernel,       // the dispatcher would run a kernel that is not in the call plan
+  Kernel,       // the dispatcher would run a kernel that is not in the call plan (plan.h)
   Mutation,     // a mutated tensor needs a check, such as one that requires grad or overlaps itself
   Anomaly,      // anomaly detection must record a stack trace for the node
-  Gradient,     // native calls cannot record this operator's gradient
-  Capture,      // the call records a derived formula during the capture of a device graph
-  Count,
+  Gradient,     // a gradient is needed, but native calls cannot record it for this operator
+  Capture,      // a CUDA graph is being captured, and the gradient formula may draw random numbers
+  Count,        // the number of reasons
 };
 
 } // namespace torchop

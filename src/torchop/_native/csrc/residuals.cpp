@@ -12,8 +12,8 @@ namespace torchop {
 namespace {
 
 // Returns whether the residuals are plain tensors that share no memory with each other, inputs or
-// results. If each residual is the only tensor with its storage, we only need to check that no
-// other tensor is the same object.
+// results. To be fast, requires that each residual is the only tensor with its storage, so it only
+// remains to check that no other tensor is the same object.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
@@ -47,7 +47,8 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// Creates a guard. If it is the operator's first one, also stores it in `first_guard`.
+// Creates a guard for the residuals at the positions `found.places`. If it is the operator's first
+// guard, also stores it in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -111,7 +112,8 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // Create the NamedTuple with tp_alloc. Its `__new__` is a Python function, and therefore slow.
+  // Create the NamedTuple of residuals with tp_alloc, because its `__new__` is a Python function
+  // and therefore slow.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)

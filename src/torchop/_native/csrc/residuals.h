@@ -20,9 +20,9 @@
 namespace torchop {
 
 // Prevents second derivatives through residuals. They would be silently wrong, because residuals
-// are constants for autograd. If the backward is itself recorded, the Python function `guard`
-// replaces the residuals among the saved tensors with tensors whose gradient raises an error.
-// `places` are the positions of the residuals among the saved tensors.
+// are constants for autograd. If the backward is itself recorded (`create_graph=True`), the Python
+// function `guard` replaces the residuals among the saved tensors with tensors whose gradient
+// raises an error. `places` are the positions of the residuals among the saved tensors.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
@@ -37,8 +37,8 @@ struct Residuals {
   PyObject* recording = nullptr; // dict: thread id -> state; see `_recording` in handover.py
   PyObject* recording_state;     // (None, True), the state that requests residuals from a kernel
   PyObject* residuals_class;     // the NamedTuple class of setup_context's argument `residuals`
-  // make_request(saved) wraps residuals for the Python function that calls setup_context. Used if
-  // C++ cannot call setup_context itself.
+  // make_request(saved) wraps the residuals in an object for the Python function
+  // `Gradient::setup_context`. Used if C++ cannot call the author's setup_context itself.
   PyObject* make_request;
   Py_ssize_t count; // the number of residuals; 0 if not all of them are tensors
   // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...), or None
@@ -51,8 +51,8 @@ struct Residuals {
   PyObject* mark; // mark(ctx, saved) finds the residuals anywhere in `ctx`, and guards them
 };
 
-// Returns whether a call on this thread has requested residuals from a kernel. The kernel may be
-// running now.
+// Returns whether some call in progress on this thread has asked its kernel for residuals. If so,
+// the dict `recording` contains the id of the thread.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -60,13 +60,12 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The dict `Residuals::recording`. All operators with residuals share this dict, and calls to
-// operators without residuals need it too. Owned; nullptr until the first operator with residuals
-// is called.
+// The dict `Residuals::recording`, which all operators with residuals share. Calls to operators
+// without residuals find it here. Owned; nullptr until the first operator with residuals is called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// RAII guard that saves this thread's state in the dict `recording`, and restores it at the end.
-// The GIL must be held.
+// RAII guard that remembers this thread's item in the dict `recording`, and restores it when the
+// guard is destroyed. The GIL must be held.
 class Recording {
  public:
   // Does nothing if `recording` is nullptr.
@@ -91,15 +90,15 @@ class Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
-  // Requests residuals from the next kernel.
+  // Asks the kernel that is called next for residuals.
   void start(const Residuals& residuals) {
     if (PyDict_SetItem(recording_, thread_.get(), residuals.recording_state) < 0)
       throw_python_error();
   }
 
-  // Makes `records_gradient()` return False until this guard is destroyed. Used for operators
-  // without residuals that are called by a kernel with residuals. This thread must have a saved
-  // state.
+  // Makes `records_gradient()` return False until this guard is destroyed. Used if a kernel that
+  // was asked for residuals calls an operator without residuals. The dict must have contained this
+  // thread when the guard was created.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
@@ -120,8 +119,8 @@ inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
 }
 
 // If `made` is an object of the class `Residuals::type`, replaces it with the result that it
-// contains, and returns the tuple of residuals. Otherwise returns nullptr. `made` owns a reference,
-// before and after the call.
+// contains, and returns the tuple of residuals. Otherwise returns nullptr. `made` is an owned
+// reference before and after the call.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
@@ -146,9 +145,9 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the guard for the residuals that setup_context saved. A guard is not enough if some
-// residuals were not saved, or if attributes of `ctx` contain tensors. In that case, calls
-// `Residuals::mark` and returns nullptr.
+// Returns the function `Guard::guard` for the residuals that setup_context saved. A guard is not
+// enough if some residuals were not saved, or if attributes of `ctx` contain tensors. In that case,
+// calls `Residuals::mark` and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

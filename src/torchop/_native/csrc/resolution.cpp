@@ -85,7 +85,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // PyTorch converts None to an undefined tensor, except in a list.
+  // PyTorch converts None to an undefined tensor, but not if it is an item of a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -107,8 +107,8 @@ Fit fit_items(const Kind& kind, PyObject* list) {
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // For these types, PyTorch accepts only sequences. For other types, it accepts any iterable, such
-  // as a string.
+  // For lists of these types, PyTorch accepts only sequences. For other lists, it accepts any
+  // iterable, such as a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))

@@ -1,5 +1,5 @@
 // resolution.h: decide whether PyTorch would skip an overload in a call to an OpOverloadPacket.
-// PyTorch tries the overloads one after the other.
+// PyTorch tries the overloads one after the other, and a native call must run the same overload.
 #pragma once
 
 #include <Python.h>

@@ -14,7 +14,8 @@
 
 namespace torchop {
 
-// What the schema says about an operator's results.
+// The results that an operator's schema declares. `is_valid_result` compares a kernel's results
+// with them.
 struct Returns {
   size_t count = 0;
   bool are_tensors = true; // true if each result is of type Tensor, Tensor? or Tensor[]
@@ -32,7 +33,7 @@ inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Returns whether no other tensor shares the storage.
+// Returns whether no other tensor shares the tensor's storage.
 inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
@@ -94,7 +95,7 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 namespace detail {
 
 // Implements `is_valid_result` for schemas that return lists. Accepts a list only if nothing else
-// references it, because the dispatcher would return a new list.
+// references it, because the caller must receive a list of its own, as from the dispatcher.
 __attribute__((noinline)) inline bool is_valid_result_with_lists(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;

@@ -1,5 +1,6 @@
-// seen_calls.h: a cache of the function (kernel) to run for each kind of call. The key consists of
-// the tensors' metadata (shapes, strides, dtypes, devices) and the values of the other arguments.
+// seen_calls.h: a cache that remembers which kernel was selected for a call, so that similar calls
+// can skip the selection (see choice.cpp). The key consists of the tensors' metadata (shapes,
+// strides, dtypes, devices) and the values of the other arguments.
 #pragma once
 
 #include <cstring>
@@ -21,7 +22,7 @@ constexpr size_t max_key_words = 4096;
 // no pointers and no tensor data.
 class CallKey {
  public:
-  // words_[0] is reserved for the number from `set_subject`.
+  // words_[0] is reserved for the subject (see `set_subject`).
   CallKey() : words_{0} {}
 
   // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if an
@@ -40,7 +41,8 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
-  // Sets the subject, a number that the caller chooses. Keys with different subjects are different.
+  // Sets the subject, a number that the caller chooses so that calls with the same arguments can
+  // have different keys. For example, choice.cpp uses one subject per combination of settings.
   void set_subject(uint64_t subject) {
     words_[0] = subject;
   }
@@ -62,9 +64,9 @@ class CallKey {
   }
 
  private:
-  // The type of a value. It is in the lowest byte of the value's first word. The other bytes of
-  // this word contain a length, or the value itself. Because of the tags, different argument lists
-  // never have equal keys.
+  // Each argument is stored in the key as one or more 64-bit words. The lowest byte of the first
+  // word is a Tag, the type of the argument. The other bytes contain a length, or the value itself.
+  // Because of the tags, different argument lists never have equal keys.
   enum class Tag : uint8_t {
     None,
     True,
@@ -126,7 +128,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Sizes that are symbolic, or come from Python code, are not supported.
+    // Symbolic sizes, and sizes that come from Python code, are not supported.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
@@ -183,9 +185,10 @@ class CallKey {
   c10::SmallVector<uint64_t, 40> words_;
 };
 
-// The cache, a hash table with open addressing. It owns references to the functions. All keys are
-// stored in one array. If the table is full (see `has_capacity`), the caller must replace it with
-// an empty one, because some programs call operators with new shapes all the time. Not thread-safe.
+// The cache, a hash table with open addressing. It owns references to the kernels. All keys are
+// stored in one array. Because some programs call operators with new shapes all the time, the size
+// is limited. If the table is full (see `has_capacity`), the caller must replace it with an empty
+// one. Not thread-safe.
 class SeenCalls {
  public:
   PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing

@@ -20,8 +20,9 @@ namespace torchop {
 // `plans` and `reads_table`.
 struct Thread {
   // The Entry objects (entry.h) of the native calls that are running, with the innermost call last.
-  // Borrowed. They cannot be on the C stack, because a greenlet switch inside a kernel replaces the
-  // stack. With several greenlets, the calls may also return in any order.
+  // Borrowed. We cannot link them on the C stack instead, because a kernel may switch to another
+  // greenlet, which replaces the stack. With several greenlets, the calls may also return in any
+  // order.
   PyObject** running = nullptr;
   // The number of running calls, and the allocated size of `running` (and `plans`).
   size_t count = 0;
@@ -31,15 +32,16 @@ struct Thread {
   // it is in any thread's `plans`. See free_threads.h.
   std::atomic<PyObject*>* plans = nullptr;
   std::atomic<bool> reads_table = false; // true while reading a dispatch table; see TableRead
-  size_t number = 0; // a unique number that selects the thread's part of Counters
-  // `note_call` checks one in this many calls. The number is prime. Otherwise, in a program that
-  // repeats a fixed sequence of calls, the check might always hit the same call of the sequence.
+  size_t number = 0;                     // the thread's number, which selects its part of Counters
+  // `note_call` (free_threads.h) looks at only one in this many calls. The number is prime.
+  // Otherwise, in a program that repeats a fixed sequence of calls, `note_call` might always look
+  // at the same call of the sequence.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and the number of bytes that must stay free. With the initial
-  // values, the check fails in the first call, and the stack is measured.
+  // The lowest address of the stack, and the number of bytes that must stay free. These initial
+  // values make `is_stack_low` measure the stack in the thread's first call.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
@@ -83,8 +85,8 @@ inline Thread& this_thread() {
 // memory.
 __attribute__((noinline, cold)) bool reserve_call(Thread& here);
 
-// Removes a running call that is not the last one in the array, because greenlets returned in
-// another order.
+// Removes a running call that is not the last one in the array. This happens if calls on several
+// greenlets do not return in reverse order.
 __attribute__((noinline, cold)) void end_earlier_call(
     Thread& here, PyObject* entry, PyObject* plan);
 
@@ -111,9 +113,9 @@ __attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
   return true;
 }
 
-// RAII guard that marks an operator as running on this thread. This is for detecting a kernel that
-// deregisters the operator that it belongs to. Python kernels are detected by their frames, but
-// native calls have no such frame. Requires count < capacity.
+// RAII guard that marks an operator as running on this thread, so that torchop can detect a kernel
+// that deregisters its own operator. For calls through the dispatcher, torchop looks for a Python
+// frame of the call, but native calls have no such frame. Requires count < capacity.
 class RunningCall {
  public:
   RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
@@ -129,8 +131,9 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Removes a call that is not the last one in the array, because greenlets returned in another
-  // order. If several calls have this entry, it does not matter which one is removed.
+  // Removes a call that is not the last one in the array. This happens if calls on several
+  // greenlets do not return in reverse order. If several calls have this entry, it does not matter
+  // which one is removed.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -149,7 +152,7 @@ class RunningCall {
 // Sets the stack limits of this thread. If the limits are unknown, disables the check.
 inline void measure_stack(Thread& here) {
   // Leave this much of the stack to C code that kernels call, such as PyTorch and NumPy, because
-  // this C code does not check the stack itself.
+  // that code does not check the stack itself.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
 #if defined(__linux__)

@@ -320,7 +320,6 @@ def status() -> Status:
 
 
 def why_missing() -> str:
-    """Return why the extension is not loaded."""
     state = status()
     fallback = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.state
     return f"the native call path is not loaded ({state.reason or fallback})"

@@ -1,4 +1,4 @@
-"""Compile the extension. A file lock in the cache folder keeps two processes from compiling it."""
+"""Compile the extension. A file lock prevents two processes from compiling it at the same time."""
 
 from __future__ import annotations
 

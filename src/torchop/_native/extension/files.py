@@ -26,9 +26,9 @@ from torchop._native.extension.recipe import STEM, Recipe, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
-# The package that the wheel torchop-native installs. It is searched for only in the folders that
-# contain torchop and PyTorch. Importing it might also search the working directory, which is not
-# trusted.
+# The package that the wheel torchop-native installs. Search for it only in the folders that contain
+# torchop and PyTorch. Do not import it, because the import might also search the working directory,
+# which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 

@@ -220,10 +220,7 @@ def library_flags() -> list[str]:
 
 
 def _cpp_library() -> list[str]:
-    """Return the path of the libstdc++ that this process has loaded, as a list of one item.
-
-    The list is empty if the path is unknown.
-    """
+    """Return a list with the path of the loaded libstdc++, or an empty list if it is unknown."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)

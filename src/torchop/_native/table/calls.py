@@ -1,12 +1,12 @@
 """Native calls to operators that `torchop.custom_op` did not create.
 
 Any package may register kernels for such an operator, so call plans are compiled from the
-dispatcher's table of kernels. It depends on the kernel whether a call is native:
+dispatcher's table of kernels. Whether a call is native depends on the kernel:
 
 - If the kernel was registered with torchop, for example with `Library.impl`, calls are always
   native.
 - If another package registered a Python kernel, calls are native while `torchop.accelerate` applies
-  to the operator. If this was done with `torch.library.custom_op`, a native call skips PyTorch's
+  to the operator. For kernels from `torch.library.custom_op`, a native call skips PyTorch's
   wrappers around the kernel and does their work itself.
 - All other calls go through the dispatcher.
 """
@@ -72,10 +72,8 @@ class TableCalls(NativeCalls):
     def accelerate(self, library: torch.library.Library | None) -> None:
         """Make calls to other packages' kernels native.
 
-        This ends when `release` is called, or when `library` is closed.
-
-        Args:
-            library: the library that defined the operator, or None if it is unknown.
+        This ends when `release` is called, or when `library` is closed. `library` is the library
+        that defined the operator, or None if it is unknown.
         """
         accelerated[self.name] = self
         self._library = library
@@ -85,7 +83,10 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`. If other code has replaced the function of the OpOverload, keep it."""
+        """Undo `accelerate`.
+
+        If other code has replaced the function of the OpOverload, leave the replacement in place.
+        """
         with registration_lock:
             if accelerated.get(self.name) is not self:
                 return
@@ -152,9 +153,7 @@ def is_made_here(name: OpName) -> bool:
 def accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
     """Make calls to another package's operator native, or return why that is not possible.
 
-    Args:
-        name: the operator's name.
-        library: the library that defined it, or None if it is unknown.
+    `library` is the library that defined the operator, or None if it is unknown.
     """
     with registration_lock:
         native = switch.native_module()
@@ -203,7 +202,7 @@ def calls_of(name: OpName) -> TableCalls | None:
 
 
 def entry_of(name: OpName) -> Entry | None:
-    """Return the entry that receives an operator's calls through `torch.ops`, or None."""
+    """Return the entry that receives an operator's calls through `torch.ops`, if there is one."""
     native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None
@@ -219,12 +218,11 @@ def outdate(name: OpName) -> None:
 
 
 def attach(name: OpName, overload: OpOverload) -> None:
-    """Make calls to kernels that were registered with torchop native.
+    """Make calls to an operator native if its kernels were registered with torchop.
 
     A kernel registered with torchop calls this function when it runs for the first time, because by
-    then the operator is complete and in use. If another kernel is registered later, it does so
-    again. The other overloads of the packet become native too, because a packet tries all overloads
-    in order.
+    then the operator is complete and in use. Kernels that are registered later call it too. The
+    other overloads of the packet become native too, because a packet tries all overloads in order.
     """
     if not _may_take(name):
         return
@@ -259,7 +257,7 @@ def _may_take(name: OpName) -> bool:
 
 
 class Follower:
-    """Makes native calls follow the rules that a definition has for another package's operator.
+    """Updates native calls if a definition changes its rules for another package's operator.
 
     The definition calls `attach` when it has compiled a plan, and `outdate` when the plan is
     invalid.
@@ -273,8 +271,8 @@ class Follower:
     def attach(self) -> None:
         """Make calls native if torchop defined the operator.
 
-        If another package defined it, that package may have kernels for it, so calls become native
-        only with `accelerate`.
+        If another package defined the operator, that package may have registered kernels, so calls
+        become native only with `accelerate`.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:

@@ -74,7 +74,7 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """Return a function that calls the user's `setup_context` as PyTorch does, or None."""
+    """Return a function that calls the user's `setup_context`, if any, as PyTorch does."""
     function = formula.setup_context
     if not function:  # the condition is copied from torch/_library/autograd.py
         return None
@@ -110,7 +110,7 @@ def _inputs(
     return inputs
 
 
-# Types whose values can be replaced with an equal value without any difference.
+# Types whose values are interchangeable if they are equal.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -119,8 +119,8 @@ def _as_filled(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that torch.library passes to `setup_context`.
 
-    For an argument that the dispatcher dropped, torch.library passes the default in the form in
-    which the schema stores it. For a dtype, for example, this is a number.
+    For an argument that the dispatcher dropped, torch.library passes the default as the schema
+    stores it. For example, it passes a number for a dtype.
     """
     defaults = schema.raw_defaults
     passed = _count_passed(args, schema)
@@ -134,7 +134,7 @@ def _as_filled(
 def _has_simple_defaults(schema: Schema) -> bool:
     """Return whether the schema stores all defaults unchanged, as simple values.
 
-    If it does, an argument can be replaced with an equal default without any difference.
+    If it does, an argument that equals its default can be replaced with the stored default.
     """
     return all(
         type(stored) in _SIMPLE and stored == argument.default

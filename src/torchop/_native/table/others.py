@@ -34,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the dispatcher's Python kernels, and why no call can be native, or None."""
+    """Return the Python kernels in the dispatcher, and the reason if no call can be native."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -131,7 +131,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return the Python kernels at Autograd keys. Calls end there unless a kernel redispatches."""
+    """Return the Python kernels at Autograd keys, which end a call unless they redispatch."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")

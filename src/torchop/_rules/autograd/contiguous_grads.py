@@ -14,8 +14,8 @@ from torch import Tensor
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     """Wrap a backward formula so that it receives only contiguous gradients.
 
-    Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
-    conjugated (from `conj`).
+    Without the wrapper, the formula may receive gradients that are expanded (from `sum`), slices
+    (from `torch.cat`) or lazily conjugated (from `conj`).
     """
 
     @functools.wraps(backward)
@@ -35,7 +35,8 @@ def _contiguous(grad: Any) -> Any:
         # Sparse layouts have no strides, so `contiguous` raises for them.
         if grad.layout not in _WITH_STRIDES:
             return grad
-        # `contiguous` does not resolve lazy conjugation and negation, and kernels ignore both.
+        # `contiguous` does not resolve lazy conjugation and negation. Kernels that ignore strides
+        # also ignore these bits, so resolve them too.
         return grad.contiguous().resolve_conj().resolve_neg()
     return grad if grad is None else [_contiguous(each) for each in grad]
 

@@ -1,4 +1,4 @@
-"""Errors for missing formulas, and for formulas that read data while being traced."""
+"""Errors for missing formulas and for formulas that read data while being traced."""
 
 from __future__ import annotations
 
@@ -59,10 +59,7 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Return a phrase for error messages that says why the tensor has no data.
-
-    For example, the phrase is "in a compiler's trace" if a compiler is tracing.
-    """
+    """Return a phrase that says where the tensor has no data, such as "in a compiler's trace"."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):

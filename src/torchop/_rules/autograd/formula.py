@@ -8,8 +8,8 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` alone would accept every function. The other two types only let type checkers
-# infer the types of a lambda's parameters.
+# `Callable[..., Any]` already accepts every function. The two narrower types are there only so that
+# type checkers can infer the types of a lambda's parameters.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
 )
@@ -22,7 +22,7 @@ class Formula:
     function from the user, because it differentiates the kernel.
 
     A call through the dispatcher calls `run` and then `save`. If there are no modes, no tracing and
-    no Tensor subclasses, C++ code can run the call without the dispatcher. Such a native call calls
+    no Tensor subclasses, C++ code can run the call without the dispatcher. Such a native call runs
     `before_kernel`, the kernel, and then `save`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Formula:
             `save(ctx, inputs, keyword_only_inputs, output, *extra)`. `extra` contains the values
             that `run` returned after the result, or the value that `before_kernel` returned. None
             if nothing is saved.
-        before_kernel: a function that only native calls call, as
+        before_kernel: a function that runs before the kernel of a native call, as
             `before_kernel(inputs, keyword_only_inputs)`, or None. If it returns NotImplemented, the
             call falls back to the dispatcher.
         tangents: the forward-mode formula, or None. `AutogradRule.compile` sets it.

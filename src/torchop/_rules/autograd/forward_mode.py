@@ -81,7 +81,7 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # If the backward formula uses the same `setup_context`, the function may have called
+        # If the backward formula uses the same `setup_context`, this may have called
         # `save_for_backward` instead of `save_for_forward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
@@ -129,7 +129,7 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """Call the forward-mode formula, and return the tangents of the outputs.
+    """Call the forward-mode formula and return the tangents of the outputs.
 
     The list is flat: each tensor in a list of tensors has its own entry. The entry of an output
     without a tangent is None.

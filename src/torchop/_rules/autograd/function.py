@@ -1,7 +1,7 @@
 """The `torch.autograd.Function` that records calls to an operator.
 
-Autograd ignores tensors inside lists. The function therefore takes each tensor of a list as a
-separate argument, and restores the lists before it calls `setup_context` and `backward`.
+Autograd ignores tensors inside lists. The `autograd.Function` therefore takes each tensor of a list
+as a separate argument, and restores the lists before it calls `setup_context` and `backward`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Call:
 class _Pending(threading.local):
     """Thread-local storage that passes the current call from `apply` to `forward`.
 
-    If the call were an argument of the function, it would be an input of the autograd node, so
-    every backward would have to return a gradient of None for it.
+    The call could be an argument of the `autograd.Function`, but then every backward would have to
+    return a gradient of None for it.
     """
 
     call: _Call | None = None
@@ -80,7 +80,7 @@ def apply(
         else:
             result = function.apply(*operands)
     finally:
-        _pending.call = None  # if an error occurred before `forward`, it is still set
+        _pending.call = None  # still set if an error occurred before `forward`
     if call.outputs is None:
         return result
     values = unflatten(result, call.outputs)
@@ -109,8 +109,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return rule.run(call.args, call.kwargs, lambda: _redispatch(definition, call))
 
         with autograd.below_autograd():
-            # Inside a torch.func transform, the transforms around it must be able to differentiate
-            # the operators that are called here.
+            # If torch.func transforms are nested, the outer transforms must be able to
+            # differentiate the operators that are called here.
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
@@ -178,9 +178,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             gradients.check_fit(definition, flat, inputs, ctx)
         return flat
 
-    # This creates two variants of the backward. Compiled autograd traces the one that uses
-    # `are_plain_in_python`, so it must not call C++ code. The autograd engine calls the other one,
-    # or an implementation of it in C++.
+    # `make_backward` is called twice. Compiled autograd traces the backward that uses
+    # `are_plain_in_python`, so this one must not call C++ code. The autograd engine runs the other
+    # one, or its C++ implementation.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -244,7 +244,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
     """If a common mistake caused an error in a formula, add a note with the fix to the error.
 
-    For example, `setup_context` may be missing, or may not save the values that the formula reads.
+    For example, `setup_context` may be missing or may not save the values that the formula reads.
     """
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
@@ -299,11 +299,12 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     tensors that raise when they are differentiated.
     """
     tensors = autograd.raw_saved_tensors(ctx)
-    # In a torch.func transform, the formula of the helper operator `name__with_residuals` raises
-    # instead.
+    # In a torch.func transform, nothing needs to be replaced, because the formula of the helper
+    # operator `name__with_residuals` raises if a residual is differentiated.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    # Calls that run in C++ store the guard in `non_differentiable`.
+    # `guard` is the function that replaces the residuals. Calls that run in C++ store it in
+    # `non_differentiable`.
     guard = ctx._torchop_guard or ctx.non_differentiable
     return guard(ctx, tensors) if guard else tensors
 

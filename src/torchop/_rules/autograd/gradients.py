@@ -166,10 +166,10 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
 def in_fresh_memory(
     gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
 ) -> list[Tensor]:
-    """Return the gradients, after copying those that do not match the fake kernel's results.
+    """Copy the gradients that do not match the fake kernel's results, and return all gradients.
 
     For each gradient, the fake kernel returns `torch.empty_like(like)`, and compiled code relies on
-    this. But a gradient that a formula returns may be expanded, or may be one of the incoming
+    this. But a gradient that a formula returns may be expanded or may be one of the incoming
     gradients. Therefore copy each gradient that has different strides or shares memory.
 
     Args:
@@ -184,7 +184,7 @@ def in_fresh_memory(
         is_like = strided and like.is_contiguous() and gradient.stride() == like.stride()
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
-        # `is_evidently_fresh` is fast, but may return False for a fresh tensor. In this case,
+        # `is_evidently_fresh` is fast but may return False for a fresh tensor. In this case,
         # compare the storages.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)

@@ -45,10 +45,10 @@ def register_autograd(
     """Register the backward formula of an operator.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         backward: the formula, called as `backward(ctx, *grads)`. It receives one gradient for each
-            output, and returns one gradient for each input: a tensor of the input's shape, or None.
+            output and returns one gradient for each input: a tensor of the input's shape, or None.
             The gradient of a list of tensors is a list. The formula must consist of PyTorch
             operators. If it reads data, for example with NumPy, it works only in eager mode. To
             support compilers, `torch.func` transforms and DTensor, pass such a formula as
@@ -106,7 +106,7 @@ def register_autograd(
         >>> x.grad
         tensor([6.])
 
-    Modelled on `torch.library.register_autograd`.
+    Modeled after `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
     if backward_kernel is not None:
@@ -141,7 +141,7 @@ def register_jvp(
     reverse mode.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         jvp: the formula, called as `jvp(ctx, *tangents)`. It receives one tangent for each
             positional input: zeros if the tensor has no tangent (or None after
@@ -178,7 +178,7 @@ def register_jvp(
         >>> torch.func.jvp(sine, (torch.zeros(1),), (torch.full((1,), 3.0),))
         (tensor([0.]), tensor([3.]))
 
-    Modelled on the `jvp` method of `torch.autograd.Function`.
+    Modeled after the `jvp` method of `torch.autograd.Function`.
     """
     rule = resolve(op, "register_jvp", lib).rule(AutogradRule)
     return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
@@ -193,10 +193,10 @@ def register(
     is_kernel: bool = False,
     contiguous_grads: bool = False,
 ) -> None:
-    """Register the backward formula of an operator, and optionally the forward-mode formula.
+    """Register the backward formula of an operator and optionally the forward-mode formula.
 
-    If `is_kernel` is true, `backward` is the argument `backward_kernel` of `register_autograd`. It
-    takes the saved values as arguments, so it needs no `setup_context`.
+    If `is_kernel` is true, the user passed `backward` to `register_autograd` as `backward_kernel`.
+    Such a function takes the saved values as arguments, so it needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)
@@ -258,7 +258,7 @@ def derive_autograd(op: OpLike, /) -> None:
         >>> x.grad
         tensor([-0., -0.])
 
-    Modelled on `torch.utils.checkpoint.checkpoint`.
+    Modeled after `torch.utils.checkpoint.checkpoint`.
     """
     from torchop._rules.autograd.derived import graph_operators  # rarely used
 

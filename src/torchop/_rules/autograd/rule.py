@@ -52,8 +52,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
-        # Call plans that were compiled before share the formula object, so copy the formula before
-        # changing attributes.
+        # Existing call plans share the formula object, so copy it before changing attributes.
         is_same = self.tangents is None and checker is None
         formula = self.formula if is_same else copy.copy(self.formula)
         if self.tangents is not None:
@@ -83,7 +82,7 @@ class AutogradRule(CompiledRule[Formula]):
             with registration_lock:
                 if self.cached_function is None:
                     self.cached_function = make_function(self.definition, AutogradRule)
-                    self.definition.outdate_plan()  # native calls need the new function
+                    self.definition.outdate_plan()  # calls that run in C++ need the function
         return self.cached_function
 
     def register_jvp(
@@ -130,8 +129,7 @@ class AutogradRule(CompiledRule[Formula]):
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # In a torch.func transform, no check is needed, because the decomposition writes into a
-            # copy.
+            # In a torch.func transform, a decomposition writes into a copy, so it needs no check.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
@@ -140,7 +138,7 @@ class AutogradRule(CompiledRule[Formula]):
             if is_dual and formula.training is not None:
                 raise forward_mode.residuals_unsupported(definition)
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-        # The new `keyset` skips autograd for this call only. The guard also skips autograd for the
+        # Masking `keyset` skips autograd for this call only. `below_autograd` also skips it for the
         # operators that the kernel calls.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD

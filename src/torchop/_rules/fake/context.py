@@ -13,7 +13,7 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The context of a fake kernel that runs on meta tensors. They cannot have dynamic sizes."""
+    """The context of a fake kernel that runs on meta tensors, which cannot have dynamic sizes."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition

@@ -1,4 +1,4 @@
-"""Errors for missing fake kernels, and for fake kernels that read data."""
+"""Errors for missing fake kernels and for fake kernels that read data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
-# Otherwise FakeTensor would log a traceback for this exception. Users do not need it, because the
-# message already contains the fix.
+# By default, FakeTensor logs a traceback for exceptions in fake kernels. Users do not need one for
+# this exception, because its message contains the fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
@@ -44,7 +44,7 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
     if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
-        # Keep the type of the exception: Dynamo turns exceptions of these types into graph breaks.
+        # Keep the type of the exception, because Dynamo turns these types into graph breaks.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 

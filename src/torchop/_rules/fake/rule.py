@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-# PyTorch stores a source location with each fake kernel, for messages. This is the location of fake
-# kernels that torchop itself provides.
+# PyTorch stores the source location of each fake kernel, for messages. Fake kernels that torchop
+# itself provides have this value as their location.
 NO_FUNCTION = "torchop"
 
 
@@ -49,8 +49,8 @@ class FakeRule(CompiledRule[Fake]):
     """An operator's fake kernel. It runs for calls with fake tensors and with meta tensors."""
 
     function: Callable[..., Any] | None = None
-    # Whether the operator has a kernel at the Meta dispatch key. This is `FakeRule.kernel`, or a
-    # meta kernel that the operator's author wrote.
+    # Whether the operator has a kernel at the Meta dispatch key: `FakeRule.kernel`, or a meta
+    # kernel that the operator's author wrote.
     is_installed = False
     registration: registries.FakeRegistration | None = None
     warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
@@ -60,21 +60,21 @@ class FakeRule(CompiledRule[Fake]):
         if definition.is_ours and "meta" in definition.declaration.devices:
             self.is_installed = True
             return  # FakeTensor runs the author's meta kernel instead
-        # Install `FakeRule.kernel` even if no fake kernel is registered yet, because otherwise a
-        # kernel for every device would run on meta tensors too.
+        # Install `FakeRule.kernel` even if no fake kernel is registered yet. Otherwise, a kernel
+        # that is registered for every device would run on meta tensors too.
         definition.implement("Meta", self.kernel)
         self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
             # In-place operators, out= operators and operators that return nothing need no fake
             # kernel, but register `fake_kernel` for them anyway. Otherwise FakeTensor would run the
-            # kernel at the Meta key, and reject calls with tensors on several devices.
+            # kernel at the Meta key and reject calls with tensors on several devices.
             self._push(NO_FUNCTION)
 
     def reject_data_access(self) -> None:
-        """Raise MissingFakeError if FakeTensor runs the kernel for every device on fake tensors.
+        """Raise MissingFakeError if FakeTensor runs a real kernel instead of the Meta kernel.
 
-        FakeTensor runs it for sparse tensors, because the dispatcher skips the kernel at the Meta
-        key.
+        This happens for sparse tensors. The dispatcher skips the kernel at the Meta key for them
+        and selects the kernel that is registered for every device.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
@@ -138,7 +138,7 @@ class FakeRule(CompiledRule[Fake]):
         registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
         if self.registration is not None:
             self.registration.remove()
-        elif definition.is_ours:  # deregistering the operator also removes what is registered here
+        elif definition.is_ours:  # deregistering the operator also removes this rule
             registries.register_default_torch_dispatch(
                 str(definition), FakeTensorMode, self.run_at_once
             )
@@ -156,7 +156,7 @@ class FakeRule(CompiledRule[Fake]):
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the fake kernel directly, instead of `FakeTensorMode.dispatch`.
 
-        `FakeTensorMode.dispatch` first checks for special cases, and looks up the call in a cache
+        `FakeTensorMode.dispatch` first checks for special cases and looks up the call in a cache
         that only contains calls to PyTorch's own operators. Together, this takes longer than a
         typical fake kernel.
         """
@@ -336,9 +336,9 @@ def register_fake(
     """Register an operator's fake kernel, which computes the metadata of outputs without data.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        func: the fake kernel. It takes the operator's arguments, and returns tensors with the same
+        func: the fake kernel. It takes the operator's arguments and returns tensors with the same
             shape, dtype, device, strides and storage offset as the results of the kernel. It must
             not read the data of tensors. Omit it to use `register_fake` as a decorator, or to
             declare the output with the options below.
@@ -348,14 +348,14 @@ def register_fake(
             pass a tuple of names. If only `shape` is given, the default is the first Tensor
             argument.
         shape: a function that returns the shape of the output as a tuple of ints. Its parameters
-            are named like the arguments of the operator that it needs. The output is then
-            contiguous. Without `shape`, the output has the shape of `like`, and the strides of
+            are named after the operator's arguments that it needs. The output is then contiguous.
+            Without `shape`, the output has the shape of `like` and the strides of
             `torch.empty_like`. If there are several outputs, pass a tuple of functions or None.
         dtype: the dtype of the output. This is a `torch.dtype`, or the name of an argument that is
             a dtype or a Tensor. If there are several outputs, pass a tuple of these or None.
         memory_format: the memory format of the output, as in `torch.empty_like`. Use
-            `torch.contiguous_format` if the output is contiguous for any strides of `like`. If
-            there are several outputs, pass a tuple of memory formats or None.
+            `torch.contiguous_format` if the output is contiguous whatever the strides of `like`
+            are. If there are several outputs, pass a tuple of memory formats or None.
         lib: the library that owns the registration: closing it removes the registration. By
             default, the registration is permanent.
         allow_override: whether to replace an existing fake kernel.

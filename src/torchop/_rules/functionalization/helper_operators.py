@@ -1,9 +1,9 @@
 """Helper operators that replace mutating operators in functional traces.
 
 If an operator mutates arguments, a compiler may trace a helper operator instead. The helper calls
-the original operator, but has a schema that functionalization and Inductor handle correctly:
+the original operator but has a schema that functionalization and Inductor handle correctly:
 
-- `name__mutable` mutates the same arguments, but does not return them. A list that may contain None
+- `name__mutable` mutates the same arguments but does not return them. A list that may contain None
   becomes a list of tensors and a mask. An argument named `mode` is renamed, because PyTorch passes
   the arguments by keyword to a function that has a parameter `mode` of its own.
 - `name__functional` mutates nothing. After the results, it returns the new values of the arguments
@@ -88,8 +88,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
     arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
-    # Masks are keyword-only arguments, because a required positional argument must not follow an
-    # argument with a default.
+    # Masks mark the items of lists that are None. They have no default, so add them as keyword-only
+    # arguments: a required positional argument must not follow an argument with a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]

@@ -43,10 +43,9 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a traced call, with copies of inputs that need protection.
+    """Return the arguments of a traced call, with `torchop::clone` applied where necessary.
 
-    An input is copied with `torchop::clone` if a compiler may turn it into an alias of an argument
-    that the call mutates.
+    An input is cloned if a compiler may turn it into an alias of an argument that the call mutates.
     """
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}

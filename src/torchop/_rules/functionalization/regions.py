@@ -1,7 +1,7 @@
 """Support operators that mutate arguments inside `torch.compiler.nested_compile_region`.
 
 Workaround for pytorch/pytorch#186807 and #189523: if a nested region mutates its inputs, PyTorch
-traces the region with C++ functionalization, and rejects custom operators that mutate arguments.
+traces the region with C++ functionalization and rejects custom operators that mutate arguments.
 This module traces calls to these operators in a FunctionalTensorMode instead, where the operator's
 functionalization rule applies.
 """

@@ -5,7 +5,7 @@ the trace contains a helper operator instead, which PyTorch compiles correctly:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as an operator that returns
   nothing, and the trace continues with the mutated arguments. Otherwise Inductor 2.13 would treat a
-  returned argument as fresh memory, and reuse that memory for later results. For `out=`, PyTorch
+  returned argument as fresh memory and reuse that memory for later results. For `out=`, PyTorch
   would also pass uninitialized memory instead of the caller's tensor.
 - If an operator mutates a list that contains None, the trace contains the list without None. An
   argument named `mode` has another name in the trace.
@@ -108,8 +108,8 @@ def _functionalizing(
 
     Args:
         definition: the operator.
-        helpers: the helper operators that may replace the operator, by kind. Still empty when this
-            function is called, because the helper operators are defined later.
+        helpers: the helper operators that may replace the operator, by kind. The dict is still
+            empty when this function is called, because the helper operators are defined later.
     """
     schema = definition.schema
 
@@ -149,8 +149,8 @@ def _trace(
     """Trace a call to the operator or to one of its helper operators.
 
     Returns:
-        The result, and pairs of a mutated tensor and its new value. There are only pairs if the
-        trace contains `name__functional`, because the other operators write the new values.
+        The result, and pairs of a mutated tensor and its new value. There are no pairs unless
+        `name__functional` was traced, because other operators write the new values themselves.
     """
     schema = definition.schema
     functional = helpers.get(FUNCTIONAL)
@@ -212,10 +212,10 @@ def _copy_typed_views(
 def _names_if_shared(
     definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
 ) -> str:
-    """Return the names of all mutated arguments if one of `tensors` shares memory with another.
+    """Return the names of all mutated arguments, or an empty string if no memory is shared.
 
-    `tensors` contains some of the mutated arguments. If none of them shares memory with another
-    mutated argument, return an empty string.
+    `tensors` contains some of the mutated arguments. Memory is shared if one of these has the same
+    memory as another mutated argument.
     """
     mutated = mutated_tensors(definition.schema, args, kwargs)
     memory = [tracing.traced_memory(tensor) for _, tensor in mutated]

@@ -49,7 +49,7 @@ def install_for_optional_lists(definition: Definition) -> None:
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return the device type that a call to a factory function requests.
 
-    Return None if the operator takes tensors, or has no `device` argument.
+    Return None if the operator takes tensors or has no `device` argument.
     """
     argument = _device_argument(schema)
     if argument is None or any(argument.holds_tensors for argument in schema.arguments):
@@ -89,9 +89,9 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # The BackendSelect kernel cannot find out whether a transform wraps the tensors, because
-    # functorch's kernels run before it, and pass over the operator if they see no wrapped tensor.
-    # So this check runs at functorch's own dispatch key, before the transforms.
+    # functorch runs before the BackendSelect kernel and skips its transforms if it sees no wrapped
+    # tensor. In the BackendSelect kernel, it would be too late to find this out, so this check runs
+    # at functorch's own dispatch key, before the transforms.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
@@ -117,7 +117,7 @@ def _check_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """Return a function that yields the tensors of a call, either the overlooked or the other ones.
+    """Return a function that yields either the overlooked tensors of a call or all others.
 
     Overlooked tensors are the tensors in optional lists. The dispatcher ignores them when it
     computes the dispatch keys.

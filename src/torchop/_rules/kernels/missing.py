@@ -28,7 +28,7 @@ class RaisingKernels:
 
     At first, a single raising kernel at CompositeExplicitAutograd covers every device. But the
     dispatcher prefers it to a backend's own fallback, such as one that runs every operator on the
-    CPU. So the first call on a device with a fallback removes the single kernel, and registers a
+    CPU. So the first call on a device with a fallback removes the single kernel and registers a
     raising kernel for each of the other backends.
     """
 
@@ -54,8 +54,8 @@ class RaisingKernels:
     ) -> DispatchKeySet | None:
         """If the call's backend has a fallback, remove the raising kernel that hides the fallback.
 
-        Return the dispatch keys to redispatch the call with, so that it reaches the fallback.
-        Return None if there is no fallback.
+        Return the dispatch keys that make a redispatch reach the fallback, or None if there is no
+        fallback.
         """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)
@@ -75,7 +75,7 @@ class RaisingKernels:
         return keyset
 
     def _expose(self, key: str) -> None:
-        # Keep the kernel alive: another thread may have looked it up, but not called it yet.
+        # Keep the kernel alive: another thread may have looked it up but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
             for other in dispatch.keys_of_every_device(str(self._definition)):
@@ -95,7 +95,7 @@ def raise_missing_kernel(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Never:
-    """Raise an error that names the device of the call, and the devices that have a kernel."""
+    """Raise an error that names the device of the call and the devices that have a kernel."""
     served = sorted(device for device in kernels if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
     tensors = list(tensors_in((*args, *kwargs.values())))
@@ -121,5 +121,5 @@ def raise_missing_kernel(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return "quantized" or the tensor's layout. With the device, this selects the backend."""
+    """Return "quantized" or the layout, which together with the device determines the backend."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

@@ -36,7 +36,7 @@ def register_kernel(
     """Register a kernel of an operator for some device types.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_types: a device type such as `"cpu"` or `"cuda"`, or a sequence of device types. None
             (or `"default"`) means all devices that have no kernel of their own. For an operator
@@ -46,15 +46,15 @@ def register_kernel(
             decorator.
         provider: the name of the library or technique that the kernel comes from, such as
             `"triton"`. The kernel is then an alternative to the reference kernel. Calls use it only
-            if an order of providers names it; see `CustomOp.set_priority`, `torchop.set_priority`
-            and `torchop.priority`. Without `provider`, the kernel becomes the reference kernel on
-            these devices. Except for `lib`, the arguments below are only allowed together with
-            `provider`.
+            if the operator's order of providers contains this name; see `CustomOp.set_priority`,
+            `torchop.set_priority` and `torchop.priority`. Without `provider`, the kernel becomes
+            the reference kernel on these devices. Except for `lib`, the arguments below are only
+            allowed together with `provider`.
         supported: whether the kernel can run in this process, for example because a package is
             installed. Either a bool, or a function without parameters that returns a bool. The
             function runs once, when its answer is first needed.
         supports: a function that takes the operator's arguments and returns whether the kernel
-            supports the call. It receives tensors without data, and may read only shapes, strides,
+            supports the call. It receives tensors without data and may read only shapes, strides,
             dtypes, devices and plain values, because the answer is cached for all calls with the
             same shapes, strides and so on.
         batch_invariant: whether each row of the result is bitwise the same, whatever the other rows
@@ -75,7 +75,7 @@ def register_kernel(
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not accept the operator's arguments, or a provider's kernel
             has other names or defaults for them.
-        ProviderError: a `ValueError`: the provider's name is invalid.
+        ProviderError: the provider's name is invalid. This error is a `ValueError`.
         RuntimeError: PyTorch does not know a device type.
         NotImplementedError: `provider` is given, but torchop did not define the operator.
         ValueError: the operator takes neither a tensor nor a `device`, so a call could not select a

@@ -36,9 +36,10 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """The part of a call plan that contains the kernels, by device type.
+    """The kernels in an operator's call plan, i.e. the object that is compiled from all its rules.
 
-    The key None stands for all devices without an entry.
+    The mappings contain kernels by device type. The key None stands for all devices without an
+    entry.
     """
 
     functions: Mapping[str | None, Callable[..., Any]]
@@ -66,7 +67,7 @@ class Kernels(NamedTuple):
 
 
 class ProviderTable(Protocol):
-    """The interface of the table of an operator's providers: named alternatives to its kernels.
+    """The interface of an operator's table of providers, i.e. named alternatives to its kernels.
 
     `_rules.providers.table.ProviderTable` implements and documents it. This module cannot import
     that class, because the package `_rules.providers` imports this module.
@@ -81,9 +82,9 @@ class ProviderTable(Protocol):
 class KernelRule(CompiledRule[Kernels]):
     """An operator's kernels by device type, and the dispatcher kernels that run them.
 
-    On every call, a dispatcher kernel looks up the kernel to run in the operator's call plan. So if
-    a kernel is registered, replaced or disabled, only the plan is compiled again. A new dispatcher
-    kernel is needed only for the first kernel of a device type.
+    On every call, a dispatcher kernel looks up the kernel to run in the operator's call plan, which
+    is compiled from all rules. So if a kernel is registered, replaced or disabled, only the plan is
+    compiled again. Only the first kernel of a device type needs a new dispatcher kernel.
     """
 
     # The reference kernels by device type. This is None if the operator was defined for every
@@ -185,9 +186,9 @@ class KernelRule(CompiledRule[Kernels]):
             self.update(install, registered=functions)
 
     def places(self, devices: Sequence[str | None]) -> tuple[list[str | None], Callable[[], None]]:
-        """Return the keys in `registered` for these devices, and a function that installs kernels.
+        """Return the devices' keys in `registered`, and a function that installs their kernels.
 
-        The function installs the dispatcher kernels that the devices still lack.
+        The function installs a dispatcher kernel for each device that has none yet.
         """
         keys: dict[str, str | None] = {}
         for device in devices:
@@ -253,7 +254,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Return the device types whose most recently entered `set_enabled` block disables them."""
+        """Return the device types whose last entered `set_enabled` block disables the kernel."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
@@ -305,7 +306,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference kernel at a dispatch key, even if an order names a provider."""
+        """Run the reference kernel at a dispatch key, even if calls use a provider's kernel."""
         return self._run(self.installed.get(key), args, kwargs, is_reference=True)
 
     @compilers.never_traced
@@ -331,7 +332,7 @@ class KernelRule(CompiledRule[Kernels]):
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        if definition.schema.has_defaults:  # native calls also pass default values
+        if definition.schema.has_defaults:  # pass default values, as calls that run in C++ do
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
@@ -390,8 +391,8 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # For None, the dispatcher does not raise, but passes an undefined tensor. In Python, this is
-    # None.
+    # The dispatcher does not reject None for a required tensor. The kernel then receives an
+    # undefined tensor, i.e. None in Python.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

@@ -112,7 +112,7 @@ class _MutationKernels:
         _check_shared_memory(definition, args, kwargs, copies)
         keyset = dispatch.below_math_bits(keyset)
         result = dispatch.redispatch(definition.overload, keyset, values, keywords)
-        with dispatch.without_keys("ADInplaceOrView"):  # `count_versions` has bumped the versions
+        with dispatch.without_keys("ADInplaceOrView"):  # `count_versions` already bumped them
             for view, new in copies:
                 view.copy_(new)
         if schema.form is Form.PLAIN:

@@ -60,7 +60,8 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
 
     Raises:
         OperatorGoneError: the operator was replaced or deregistered.
-        ProviderError: a `ValueError`: the operator does not have one of these providers.
+        ProviderError: the operator does not have one of these providers. This error is a
+            `ValueError`.
         RuntimeError: PyTorch does not know a device type.
         TypeError: `order` is not a list of names.
 
@@ -83,7 +84,7 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
     known = rule.provider_names
     for name in names:
         # `custom_op(..., priority=...)` calls this function before any provider is registered, so
-        # unknown names cannot be rejected yet. In this case, the first call raises the error.
+        # unknown names cannot be rejected yet. The operator's first call rejects them instead.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
     with registration_lock:
@@ -93,7 +94,7 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
 def set_tuning(
     op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
 ) -> None:
-    """Set the measurements that `"tuned"` in an order of providers uses to find the fastest kernel.
+    """Set the measurements that the special provider `"tuned"` uses to find the fastest kernel.
 
     This method is for the author of an operator, who can measure the kernels in advance and ship
     the results. Measurements that a user makes take precedence.
@@ -150,16 +151,17 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 def provider_table(rule: KernelRule) -> ProviderTable:
     """Return an operator's provider table. It is empty if the operator has no providers."""
     table: Any = rule.providers
-    # Do not share the set of `NO_PROVIDERS` between operators, because `reported` is mutated.
+    # Each operator needs its own set `reported`, because the set is mutated.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
 def choice_of_call(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
-    """Return a call's `Choice`, or None if the operator has no providers, and the call's arguments.
+    """Return the `Choice` that selects the kernel of a call, and the call's arguments.
 
-    The returned arguments include the default values of arguments that the call omits.
+    The `Choice` is None if the operator has no providers. The arguments include the default values
+    of arguments that the call omits.
     """
     arguments, keywords = definition.schema.fill_defaults(args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords

@@ -27,11 +27,10 @@ class DeviceKernels(NamedTuple):
         known: the names of all providers of the operator, including those for other devices.
         removed: the names of former providers, whose library was closed.
         author: the default orders of providers that the author set, by device type.
-        reported: the skipped providers that were already reported to the user. All call plans of
-            the operator share this set, so each is reported once.
+        reported: the skipped providers that were already reported to the user. Each is reported
+            only once.
         tuning: the measurements and size ranges that the author passed to `set_tuning`.
-        prepare: adds the operator's checks of arguments to a kernel, before the kernel becomes part
-            of a call plan.
+        prepare: wraps a kernel to check the operator's arguments before calling it.
     """
 
     op: OpName
@@ -60,8 +59,7 @@ class TunedKernels(NamedTuple):
         kernels: the kernels of the device.
         allowed: maps names to the providers that the open `torchop.priority` blocks allow. For
             example, a block may exclude nondeterministic providers.
-        tuner: measures the kernels during a call, if the call is inside `torchop.testing.tuning`.
-            Otherwise None.
+        tuner: measures the kernels during a call. None outside of `torchop.testing.tuning` blocks.
         profiled: wraps a kernel so that profiles show the name of the provider.
     """
 

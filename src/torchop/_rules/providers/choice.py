@@ -168,7 +168,7 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return (provider that would run a call, reasons why the others would not, kernel)."""
+        """Return the provider that would run a call, the reasons against others, and the kernel."""
         selection = self._made(priority.current(), self._is_deterministic())
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
@@ -312,7 +312,7 @@ class Choice:
         return raise_error
 
     def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Report once, in the log or as a warning, each provider in the order that calls skip."""
+        """Log or warn once for each provider that the order contains but that calls skip."""
         op, device, _, providers, known, removed, *_ = self.kernels
         reportable = {*providers, *(set(removed) - set(known))}
         reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
@@ -353,7 +353,10 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return a function that calls the `Choice` for the device of its tensors, or `others`."""
+    """Return a function that calls the `Choice` for the device of its tensor arguments.
+
+    If `choices` has no entry for this device, the function calls `others`.
+    """
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         tensors: Iterator[Tensor] = tensors_in((*args, *kwargs.values()))
@@ -373,8 +376,7 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        # Use texts for floating-point numbers: they distinguish -0.0 from 0.0, and nan equals
-        # itself.
+        # Use the text of the number as the key, because -0.0 == 0.0 and nan != nan.
         return value.hex()
     if kind is complex:
         return kind, repr(value)

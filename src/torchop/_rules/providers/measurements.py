@@ -1,6 +1,6 @@
 """Read and write tables of measurements: the times of kernels for given tensor sizes.
 
-A table is a JSON file. It contains no code, and only selects among the registered kernels and their
+A table is a JSON file. It contains no code and only selects among the registered kernels and their
 configs. So if a table is wrong, calls may be slow, but their results are still correct.
 """
 
@@ -28,7 +28,7 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """A file cannot be read, or is not a table of measurements."""
+    """A file cannot be read or is not a table of measurements."""
 
 
 class NewerTableError(TableError):
@@ -95,7 +95,7 @@ class Measurement(NamedTuple):
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether all sizes are in the measured ranges. Symbolic sizes get guards."""
+        """Return whether all sizes are in the measured ranges. Symbolic sizes are guarded."""
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)

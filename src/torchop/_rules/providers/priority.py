@@ -54,7 +54,7 @@ class ScopedOrder(NamedTuple):
         return self.device in (None, device) and is_match(name, self.pattern)
 
     def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Return a sort key. Of several orders that fit an operator, the largest one applies."""
+        """Return a sort key. If several orders fit, the order with the largest key applies."""
         return is_name(name, self.pattern), len(self.pattern), self.device is not None
 
 
@@ -65,8 +65,8 @@ class ActiveOrder(NamedTuple):
         names: the order of providers.
         by: the setting that the order comes from, such as "torchop.set_priority", for messages.
         is_exact: whether the setting names exactly this operator. If so, an unknown provider in the
-            order is an error. A pattern may match other operators that have the provider, so it is
-            no error there.
+            order is an error. It is no error in an order for a pattern, because other operators
+            that match the pattern may have the provider.
     """
 
     names: Order = ()
@@ -117,7 +117,7 @@ class OpenBlocks(NamedTuple):
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The C++ extension reads this variable too, and must do the same as `_open_blocks`.
+# The C++ extension reads this variable too and must do the same as `_open_blocks`.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
@@ -149,12 +149,12 @@ _blocks_were_opened = False
 
 
 # The kernel rules of operators with providers. If an order changes, the call plans of these
-# operators must be recompiled.
+# operators must be compiled again.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Make `outdate_plans` invalidate this operator's call plan too.
+    """Add a kernel rule to the rules whose call plans `outdate_plans` invalidates.
 
     Requires the registration lock.
     """
@@ -314,7 +314,8 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
         device_types: the device types for which the orders apply. None means all.
 
     Raises:
-        ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
+        ProviderError: no operator of this name or pattern has this provider. This error is a
+            `ValueError`.
         RuntimeError: PyTorch does not know a device type.
         TypeError, ValueError: `orders` is malformed.
 
@@ -348,7 +349,7 @@ class priority(Block):  # noqa: N801  (called like a function)
     """Set the order of operators' providers, inside a `with` block.
 
     A provider is a named alternative to an operator's kernel. The block applies to calls in this
-    thread or asyncio task, and can also be used as a decorator. If several open blocks name an
+    thread or asyncio task and can also be used as a decorator. If several open blocks name an
     operator, the innermost block applies.
 
     A backward that is called inside the block uses the same order, even in the threads that PyTorch
@@ -376,7 +377,8 @@ class priority(Block):  # noqa: N801  (called like a function)
     If a flag is None, the flag of the enclosing block applies.
 
     Raises:
-        ProviderError: a `ValueError`: no operator of this name or pattern has this provider.
+        ProviderError: no operator of this name or pattern has this provider. This error is a
+            `ValueError`.
         ProviderError: with `strict=True`, by a call inside the block, if no provider supports the
             call.
 

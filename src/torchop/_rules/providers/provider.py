@@ -42,7 +42,7 @@ Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 
 
 class Provider(NamedTuple):
-    """A named alternative to an operator's reference kernel, and the properties that select it.
+    """A named alternative to an operator's reference kernel, and the conditions for its use.
 
     Attributes:
         name: the name of the provider.
@@ -107,8 +107,8 @@ TUNED_PROVIDER = Provider(
     site=Site(__name__, TUNED, __file__, 1),
 )
 
-# A call to `supports` is slow if it takes longer than this. Usually, a call takes microseconds, but
-# the machine may be busy.
+# A call to `supports` that takes longer than this counts as slow. The limit is far above the usual
+# few microseconds, because the machine may be busy.
 _SLOW_SECONDS = 0.05
 
 
@@ -125,7 +125,7 @@ def make_provider(
     tolerance: Tolerance | None,
     configs: Configs,
 ) -> Provider:
-    """Check the arguments of `register_kernel(..., provider=...)`, and create the provider."""
+    """Check the arguments of `register_kernel(..., provider=...)` and create the provider."""
     what = f"{definition}: the provider {name!r}"
     check_callable(what, function)
     configurations = _checked_configs(what, definition, configs)
@@ -248,7 +248,7 @@ def _check_parameters(
     """Raise if a kernel's parameter names or defaults differ from the operator's.
 
     The kernel receives all arguments by position, including default values. So other names and
-    defaults would have no effect, and would only mislead readers of the kernel. Builtins and
+    defaults would have no effect and would only mislead readers of the kernel. Builtins and
     functions with `*args` are not checked.
     """
     try:
@@ -301,14 +301,14 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap a user's function `supports`, so that it receives tensors without data.
+    """Wrap a user's function `supports` to pass it tensors without data.
 
-    The wrapper also checks that `supports` returns a bool, and warns if it is slow.
+    The wrapper also checks that `supports` returns a bool and warns if it is slow.
     """
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    # The durations of the consecutive slow calls up to now. None after the warning was issued.
+    # The durations of the latest calls, if these were slow. None once the warning has been issued.
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
@@ -327,7 +327,7 @@ def _support_check(
                 )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
-        if not is_traced:  # traced tensors have no data, and need guards on their sizes
+        if not is_traced:  # traced tensors have no data and need guards on their sizes
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))

@@ -64,8 +64,7 @@ class ProviderTable(NamedTuple):
     def without(self, provider: Provider) -> ProviderTable:
         """Return a table without `provider`.
 
-        If another provider was registered with the same name since, the table still contains that
-        one.
+        If another provider has since been registered under the same name, it stays in the table.
         """
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
@@ -92,9 +91,8 @@ class ProviderTable(NamedTuple):
             op: the operator.
             references: the kernels registered without a provider, by device type.
             disabled: the device types that `set_kernel_enabled` has disabled. Only the reference
-                kernel may run on these.
-            prepare: adds the operator's checks of arguments to a kernel, before the kernel becomes
-                part of the call plan.
+                kernel may run on these devices.
+            prepare: wraps a kernel to check the operator's arguments before calling it.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):

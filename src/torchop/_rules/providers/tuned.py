@@ -1,6 +1,6 @@
 """Look up measurements of kernels, to find the fastest kernel for a call.
 
-Calls need this only if the order of providers contains `"tuned"`.
+Calls use this module only if the order of providers contains `"tuned"`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
 class Tuning(NamedTuple):
-    """The file with measurements, and the buckets, that an author passed to `set_tuning`."""
+    """The measurement file and the buckets that an operator's author passed to `set_tuning`."""
 
     table: Path | None = None
     buckets: Buckets = types.MappingProxyType({})
@@ -77,7 +77,7 @@ def find(
     kwargs: Mapping[str, Any],
     reported: set[tuple[str, bool]],
 ) -> Measurement | None:
-    """Return the measurement for a call, or None.
+    """Return a measurement that matches a call and is not outdated, or None.
 
     A measurement is outdated if it was made on another device, with another PyTorch release, or
     with another version of a kernel. If all matching measurements are outdated, warn once.
@@ -116,8 +116,8 @@ def find(
 def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
     """Return an operator's measurements as cache keys.
 
-    If a kernel was inlined into a compiled graph, the cache key of the graph contains these
-    measurements, because they determined the kernel.
+    If a compiler inlined a kernel into a graph, the cache key of the graph contains these
+    measurements, because they determined the choice of the kernel.
     """
     index = _index(tuning.table)
     found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
@@ -205,9 +205,9 @@ PLAIN = (
 def bucketed(
     names: Sequence[str], buckets: Buckets, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> measurements.Sizes:
-    """Return the range of sizes that contains each tensor dimension of a call.
+    """Return the bucket, i.e. the range of sizes, of each tensor dimension of a call.
 
-    The ranges come from `buckets`. Without an entry there, they end at powers of two.
+    If `buckets` has no entry for a dimension, the upper bounds are the powers of two.
     """
     ranges = []
     for name, value in zip(names, (*args, *kwargs.values()), strict=True):

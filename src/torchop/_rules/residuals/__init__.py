@@ -32,7 +32,7 @@ def declare_residuals(
 
 
 def residual_count(op: OpLike) -> int:
-    """Return the number of an operator's residuals, counting each tensor in a structure."""
+    """Return how many residuals an operator has. Each tensor in a structure counts separately."""
     definition = own_definition(None, op_name(op, "residual_count"))
     declared = None if definition is None else definition.declaration.residuals
     return 0 if declared is None else len(declared.schema.returns)

@@ -1,6 +1,6 @@
 """The `backward_kernel` option of `register_autograd`.
 
-The option takes a function that computes gradients, and turns it into the kernel of a new operator,
+The option takes a function that computes gradients and turns it into the kernel of a new operator,
 `name__backward_kernel`. The names of the function's parameters select the values to save, so no
 `setup_context` is needed. Users can register more kernels and rules for the new operator, including
 a backward formula for double backward.
@@ -146,7 +146,8 @@ class BackwardKernel:
         if before is not None:
             before.deregister(f"{definition} has another backward kernel.")
         # `origin` is the operator that runs in the forward. Sharding rules use it to derive the
-        # placements of the gradients. If residuals are saved, `name__with_residuals` runs there.
+        # placements of the gradients. If residuals are saved, the forward runs
+        # `name__with_residuals`.
         origin = definition
         if self.residuals:
             origin = definition.declaration.residuals.training_form(definition).helper
@@ -211,14 +212,14 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Define the operator, and return functions `backward` and `setup_context` that use it."""
+        """Define the operator and return functions `backward` and `setup_context` that use it."""
         helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
-        # One pair for each argument that gets a gradient. The first number is the position of the
-        # argument. The second is the position of its saved value, which shows what items of a list
-        # are None. The second number is None if the argument is not such a list.
+        # One pair for each argument that gets a gradient: the position of the argument in `inputs`,
+        # and the position of its saved value in `taken`. Only lists that may contain None need the
+        # saved value, to find the items that are None. For other arguments, it is None.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -286,7 +287,7 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _is_gradient_of(kind: str, result: str) -> bool:
-    """Return whether a `kind` parameter can receive the gradient of a result of type `result`."""
+    """Return whether a parameter of type `kind` fits the gradient of a result of type `result`."""
     # The gradient of a result of type Tuple[Tensor] is a tensor, not a tuple.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
@@ -316,7 +317,7 @@ def _filled(argument: Argument, gradient: Any, like: Any) -> Any:
 
 
 def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
-    """Insert a gradient of None for each input that is None, because `_filled` omitted these."""
+    """Insert a gradient of None for each input that is None. `_filled` omits these gradients."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
 

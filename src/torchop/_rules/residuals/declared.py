@@ -80,8 +80,9 @@ class Declared:
         """Return the fields of the C++ struct `Residuals`, for calls that C++ code runs."""
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
-        # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` makes the checks.
-        # C++ code would bypass the wrapper, because it calls the user's `setup_context` directly.
+        # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` runs the checks.
+        # C++ code would bypass the wrapper, because it calls `setup_context` directly. So C++ does
+        # not get `setup_context` then.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)

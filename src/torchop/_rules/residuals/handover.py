@@ -43,8 +43,8 @@ def residuals(output: Output, /, *saved: Any) -> Output:
     need not compute them: see `records_gradient`.
 
     A vmap rule returns `torchop.residuals((output, out_dims), ...)` with the batch dimension of
-    each residual, or None for a residual that is not batched. If the rule returns None, torchop
-    calls the fake kernel to check this, so a fake kernel must be registered.
+    each residual, or None for a residual that is not batched. To check that a residual with None is
+    not batched, torchop calls the fake kernel, so a fake kernel must be registered.
 
     Args:
         output: the result of the operator. In a vmap rule, the pair `(output, out_dims)`.
@@ -78,7 +78,7 @@ def residuals(output: Output, /, *saved: Any) -> Output:
         >>> x.grad
         tensor([0.5000, 0.5000])
 
-    Modelled on the residuals of `jax.custom_vjp`.
+    Modeled after the residuals of `jax.custom_vjp`.
     """
     returned: Output = _returned(output, saved)
     return returned
@@ -112,7 +112,7 @@ def records_gradient() -> bool:
         >>> torchop.records_gradient()
         False
 
-    Modelled on `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
+    Modeled after `ctx.needs_input_grad` in the forward of a `torch.autograd.Function`.
     """
     return _records() if _recording else False
 
@@ -212,8 +212,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    Otherwise it would return True if the operator is called by the kernel of another operator that
-    must return residuals.
+    Without this wrapper, `records_gradient` would return True if the operator is called by another
+    operator's kernel, and that kernel must return residuals.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

@@ -3,7 +3,7 @@
 Residuals are outputs of the kernel that only the backward uses. A call to the operator `name` that
 records a gradient calls `name__with_residuals` below autograd. So compiled graphs, modes and
 transforms see an ordinary operator, whose results include the residuals. The kernel and the fake
-kernel of the training form call the original operator, and request the residuals.
+kernel of the training form call the original operator and request the residuals.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class TrainingForm:
             self._kernel,  # also the fake kernel, because it only calls the operator
         )
         op = str(definition)
-        # `guard(places)` returns a function that protects the residuals among the saved tensors.
-        # Calls that save residuals at the same places share a function.
+        # `guard(places)` returns a function that replaces the residuals, i.e. the saved tensors at
+        # these places, with tensors that raise if they are differentiated. Calls that save
+        # residuals at the same places share the function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None  # the rule that `vmap.follow` registered
         vmap.follow(self)
@@ -75,7 +76,7 @@ class TrainingForm:
         return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Call `name__with_residuals`. Return the operator's result, and a tuple of residuals."""
+        """Call `name__with_residuals`. Return the operator's result and a tuple of residuals."""
         if not self.is_counted and (mode := flop_counter.loaded_mode()) is not None:
             self.is_counted = True
             op = self.definition.overload
@@ -126,7 +127,7 @@ class TrainingForm:
                 )
 
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return a `save` function for a forward-mode formula, if `setup_context` takes residuals.
+        """Return a `save` function for a forward-mode formula that uses residuals.
 
         A call in forward mode does not request residuals, so the function runs the kernel again to
         compute them.
@@ -191,7 +192,7 @@ def _materialized(grad: Any, like: Any) -> Any:
 
 
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the saved tensors, but replace residuals with tensors that raise if differentiated.
+    """Return the saved tensors but replace residuals with tensors that raise if differentiated.
 
     `places` contains the indices of the residuals in `tensors`. Without the replacement, a double
     backward would treat residuals as constants, and the second derivative would silently be wrong.
@@ -245,9 +246,9 @@ def training_form(definition: Definition) -> TrainingForm:
 
 
 def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Update `name__with_residuals` after the user registered a rule for the operator `name`.
+    """Update `name__with_residuals` when the user registers a rule for the operator `name`.
 
-    If `cls` is None, this was a vmap rule, otherwise a torch_dispatch rule for `cls`.
+    The new rule is a vmap rule if `cls` is None, and otherwise a torch_dispatch rule for `cls`.
     """
     form = definition.library.__dict__.get(_ATTRIBUTE)
     if form is not None:

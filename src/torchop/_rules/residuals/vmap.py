@@ -19,13 +19,16 @@ from torchop._rules.residuals.handover import requested
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
-# The default vmap rule of `name__with_residuals`. It equals "sequential", but is a separate object,
+# The default vmap rule of `name__with_residuals`. It equals "sequential" but is a separate object,
 # because it must be distinguished from a rule "sequential" that the user registered.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register a vmap rule for `name__with_residuals`, unless the user has registered one."""
+    """Register a vmap rule for `name__with_residuals` that matches the operator's own rule.
+
+    Do nothing if the user has registered a vmap rule for `name__with_residuals`.
+    """
     rule = form.helper.rule(VmapRule)
     if rule.function is form.vmap_rule:
         is_function = callable(form.definition.rule(VmapRule).function)
@@ -35,7 +38,8 @@ def follow(form: Any) -> None:
 
 def _rule(form: Any) -> Callable[..., Any]:
     definition, declared = form.definition, form.declared
-    # Calls with checked dimensions. Do not check them again, because a check runs the fake kernel.
+    # Calls whose batch dimensions were already checked. They are not checked again, because each
+    # check runs the fake kernel.
     checked: set[Any] = set()
 
     def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -126,7 +130,7 @@ def _length(value: Any) -> int:
 
 
 class Calls(TorchFunctionMode):
-    """A mode that calls `name__with_residuals` instead of `name`, and collects the residuals.
+    """A mode that calls `name__with_residuals` instead of `name` and collects the residuals.
 
     A `TorchFunctionMode` handles a call before transforms, other modes and autograd do. So all of
     them see a call to `name__with_residuals`.

@@ -1,8 +1,8 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch itself has no policies of operators: it asks only the policy function that the user passed
-for the checkpointed region. With torchop, an operator's policy takes precedence over the function's
-answer, unless the answer is a `MUST_...` policy and the operator's policy is a `PREFER_...` policy.
+PyTorch itself has no policies for operators and only calls the policy function that the user
+passed for the checkpointed region. In torchop, an operator's policy takes precedence over the
+result of this function, unless only this result is a `MUST_...` policy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 class _CheckpointPolicyRule(Rule[Decision]):
     """The `torchop.Rule` that stores operators' checkpoint policies.
 
-    A user registers a policy, or a function that chooses a policy in each call.
+    A user registers a policy or a function that chooses a policy in each call.
     """
 
     def validate(self, op: OpOverload, value: Any) -> Decision:
@@ -102,7 +102,7 @@ def register_checkpoint_policy(
     policy of the operator.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a function
             `(ctx, *arguments)` that returns one of these for each call.

@@ -77,16 +77,16 @@ def register_examples(
     valid: Valid | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function:
-    """Register sample inputs for `opcheck` and `torchop.testing.check`, if these get no inputs.
+    """Register sample inputs that `opcheck` and `torchop.testing.check` use by default.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: a function without parameters that yields examples. Each example is a tuple of
             positional arguments, or a dict from argument names to values. Tools call the function
             each time they need examples.
         valid: a function that takes the operator's arguments and returns whether the operator
-            accepts them. `check` generates further inputs from the examples, and skips an input if
+            accepts them. `check` generates further inputs from the examples and skips an input if
             `valid` returns False. Ordinary calls do not run `valid`. Without it, every input is
             valid.
         lib: the library that owns the registration: closing it removes the registration. By
@@ -99,14 +99,15 @@ def register_examples(
 
 
 def make_examples(op: OpLike) -> list[Example]:
-    """Call an operator's registered example function, and check the examples that it yields.
+    """Call an operator's registered example function and check the examples that it yields.
 
     Returns:
         For each example, a pair of positional arguments and keyword arguments.
 
     Raises:
         MissingRuleError: no examples are registered.
-        RuleSignatureError: a `TypeError`: the operator does not accept the arguments of an example.
+        RuleSignatureError: the operator does not accept the arguments of an example. This error is
+            a `TypeError`.
     """
     examples = EXAMPLES.lookup(op).make()
     overload = Operator(op, "examples").overload

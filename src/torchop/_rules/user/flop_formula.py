@@ -1,4 +1,4 @@
-"""FLOP formulas: functions that count an operator's FLOPs for `FlopCounterMode` of PyTorch."""
+"""FLOP formulas: functions that count an operator's FLOPs for PyTorch's `FlopCounterMode`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 class _FlopFormulaRule(Rule[Count]):
     """The `torchop.Rule` that stores operators' FLOP formulas.
 
-    Users register a formula that takes the operator's arguments, with tensors replaced by their
-    shapes unless `get_raw` is set. The rule stores a wrapper that takes three values: a call's
-    positional arguments, keyword arguments and result.
+    A user's formula takes the operator's arguments and optionally the result. Unless `get_raw` is
+    set, it receives shapes instead of tensors. The rule stores a wrapper with the signature
+    `(args, kwargs, result)`.
     """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:
@@ -73,7 +73,7 @@ def register_flop_formula(
     """Register a formula for the number of operations of a call, for `torch.utils.flop_counter`.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: a function that takes the operator's arguments and returns an int. It receives a
             `torch.Size` in place of each tensor. If it has a parameter `out_shape`, it also

@@ -88,7 +88,7 @@ def register_inverse(
     """Register the inverse of the operator, for `torchop.inverse`.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: the inverse, called as `fn(output, *rest)`. `output` is the result of a call to the
             operator, and `rest` are the other arguments of this call, without the first. Compilers
@@ -109,7 +109,7 @@ def register_right_inverse(
     """Register a right inverse of the operator, for `torchop.right_inverse`: `op(fn(y))` is `y`.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         fn: as in `register_inverse`.
         lib: the library that owns the registration: closing it removes the registration. By
@@ -130,11 +130,11 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
     register another inverse later, the returned function does not change.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload. It may also be a `functools.partial` that binds arguments of
-            an operator by keyword, or a list or tuple of operators and partials. A list stands for
-            calling its operators in order, each with the result of the previous one, so the inverse
-            undoes the last operator first.
+            an operator by keyword, or a list or tuple of operators and partials. A list means that
+            its operators are called in order, each with the result of the previous one. The inverse
+            then undoes the last operator first.
 
     Returns:
         A function that takes the output of a call, followed by the arguments of this call without
@@ -143,8 +143,8 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
     Raises:
         MissingRuleError: an operator has no inverse.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a `TypeError`: an operator in a sequence has several results, or
-            requires arguments that no `functools.partial` binds.
+        RuleSignatureError: an operator in a sequence has several results, or requires arguments
+            that no `functools.partial` binds. This error is a `TypeError`.
 
     Example:
         >>> import functools, torch, torchop
@@ -168,21 +168,21 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
 def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Return a right inverse of an operator: `op(right_inverse(op)(y))` is `y`.
 
-    An operator that loses information has no inverse, but may have a right inverse. For example,
-    padding is a right inverse of cropping. An inverse is also a right inverse, and can be
+    An operator that loses information has no inverse but may have a right inverse. For example,
+    padding is a right inverse of cropping. An inverse is also a right inverse and can be
     registered as both.
 
     Args:
         op: as in `torchop.inverse`.
 
     Returns:
-        A function, as from `torchop.inverse`.
+        A function with the same parameters as the function that `torchop.inverse` returns.
 
     Raises:
         MissingRuleError: an operator has no right inverse.
         OperatorNotFoundError: the operator is not defined.
-        RuleSignatureError: a `TypeError`: an operator in a sequence has several results, or
-            requires arguments that no `functools.partial` binds.
+        RuleSignatureError: an operator in a sequence has several results, or requires arguments
+            that no `functools.partial` binds. This error is a `TypeError`.
 
     Example:
         >>> import torch, torchop

@@ -202,7 +202,7 @@ def register_vmap(
     neither lists of tensors nor non-tensor results.
 
     Args:
-        op: the operator: its handle (the object that `custom_op` returned), `"ns::name"`,
+        op: the operator, as its handle (the object that `custom_op` returned), `"ns::name"`,
             `"ns::name.overload"`, an `OpOverload`, or a packet with one overload.
         func: the rule, called as `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`.
             `in_dims` contains the mapped dimension of each positional argument, or None if vmap

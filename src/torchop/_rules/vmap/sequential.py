@@ -1,4 +1,4 @@
-"""The vmap rule `"sequential"`: call the operator once per element, and stack the results."""
+"""The vmap rule `"sequential"`: call the operator once per element and stack the results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def map_elements(
     *,
     replay: bool = False,
 ) -> Any:
-    """Call the operator once per element of a batch, and stack the results along dimension 0.
+    """Call the operator once per element of a batch and stack the results along dimension 0.
 
     The caller must have wrapped batched tensors with `with_dims`. For an empty batch, the fake
     kernel determines the shapes of the results. If `replay` is true, all elements draw the same
@@ -107,7 +107,7 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Call the operator once per element. If `replay`, all calls draw the same random numbers."""
+    """Call the operator once per element, each with the same random numbers if `replay` is true."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
     args, kwargs = elements[0]  # the devices and generators are the same for all elements
@@ -169,9 +169,8 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], what: str) -> None:
     """Raise if Dynamo is tracing and an output has a data-dependent size.
 
-    Dynamo's graph contains one call for the whole batch. The result of this call would only contain
-    the unbacked sizes of one element. Dynamo would report the unbacked sizes of the other elements
-    as an error of the fake kernel.
+    Dynamo records one call for the whole batch, and the result has the unbacked sizes of just one
+    element. Dynamo would report the sizes of the other elements as a bug in the fake kernel.
     """
     if len(outputs) > 1 and compilers.dynamo_is_tracing():
         for dim, size in enumerate(outputs[0].shape):

@@ -18,7 +18,7 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """Wraps functions of structured objects as functions of the flat schema's values."""
+    """Wraps functions that take and return objects, so that they take and return flat values."""
 
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
@@ -142,7 +142,7 @@ class StructuredConvention(Convention):
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """Arrange one value per flat result, e.g. a shape, in the form of the author's result."""
+        """Pack one value per flat result, e.g. a shape, in the structure of the author's result."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:

@@ -259,7 +259,10 @@ class Fields(Node):
 
 
 class ResultFields(Fields):
-    """A structured result. Backward formulas receive its gradients as an object of its type."""
+    """A result with fields, such as a dataclass.
+
+    Backward formulas receive the result's gradients as an object of the same class.
+    """
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}

@@ -120,7 +120,7 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass. If possible, objects are created without `__init__`, as by `copy.copy`."""
+    """A dataclass. If possible, objects are created without `__init__`, as `copy.copy` does."""
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
@@ -211,7 +211,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """Return the fields of a dataclass, or raise SchemaError if they cannot rebuild an object."""
+    """Return a dataclass's fields. Raise SchemaError if they cannot be used to rebuild it."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:

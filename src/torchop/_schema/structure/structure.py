@@ -67,7 +67,7 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Group values for the positional flat arguments, such as tangents, by parameter.
+        """Group values by parameter. There is one value, such as a tangent, per positional leaf.
 
         Return one item for each positional parameter. For a structure, the item is a mapping from
         field names to values.
@@ -83,12 +83,12 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Arrange one value per flat result, e.g. a shape, in the form of the author's result."""
+        """Pack one value per flat result, e.g. a shape, in the structure of the author's result."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Split a value that has the form of the author's result into one value per flat result."""
+        """Split a value, structured like the author's result, into one per flat result."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -116,15 +116,13 @@ class Structure:
         """Generate a function that takes objects and calls the flat operator.
 
         Args:
-            overload: the flat operator.
-            name: the name of the generated function.
             is_method: whether the function has an additional first parameter, for the handle (the
                 object that `custom_op` returns).
             is_flat: whether the function returns the flat result without a conversion. `invalidate`
                 does not change such a function.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
-        name = f"{name}"
+        name = f"{name}"  # a plain str, because `__name__` may be an instance of a subclass
         written_name = source.variable(name if name.isidentifier() else "call")
         called = source.object(overload, "operator")
         call = f"{called}({self._flat_call(variables)})"
@@ -188,7 +186,7 @@ class Structure:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel of objects as a kernel that takes and returns flat values."""
+        """Wrap a kernel that takes and returns objects, so it takes and returns flat values."""
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -202,9 +200,9 @@ class Structure:
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate a function `bind`, which wraps a function of objects to take flat arguments.
+        """Generate `bind`, a function that makes a function of objects take flat arguments.
 
-        If `what` is "kernel", the result of the function is flattened too.
+        If `what` is "kernel", the wrapper flattens the result too.
         """
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")

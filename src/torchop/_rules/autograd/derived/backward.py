@@ -48,7 +48,7 @@ class DerivedFormula(Formula):
         """Call the kernel. Return the result and the packed ambient state.
 
         The ambient state is the state that the backward must restore to run the body again, such as
-        the states of random number generators. None if the backward needs no state.
+        the states of random number generators. It is None if the backward needs no state.
         """
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
@@ -58,8 +58,8 @@ class DerivedFormula(Formula):
         if self.for_graphs is not None:
             training, _ = self.for_graphs
             if is_batched and tracing.is_tracing(tensors):
-                # The user's vmap rule may call several operators, and each of them starts in its
-                # own generator state. So a single state would not be enough.
+                # The user's vmap rule may call several operators, each with a different generator
+                # state. One saved state could not reproduce the random numbers of all of them.
                 training.forbid_random_numbers()
                 return call(), None
             if not is_batched and (
@@ -105,11 +105,12 @@ class DerivedFormula(Formula):
     ) -> None:
         """Save the arguments and the packed ambient state on `ctx`.
 
-        Native calls save the state even if the call did not change it, because the body may have
-        drawn random numbers and then reset the generator, for example.
+        A native call saves the state even if the state is the same after the call, because the body
+        may have drawn random numbers and then reset the generator.
         """
         call, tensors = split_tensors(args, kwargs)
-        # Do not replace gradients of None with zeros, because the backward skips these outputs.
+        # Do not replace missing gradients with zeros, because the backward skips outputs whose
+        # gradient is None.
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
         ctx.save_for_backward(*tensors, packed)

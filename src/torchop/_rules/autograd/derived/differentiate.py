@@ -1,4 +1,4 @@
-"""Run an operator's body again, and differentiate it with PyTorch's autograd."""
+"""Run an operator's body again and differentiate it with PyTorch's autograd."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rerun(NamedTuple):
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
         # If only the backward runs under vmap, all elements of the batch must draw the same random
-        # numbers as the forward, whatever the argument `randomness` of vmap is.
+        # numbers as the forward, whatever vmap's `randomness` argument is.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
@@ -64,7 +64,7 @@ class Rerun(NamedTuple):
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:  # autograd may not be able to differentiate their kernels
+        if rule.providers is not None:  # the kernels of providers may not be differentiable
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
@@ -208,7 +208,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
-    """Yield each result of a call that is a tensor, and each tensor in a result that is a list.
+    """Yield the tensors among the results of a call, including the tensors in lists.
 
     `results` may also contain the gradients of the results.
     """
@@ -246,7 +246,7 @@ _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storag
 
 
 class DependencyMode(TorchFunctionMode):
-    """A mode that finds tensors that depend on the inputs, although autograd recorded no history.
+    """A mode that finds tensors that depend on the inputs but have no autograd history.
 
     Python numbers such as `x.item()` are not tracked, because most programs use them to select a
     computation, not as values.
@@ -258,13 +258,13 @@ class DependencyMode(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # For the id of each tensor: the tensor, and the function that computed its value without
-        # autograd, or None. Storing the tensor keeps it alive, so that its id is not reused.
+        # Maps the id of each tensor to the tensor, and to the name of the function that computed it
+        # from the inputs without autograd, if any. Storing the tensor prevents reuse of the id.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
-        # For each storage: the function that wrote to the storage in place without autograd.
+        # Maps each storage to the function that wrote to it in place without autograd.
         self._written: dict[int, str] = {}
-        # None until a tensor that depends on the inputs passes its data to another library. Then
-        # the function that computed the tensor's value without autograd.
+        # Set once the body passes data that depends on the inputs to another library: the name of
+        # the function where the data left autograd.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
@@ -289,7 +289,8 @@ class DependencyMode(TorchFunctionMode):
         if name in _EXPORTS_DATA:
             self._exported = self._exported or origin
         for tensor in _tensors((result,)):
-            # Functions such as `zeros_like` and `new_zeros` do not read the values of a tensor.
+            # Functions such as `zeros_like` and `new_zeros` do not read the values of a tensor, so
+            # their results do not depend on it.
             is_just_like = name.endswith("_like") or name.startswith("new_")
             is_tracked = is_differentiable(tensor) and not is_just_like
             self._seen.setdefault(id(tensor), (tensor, origin if is_tracked else None))

@@ -1,7 +1,7 @@
 """The helper operators that compiled graphs call for an operator with a derived formula.
 
-`name__training` replaces the operator `name` in the forward. It returns the results of `name`, and
-a tensor with the packed ambient state before the kernel ran, such as the states of random number
+`name__training` replaces the operator `name` in the forward. It returns the results of `name` and
+a tensor with the ambient state from before the kernel ran, such as the states of random number
 generators.
 
 `name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state, a
@@ -52,7 +52,7 @@ _IN_CUDA_GRAPH = (
 
 
 def derived_formula(definition: Definition) -> DerivedFormula:
-    """Return the derived formula of an operator, and define its helper operators on first use."""
+    """Return the derived formula of an operator and define its helper operators on first use."""
     # Store the helper operators on the operator's library, because the library lives as long as the
     # operator. If the formula is derived again, the helper operators are reused, because compiled
     # graphs call them by name.
@@ -93,8 +93,9 @@ class TrainingOperator:
             write(arguments, write_results([*results_of(schema.written), "Tensor"])),
             self._kernel,
             self._fake,
-            # The results include the states of generators. This tag makes compilers restore these
-            # states when they recompute a checkpointed region.
+            # The results include the states of random number generators, so a recomputation must
+            # start from the same states. This tag makes compilers restore the states when they
+            # recompute a checkpointed region.
             tags=(Tag.nondeterministic_seeded,),
             error=GradientError,
         )
@@ -107,7 +108,7 @@ class TrainingOperator:
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Call `name__training`. Return the result of the operator and the packed ambient state."""
         number = next(self._calls)
-        # The state is a CPU tensor, and would prevent Inductor from using CUDA graphs. So omit the
+        # The state is a CPU tensor and would prevent Inductor from using CUDA graphs. So omit the
         # state if the operator does not declare that it draws random numbers.
         if (
             not self.draws_numbers

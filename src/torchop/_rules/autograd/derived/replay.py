@@ -39,8 +39,8 @@ _LENGTH = struct.Struct("<I")
 # settings are PyTorch's initial ones.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
-# This byte replaces the state of a generator if the state cannot be read. Other packed generator
-# states start with a byte of 1.
+# This byte replaces the state of a generator if the state cannot be read. The packed states of all
+# other generators start with a byte of 1.
 _UNREADABLE = b"\0"
 
 
@@ -68,9 +68,8 @@ _latest: AmbientState | None = None
 def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
     """Return the current ambient state for a call with arguments `values`.
 
-    The state includes the generators of all devices. If `in_graph` is true, it only includes the
-    generators of the devices of the arguments. The size of the packed state then only depends on
-    the arguments, and is known during tracing.
+    The state includes the generators of all devices. If `in_graph` is true, it includes only the
+    generators of the arguments' devices, so the size of the packed state is known during tracing.
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
@@ -107,10 +106,7 @@ def _read(generator: Generator) -> bytes:
 
 
 def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Return whether the current ambient state differs from `state`.
-
-    For example, it differs after random numbers were drawn.
-    """
+    """Return whether the ambient state has changed since `state` was read."""
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
@@ -151,7 +147,7 @@ def packed_size(values: Sequence[Any]) -> int:
 def replayed(
     definition: Definition, packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]
 ) -> Result:
-    """Call `run` in a saved ambient state, and restore the current state afterwards.
+    """Call `run` in a saved ambient state and restore the current state afterwards.
 
     If `packed` is None or empty, no state was saved, and `run` is called without autocast.
     """
@@ -244,7 +240,7 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Rejection of random numbers that a backward could not reproduce
+# Reject random numbers that a backward could not reproduce
 
 _WHILE_CAPTURED = (
     "A graph is being captured on the device, so the state of the generator can be neither read "

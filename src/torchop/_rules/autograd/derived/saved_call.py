@@ -33,7 +33,7 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
     """Replace the tensors in the arguments of a call with placeholders.
 
     Returns:
-        The arguments with placeholders, and the tensors that were replaced.
+        The arguments with placeholders and the tensors that were replaced.
     """
     tensors: list[Tensor] = []
 

@@ -15,7 +15,7 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
 # Error messages suggest 'replicate', because it is correct for every operator. They must not
-# suggest a rule in which every operand is '...': it fits every schema too, but declares the
+# suggest a rule in which every operand is '...': it fits every schema too but declares the
 # operator as pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
@@ -45,8 +45,7 @@ def preset(name: str, schema: Schema) -> Sharding:
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
     """Check that a sharding rule fits a schema, and return a copy with all operands filled in.
 
-    If a side of the rule is empty although the schema has a tensor there, the operand stands for a
-    0-dim tensor.
+    An empty side of the rule describes a 0-dim tensor if the schema has one tensor on that side.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -92,7 +91,7 @@ def fits_residuals(rule: Sharding, count: int) -> bool:
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """Return the error for a call with residuals if the rule has no operands for residuals."""
+    """Return the error for a sharding rule that has no operands for the residuals of a call."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -124,7 +123,7 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
 
 
 def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
-    """Check the argument `unhashed` of `register_sharding`, and return it as a tuple."""
+    """Check the argument `unhashed` of `register_sharding` and return it as a tuple."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
             f"{op.name()}: unhashed= must be a tuple of argument names, such as ('lr',); got "

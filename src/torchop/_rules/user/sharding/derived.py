@@ -1,8 +1,9 @@
 """Compute the sharding rules of operators that torchop derives from another operator.
 
-These are its in-place and out= forms, and the helper operators that replace it in compiled graphs,
-for example `name__backward`. In this package, a *row* is one way to shard a call: it lists the
-placements of all tensors of the call on one dimension of the device mesh.
+Derived operators are the in-place and out= forms of an operator, and the helper operators that
+replace it in compiled graphs, for example `name__backward`. In this package, a *row* is one way to
+shard a call: it lists the placements of all tensors of the call on one dimension of the device
+mesh.
 
 An in-place or out= form copies the result of the functional operator into a tensor. If this tensor
 has the same placement as the result, each rank can write to its own shard.
@@ -10,8 +11,8 @@ has the same placement as the result, each rank can write to its own shard.
 The helper operators for the backward use transposed rows. Each rank differentiates the forward on
 its own shards, so a gradient is sharded like the tensor that it belongs to. There are two
 exceptions. A replicated input affects the results of every rank, so its gradient is a sum over the
-ranks: it is Partial. And a Partial result is a sum over the ranks, so every rank needs its whole
-gradient: it is replicated.
+ranks, i.e. Partial. A Partial result is already a sum over the ranks, so every rank needs the whole
+gradient, i.e. the gradient is replicated.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the last argument of `name__training`. It receives the call number."""
+    """Return the name of the last argument of `name__training`, i.e. of the call number."""
     return op._schema.arguments[-1].name
 
 
@@ -105,7 +106,10 @@ _LEADING = 3
 
 
 def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of `name__backward`: the transposed rows of `name`."""
+    """Return the rows of the sharding rule of `name__backward`, derived from those of `name`.
+
+    The rows are transposed as the module's docstring describes.
+    """
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     grads, state, needed, *args = call.args
@@ -130,11 +134,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`.
-
-    `rows_of` sees that the call has additional results, and places them by the rule's operands for
-    residuals.
-    """
+    """Return the rows of `name__with_residuals`. `rows_of` handles the residuals in the results."""
     return rows_of(call)
 
 
@@ -183,9 +183,9 @@ def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
 def _placed_by_name(
     origin: OpOverload, op: OpOverload, forward: Call, row: Row
 ) -> Mapping[str, list[Any]]:
-    """Map each parameter of a backward kernel to the placements of the tensors that it receives.
+    """Map each parameter of a backward kernel to the placements of the tensors passed for it.
 
-    A parameter may receive a gradient, a result, a residual or an argument of the forward call.
+    These may be a gradient, a result, a residual or an argument of the forward call.
     """
     returns = origin._schema.returns
     # In the schema, only residuals have names, so the results without a name are the outputs. The
@@ -227,7 +227,7 @@ def is_transposable(row: Row) -> bool:
     """Return whether each rank can compute the gradients of a call with these placements.
 
     This is possible only if the reduction of all Partial tensors is a sum. With other reductions, a
-    rank lacks information. For example, it does not know which rank had the maximum.
+    rank lacks information, for example which rank had the maximum.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())

@@ -46,8 +46,7 @@ class Operand(NamedTuple):
 
         Args:
             ndim: the number of dimensions of the tensor.
-            width: the number of dimensions that `...` matches in the tensor of the call where it
-                matches the most.
+            width: the largest number of dimensions that `...` matches in any tensor of the call.
         """
         if ANY not in self.names:
             return list(self.names) if ndim == len(self.names) else None
@@ -283,7 +282,7 @@ def sharding(
             dimension, which is never sharded. `...` stands for any number of dimensions, aligned at
             the right as in broadcasting. An operand in `[brackets]` describes each tensor in a
             list. If the operator has residuals, their operands follow after a `;`.
-        whole: names of dimensions that are never sharded, separated by spaces. May contain `...`.
+        whole: names of dimensions that are never sharded, separated by spaces. `...` is allowed.
         reduce: a dict from the names of dimensions that a result lacks to the reduction that
             combines the ranks' partial results: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
         linear: the arguments in which the operator is linear, by name or by index among the
@@ -295,7 +294,7 @@ def sharding(
         The rule.
 
     Raises:
-        ShardingRuleError: a `ValueError`: the string is not a valid rule.
+        ShardingRuleError: the string is not a valid rule. This error is a `ValueError`.
 
     Example:
         >>> import torchop

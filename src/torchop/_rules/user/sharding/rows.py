@@ -135,8 +135,8 @@ def _size(
     """Return the size of the dimension `name`. Raise if its size differs between tensors of a call.
 
     In an input, the dimension may have size 1 and be broadcast. But if a result or a mutated tensor
-    (the tensors in `exact`) has size 1 and an input does not, the operator has reduced the
-    dimension, so the rule is wrong.
+    (the tensors in `exact`) has size 1 where an input does not, the operator has reduced the
+    dimension, so the sharding rule is wrong.
     """
     size: Any = 1
     for named in inputs:

@@ -26,7 +26,7 @@ _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
 def _chosen(choose: Callable[..., Any]) -> Rows:
-    """Return a function that calls `choose` to get the rule of a call, and returns its rows.
+    """Return a function that calls `choose` to get a sharding rule, and returns the rule's rows.
 
     A row lists the placements of all tensors of a call on one dimension of the device mesh.
     """
@@ -51,7 +51,7 @@ def _chosen(choose: Callable[..., Any]) -> Rows:
 
 
 def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows that a rule allows for a call.
+    """Return the rows, i.e. the ways to shard a call, that a rule allows.
 
     If the call has more results than the schema declares, the additional results are residuals
     (kernel outputs that only the backward uses).
@@ -255,7 +255,7 @@ def register_sharding(
     """Register how an operator runs on the shards of DTensors.
 
     Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+        op: the operator, as a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload. Another package may have defined it.
         rule: one of the following. Omit it to use `register_sharding` as a decorator of a function
             that chooses the rule.
@@ -282,8 +282,9 @@ def register_sharding(
         `rule`, or a decorator if `rule` is omitted.
 
     Raises:
-        ShardingRuleError: a `ValueError`: the rule does not fit the schema.
-        RuleSignatureError: a `TypeError`: the function does not accept the operator's arguments.
+        ShardingRuleError: the rule does not fit the schema. This error is a `ValueError`.
+        RuleSignatureError: the function does not accept the operator's arguments. This error is a
+            `TypeError`.
         OperatorNotFoundError: the operator is not defined.
 
     Example:
