@@ -18,14 +18,14 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import get_rule, registered_rules, rule_names
 from torchop._define.forms.derive import derive_form
 from torchop._define.registrations import Registrations
-from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
+from torchop._errors import OperatorNotFoundError, short_repr
 from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._rules.vmap.rule import VmapRule
+from torchop._rules.vmap.rule import VmapRule, missing_rule_error
 from torchop._schema.callables import Lambda, Registered
 from torchop._schema.forms import Form
 from torchop._schema.signatures import annotations_of
@@ -124,9 +124,10 @@ class CustomOp(Registrations, Generic[P, R]):
                     raise
                 raise explained from None
 
-    def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
+    def _explain_refusal(self, error: RuntimeError) -> RuntimeError | None:
         # `explain_refusal` in csrc/entry.cpp calls this method too.
-        return argument_error(self._definition.name, error)
+        definition = self._definition
+        return argument_error(definition.name, error) or missing_rule_error(definition, error)
 
     def __repr__(self) -> str:
         definition = self._definition

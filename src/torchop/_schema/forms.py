@@ -143,9 +143,7 @@ def _out_problem(mutable: Sequence[Any]) -> str | None:
         )
     for argument in mutable:
         if str(kind := argument.real_type) != "Tensor":
-            return (
-                f"its mutable arguments must have type Tensor, but {argument.name} has type {kind}"
-            )
+            return f"the tag only supports Tensors to mutate, and {argument.name} has type {kind}"
     return None
 
 

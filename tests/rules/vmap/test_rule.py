@@ -288,13 +288,25 @@ def test_operator_without_a_rule_runs_once_for_each_element(namespace):
     assert shapes == [(3,), (3,)]
 
 
-def test_mutation_without_a_rule_is_refused(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
-    def op(x: Tensor) -> None:
-        x.add_(1)
+WITHOUT_FALLBACK = {
+    "(Tensor(a!) x) -> ()": lambda x: None,
+    "(Tensor(a!) x) -> Tensor": lambda x: x + 1,
+    "(Tensor[] x) -> Tensor": lambda x: x[0] + 1,
+    "(Tensor x) -> Tensor[]": lambda x: [x + 1],
+    "(Tensor x) -> int": lambda x: 1,
+}
 
-    with pytest.raises(RuntimeError, match=f"Batching rule not implemented for {namespace}::op"):
-        torch.vmap(op)(X.clone())
+
+@pytest.mark.parametrize("packet", ["op", "op.over"])
+@pytest.mark.parametrize("schema", WITHOUT_FALLBACK)
+def test_calls_that_need_a_rule_raise_the_fix(namespace, schema, packet):
+    name = f"{namespace}::{packet}"
+    mutated = ("x",) if "!" in schema else ()
+    op = torchop.custom_op(name, WITHOUT_FALLBACK[schema], mutates_args=mutated, schema=schema)
+    call = (lambda x: op([x])) if "[] x" in schema else op
+    fix = rf"Register a rule with register_vmap\('{name}', rule\)"
+    with pytest.raises(RuntimeError, match=f"^Batching rule not implemented for {name}, .*{fix}"):
+        torch.vmap(call)(X.clone())
 
 
 def test_rule_for_an_operator_of_a_library(namespace):

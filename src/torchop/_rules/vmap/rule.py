@@ -173,6 +173,17 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
     )
 
 
+def missing_rule_error(definition: Definition, error: RuntimeError) -> RuntimeError | None:
+    """Return the error to raise instead of `error`, or None if no vmap rule is missing."""
+    # The messages of batchedTensorForLoopFallback (aten/src/ATen/functorch/BatchedFallback.cpp).
+    if not str(error).startswith(f"Batching rule not implemented for {definition}"):
+        return None
+    return RuntimeError(
+        f"Batching rule not implemented for {definition}, and PyTorch cannot generate one. "
+        f"Register a rule with register_vmap('{definition}', rule), such as rule={SEQUENTIAL!r}."
+    )
+
+
 @overload
 def register_vmap(
     op: OpLike, /, func: Literal["sequential"], *, lib: torch.library.Library | None = None
