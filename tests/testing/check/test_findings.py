@@ -5,8 +5,12 @@ Uses private names.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+import torchop
 from tests.testing.zoo import WRONG
-from torchop.testing import CheckReport, Result
+from torchop.testing import CheckReport, Result, check
 from torchop.testing._check.findings import grouped
 from torchop.testing._check.run import plan_checks, run_check
 
@@ -56,3 +60,34 @@ def test_a_wrong_plain_call_explains_comparisons() -> None:
     assert [f.others for f in found] == [("values.nan",)]
     kept = grouped([failed("contracts.repeated"), failed("contracts.kept")])
     assert len(kept) == 2
+
+
+def test_the_clearest_failure_is_first() -> None:
+    """Failures in dtypes that the examples do not have come last."""
+    found = grouped([failed("dtypes.accepted", "dtype"), failed("subsystems.gradcheck")])
+    assert [f.failure.check for f in found] == ["subsystems.gradcheck", "dtypes.accepted"]
+    (finding,) = grouped([failed("contracts.repeated"), failed("memory.uninitialized")])
+    assert finding.failure.check == "memory.uninitialized"
+    (finding,) = grouped(
+        [failed("subsystems.grad_strides", "gradient"), failed("subsystems.saved", "incoming")]
+    )
+    assert finding.failure.check == "subsystems.saved"
+
+
+def test_an_undeclared_write_does_not_explain_unequal_calls() -> None:
+    message = "argument x: UndeclaredMutationError: mylib::f: the kernel changed its values"
+    write = Result("contracts.schema", "failed", message, group="plain")
+    others = [failed("contracts.repeated"), failed("sharing.overlap", "sharing")]
+    assert [f.others for f in grouped([write, *others])] == [("sharing.overlap",), ()]
+
+
+def test_a_wrong_property_of_a_fake_result_is_one_finding() -> None:
+    @torchop.custom_op("test_findings::halved", mutates_args=())
+    def halved(x: Tensor) -> Tensor:
+        return (x * 0.5).contiguous()
+
+    halved.register_fake(lambda x: torch.empty(x.shape, device=x.device))
+    report = check(halved, (torch.ones(2, 3),), only=["fake", "accepted"], raise_exception=False)
+    (finding,) = report.findings
+    assert (finding.failure.check, finding.others) == ("subsystems.fake", ("dtypes.accepted",))
+    assert "torch.float32 from the fake kernel" in finding.failure.message

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
 OF_FEW = {"providers.configs", "providers.batch_invariant"}
 # Right operators that such a check once blamed. A sample may leave them out.
 BLAMED = [
+    ("affine", "subsystems.gradcheck"),
     ("attention_in_blocks", "subsystems.autocast"),
     ("csr_scaled", "dtypes.numbers"),
     ("csr_scaled", "dtypes.double"),
@@ -45,10 +46,12 @@ BLAMED = [
     ("rounded_to_steps", "dtypes.half"),
     ("rows_looked_up", "memory.empty"),
     ("rows_looked_up", "memory.single"),
+    ("scores_and_total", "subsystems.autocast"),
     ("sparse_row_sums", "subsystems.compiled"),
     ("sums_of_starts", "memory.empty"),
     ("sums_of_starts", "memory.single"),
     ("sums_of_starts", "memory.odd_strides"),
+    ("total_of_rows", "subsystems.gradcheck"),
     ("without_autograd", "subsystems.autograd_registration"),
     ("default_of_schema", "subsystems.autograd_registration"),
 ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tests.testing.zoo.specimen import define, floats_only, one, right
+from tests.testing.zoo.specimen import define, floats_only, one, right, save
 
 # --------------------------------------------------------------------------------------------------
 # Tables, sorting, sampling
@@ -228,3 +228,65 @@ right(
         )
     ],
 )
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels that accept more shapes than the formula, and mixed dtypes under autocast
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    floats_only("affine", x, weight, bias)
+    if len({x.dtype, weight.dtype, bias.dtype}) > 1:
+        raise TypeError("affine takes tensors of one dtype")
+    return (x @ weight.t() + bias).contiguous()
+
+
+def _gradients_of_affine(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight, _ = ctx.saved_tensors
+    return grad @ weight, grad.t() @ x, grad.sum(0)
+
+
+_affine = define(
+    "affine", affine, fake=lambda x, weight, bias: x.new_empty(x.shape[0], weight.shape[0])
+)
+_affine.register_autograd(_gradients_of_affine, setup_context=save)
+right(
+    _affine,
+    lambda: [
+        (
+            torch.arange(6.0).view(2, 3).cos(),
+            torch.arange(12.0).view(4, 3).sin(),
+            torch.arange(4.0),
+        )
+    ],
+)
+
+
+def scores_and_total(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Under autocast, PyTorch computes the product in bfloat16 and the logarithm in float32."""
+    floats_only("scores_and_total", q, k)
+    scores = q @ k.t()
+    return scores.contiguous(), scores.logsumexp(-1)
+
+
+right(
+    define("scores_and_total", scores_and_total),
+    lambda: [(torch.arange(6.0).view(2, 3).cos(), torch.arange(12.0).view(4, 3).sin())],
+)
+
+
+def total_of_rows(x: Tensor, mask: Tensor) -> Tensor:
+    """Return -inf for rows without elements."""
+    floats_only("total_of_rows", x, mask)
+    return (x + mask).logsumexp(-1)
+
+
+def _gradients_of_total(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, mask = ctx.saved_tensors
+    slope = (x + mask).softmax(-1) * grad.unsqueeze(-1)
+    return slope.sum_to_size(x.shape), slope.sum_to_size(mask.shape)
+
+
+_total = define("total_of_rows", total_of_rows)
+_total.register_autograd(_gradients_of_total, setup_context=save)
+right(_total, lambda: [(torch.arange(6.0).view(2, 3).cos(), torch.zeros(2, 1))])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import platform
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests._support.releases import of_form
-from tests.testing.zoo.specimen import define, floats_only, like, one, two, wrong
+from tests.testing.zoo.specimen import define, floats_only, like, one, save, two, wrong
 
 _C = ctypes.CDLL(None)
 _UPWARD = 0x400000 if platform.machine() in ("aarch64", "arm64") else 0x800  # FE_UPWARD
@@ -166,3 +167,59 @@ def _gradient_of_thread(ctx: Any, g: Tensor) -> Tensor:
 _thread = define("remembers_in_its_thread", lambda x: x * x, schema="(Tensor x) -> Tensor")
 _thread.register_autograd(_gradient_of_thread, setup_context=_with_handle)
 wrong(_thread, "subsystems.threads", one)
+
+# --------------------------------------------------------------------------------------------------
+# Arguments with defaults, lists of unequal tensors, and tensors that require grad
+
+
+def scaled_sum(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    floats_only("scaled_sum", x, y)
+    return x + alpha * y.sin()
+
+
+def _gradients_without_alpha(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    """Right for the default of `alpha` only."""
+    x, y = ctx.saved_tensors
+    return grad.sum_to_size(x.shape), (grad * y.cos()).sum_to_size(y.shape), None
+
+
+_scaled_sum = define("forgets_alpha", scaled_sum)
+_scaled_sum.register_autograd(_gradients_without_alpha, setup_context=save)
+wrong(_scaled_sum, "subsystems.gradcheck", two)
+
+
+def _as_long_as_the_first(xs: Sequence[Tensor]) -> Tensor:
+    """Describe the result for tensors of equal length only."""
+    return xs[0].new_empty(len(xs) * xs[0].shape[0], *xs[0].shape[1:])
+
+
+def joined(xs: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(xs))
+
+
+wrong(
+    define("fake_of_equal_lengths", joined, fake=_as_long_as_the_first),
+    "subsystems.fake",
+    lambda: [([torch.ones(2, 3), torch.zeros(2, 3)],)],
+)
+
+
+def halves_in_training(x: Tensor) -> Tensor:
+    """Takes `requires_grad` for the training mode."""
+    floats_only("halves_in_training", x)
+    return torch.mul(x, 0.5 if x.requires_grad else 1.0).contiguous()
+
+
+_halves = define("halves_in_training", halves_in_training, fake=like)
+_halves.register_autograd(lambda ctx, grad: grad / 2)
+wrong(_halves, "subsystems.inference_mode", one)
+
+
+def _clears_negatives(ctx: Any, grad: Tensor) -> Tensor:
+    """Writes into the incoming gradient."""
+    return grad.masked_fill_(ctx.saved_tensors[0] < 0, 0)
+
+
+_relu = define("relu_clears_its_gradient", lambda x: x.relu(), schema="(Tensor x) -> Tensor")
+_relu.register_autograd(_clears_negatives, setup_context=save)
+wrong(_relu, "subsystems.saved", one)

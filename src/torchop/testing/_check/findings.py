@@ -82,15 +82,17 @@ _OF_GRADIENTS = (
 # have the same cause.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
+    "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),
     "contracts.repeated": (*_COMPARE, *_OF_GRADIENTS),
     "contracts.state": (*_COMPARE, *_OF_GRADIENTS),
     "contracts.process": ("subsystems.threads", "contracts.num_threads"),
     "memory.given": _COMPARE,
     "memory.contiguous": _COMPARE,
-    "memory.uninitialized": _COMPARE,
+    "memory.uninitialized": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "subsystems.fake": _OF_FAKE,
     "subsystems.fake_symbols": _OF_FAKE,
     "dtypes.accepted": ("dtypes.promotion",),
+    "dtypes.double": ("dtypes.float_arguments",),
     "subsystems.needs_input_grad": ("subsystems.func",),
     "subsystems.autograd_registration": ("subsystems.compiled", "subsystems.vmap*"),
     "subsystems.gradcheck": (
@@ -98,6 +100,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
         *("subsystems.needs_input_grad", "subsystems.compiled"),
     ),
     "subsystems.grad_strides": ("subsystems.gradgradcheck",),
+    "subsystems.saved: incoming": _OF_GRADIENTS,
     "subsystems.vmap": ("subsystems.vmap_compiled", "subsystems.func"),
     "providers.supports": ("providers.*",),
     "providers.agrees": ("providers.*", "memory.*"),
@@ -117,15 +120,38 @@ class Finding(NamedTuple):
 
 
 def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
-    """Group failures with the same cause. The first failure of a group is the clearest."""
+    """Group failures with the same cause. The first failure of a group is the clearest.
+
+    Failures for dtypes that the author's examples do not have come last.
+    """
     groups: list[list[Result]] = []
-    for failure in failures:
+    for failure in sorted(failures, key=_clarity):
         group = next((g for g in groups if any(_explains(one, failure) for one in g)), None)
         if group is None:
             groups.append([failure])
         else:
             group.append(failure)
     return tuple(Finding(g[0], tuple(other.check for other in g[1:])) for g in groups)
+
+
+def _clarity(failure: Result) -> int:
+    """Return the place of a failure in the report. Failures in one place keep their order."""
+    check = failure.check.partition("[")[0]
+    if check == "memory.uninitialized" or _key(failure) == "subsystems.saved: incoming":
+        return 0
+    return 2 if check in ("dtypes.accepted", "dtypes.promotion") else 1
+
+
+def _key(failure: Result) -> str:
+    """Return the key of a failure in `_EXPLAINS`."""
+    check = failure.check.partition("[")[0]
+    if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
+        # Other checks pass copies of the arguments to each call, so an undeclared write does not
+        # change their results. A swapped storage does.
+        return check if "swapped" in failure.message else f"{check}: write"
+    if check == "subsystems.saved" and failure.group == "incoming":
+        return f"{check}: incoming"
+    return check
 
 
 def _explains(one: Result, other: Result) -> bool:
@@ -135,8 +161,9 @@ def _explains(one: Result, other: Result) -> bool:
     if one.provider != other.provider:
         return False
     first, second = (result.check.partition("[")[0] for result in (one, other))
-    if one.group in ("plain", "gradient") or first == "memory.contiguous":
-        patterns = _EXPLAINS.get(first, ())
+    is_plain = one.group in ("plain", "gradient", "incoming") or first == "memory.contiguous"
+    if is_plain or first == "dtypes.double":
+        patterns = _EXPLAINS.get(_key(one), ())
         return any(fnmatch.fnmatchcase(second, pattern) for pattern in patterns)
     # A kernel that ignores strides fails for other layouts and also for arguments that share
     # memory, so failures in these two groups have the same cause. Failures of the fake kernel and

@@ -329,6 +329,7 @@ class _Run:
         probe, options = _probe(self.check, case, self.subject.call(case))
         is_compared = probe is results.same_as_contiguous and not breaks_contract(error)
         if case.arrange and is_compared and self._fails_contiguous(case, options):
+            self.group = "size" if case.group == "layout" else case.group
             message += (
                 "\nThe layout is not the cause: the same values fail in contiguous memory too. If "
                 "no caller may pass them, reject them: register_examples(..., valid=...)."

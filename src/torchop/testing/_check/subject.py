@@ -278,6 +278,12 @@ class Subject:
         names = (argument.name for argument in self.schema.arguments)
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
+    def scalars(self, example: Example) -> dict[str, Any]:
+        """Return the arguments of a call by name, with the defaults that are floats or bools."""
+        defaults = {a.name: a.default for a in self.schema.arguments}
+        numbers = {name: each for name, each in defaults.items() if type(each) in (bool, float)}
+        return {**numbers, **self.by_name(example).kwargs}
+
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
         """Return options for comparing the results of a call.
 
@@ -340,6 +346,18 @@ class Subject:
         except Exception as error:
             return reason(error)
         return None
+
+    def has_fake_sizes(self, example: Example) -> bool:
+        """Return whether the fake kernel returns the sizes of the results, if it succeeds."""
+        if self.fake_problem is not None:
+            return True
+        try:
+            fakes = probes.tensors_of(self._run_fake(example))
+        except Exception:
+            return False
+        reals = probes.tensors_of(probes.leaves(Call(self.op, *example).record.result))
+        pairs = zip(fakes, reals, strict=False)
+        return not any(fake_tensors.shapes_differ(fake, real) for fake, real in pairs)
 
     def _run_fake(self, example: Example) -> list[Any]:
         mode, (args, kwargs) = _samples.with_fake_tensors((example.args, example.kwargs))

@@ -40,6 +40,15 @@ def all_and_each(items: Iterable[int]) -> list[list[int]]:
     return [every, *singles] if len(every) > 1 else singles
 
 
+def each_and_all(items: Iterable[int]) -> list[list[int]]:
+    """Return a list with each single item, then a list with all items.
+
+    A failure of a single tensor names the argument, so it is reported before a failure of all.
+    """
+    every, *singles = all_and_each(items)
+    return [*singles, every]
+
+
 def _which(subject: Subject, example: Example, chosen: list[int], count: int) -> str:
     if count == 1:
         return "the tensor"
@@ -72,7 +81,7 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         places -= subject.written_places(example)
         if not places:
             raise CannotCheck("every tensor is written, and cannot be expanded")
-    for chosen in all_and_each(places):
+    for chosen in each_and_all(places):
         label = f"{_which(subject, example, chosen, len(places))} {_WORDS.get(layout, layout)}"
         in_layout(layout, chosen)(example)  # raises if no tensor can have the layout
         yield Case(label, example, in_layout(layout, chosen))
@@ -120,6 +129,21 @@ def longer(subject: Subject, example: Example) -> Cases:
         yield Case(sizes_changed(change), other)
 
 
+def uneven(subject: Subject, example: Example) -> Cases:
+    """Enlarge one dimension of one tensor in a list, so that its size differs from the others."""
+    names = subject.names(example)
+    places = [p for p, t in enumerate(example.tensors) if "[" in names[p] and probes.is_plain(t)]
+    if len(places) < 2:
+        raise CannotCheck("no argument is a list of two tensors")
+    for place in places[-1:]:
+        tensor = example.tensors[place]
+        for dim in range(tensor.dim() if tensor.numel() else 0):
+            enlarged = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+            yield Case(
+                f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged)
+            )
+
+
 def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
     """Enlarge dimensions to sizes in `blocks`. Dimensions of equal size change together."""
     results = probes.tensors_of(subject.first_calls[subject.place(example)].record.outcome)
@@ -144,7 +168,7 @@ def zero_dim(subject: Subject, example: Example) -> Cases:
     places = sorted({*places} - referred(example))
     if not places:
         raise CannotCheck("no tensor has a dimension")
-    for chosen in all_and_each(places):
+    for chosen in each_and_all(places):
         changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
         label = f"{_which(subject, example, chosen, len(places))} without a dimension"
         yield Case(label, example.with_tensors(changed), in_layout("offset", chosen))
@@ -314,7 +338,7 @@ def _may_be_places(integers: Tensor, example: Example) -> bool:
 def scalars(subject: Subject, example: Example) -> Cases:
     """Replace numbers with values that kernels often treat as special cases, and invert bools."""
     named = subject.by_name(example)
-    for name, value in named.kwargs.items():
+    for name, value in subject.scalars(example).items():
         others: set[Any] = set()
         if type(value) is bool:
             others = {not value}
@@ -329,6 +353,15 @@ def scalars(subject: Subject, example: Example) -> Cases:
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
         for other in sorted(others):
+            yield Case(f"{name}={other}", named.with_argument(name, other))
+
+
+def other_scalars(subject: Subject, example: Example) -> Cases:
+    """Replace floats by larger ones, and invert bools. Most kernels accept these values."""
+    named = subject.by_name(example)
+    for name, value in subject.scalars(example).items():
+        if type(value) in (bool, float):
+            other = value + 0.5 if type(value) is float else not value
             yield Case(f"{name}={other}", named.with_argument(name, other))
 
 
@@ -355,7 +388,7 @@ VARIANTS: dict[str, Variant] = {
     **_group("layout", **{name: functools.partial(laid_out, name) for name in _LAID_OUT}),
     **_group("layout", conjugate=conjugate),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
-    **_group("size", longer=longer),
+    **_group("size", longer=longer, uneven=uneven),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
     # Smaller than "blocks", for checks of fake kernels. A fake kernel in Python may be slow for

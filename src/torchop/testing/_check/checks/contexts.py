@@ -14,7 +14,11 @@ from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
-from torchop.testing._check.checks.gradients import needs_formula, same_gradients
+from torchop.testing._check.checks.gradients import (
+    needs_formula,
+    requiring_grad,
+    same_gradients,
+)
 from torchop.testing._check.subject import Subject
 from torchop.testing._sharding import check_sharding
 from torchop.testing.process_state import seed_torch
@@ -121,7 +125,10 @@ def runs_in_autocast(call: Call) -> None:
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
     # Autocast may also apply to PyTorch functions inside the kernel, so intermediate values may be
     # rounded.
-    ways += [(*each, probes.rounding(lower, actual)) for each in choices]
+    rounded = probes.rounding(lower, actual)
+    ways += [(*each, rounded) for each in choices]
+    # Some of PyTorch's functions cast to the lower dtype, and others to float32.
+    ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
             expected = probes.outcome(call.op, *cast(dtype, places))
@@ -137,12 +144,18 @@ def runs_in_autocast(call: Call) -> None:
 
 
 def runs_in_inference_mode(call: Call) -> None:
-    """Check that inference mode and `no_grad` do not change the outcome."""
+    """Check that inference mode, `no_grad` and `requires_grad` do not change the outcome."""
     expected = call.again()
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
             actual = call.again()
             probes.assert_same(actual, expected, f"in {mode.__name__}")
+    if not call.schema.is_mutable:
+        try:
+            actual = call.again(requiring_grad(call.example))
+        except Exception:
+            return  # the operator refuses tensors that require grad
+        probes.assert_same(actual, expected, "with arguments that require grad")
 
 
 def takes_subclasses(call: Call) -> None:
@@ -262,7 +275,7 @@ def autocast(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def inference_mode(subject: Subject, details: Details) -> Iterator[Case]:
-    """Is the outcome the same in inference mode?"""
+    """Is the outcome the same in inference mode, and if arguments require grad?"""
     for example in subject.accepted():
         yield Case("the example", example, probe=runs_in_inference_mode)
 

@@ -39,6 +39,10 @@ def describes_results(call: Call, symbols: bool = False) -> None:
     assert_same_metadata(actual, call.record.outcome, "result", whose)
 
 
+class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
+    """The property of a result that a fake kernel describes wrongly, which several checks find."""
+
+
 def assert_same_metadata(
     fakes: Sequence[Any], reals: Sequence[Any], what: str, whose: str = "the fake kernel"
 ) -> None:
@@ -59,7 +63,7 @@ def assert_same_metadata(
                 raise AssertionError(
                     f"{what} {index} has {name} {actual} from the kernel, but {described} from "
                     f"{whose}.{_CONTIGUOUS if 'stride' in name else ''}"
-                )
+                ) from WrongMetadata(f"{what} {index}: {name.split()[-1]}")
 
 
 def _with_fake_tensors(example: Example, symbols: bool) -> Any:

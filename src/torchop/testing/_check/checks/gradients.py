@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
 from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import other_scalars
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
@@ -54,6 +56,28 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
         except CannotCheck:
             nearby = inputs
         check_at(nearby)
+
+
+def gradients_are_finite_and_right(call: Call) -> None:
+    """Check gradients with finite differences, unless a result is infinite or NaN."""
+    if any(not bool(t.isfinite().all()) for t in probes.tensors_of(call.record.outcome)):
+        raise CannotCheck("a result is infinite or NaN")
+    gradients_are_right(call)
+
+
+def gradients_are_right_if_broadcast(call: Call) -> None:
+    """Check gradients with finite differences, unless backward refuses broadcast arguments.
+
+    The forward of many operators accepts more shapes than the author intends.
+    """
+    function, inputs = call.function()
+    try:
+        probes.gradients(function, inputs)
+    except RuntimeError as error:
+        # A gradient of the wrong shape is a fault. Autograd raises this error, not the formula.
+        if "returned an invalid gradient" not in str(error):
+            raise CannotCheck(f"backward refuses it: {reason(error)}") from None
+    gradients_are_right(call)
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
@@ -127,9 +151,7 @@ def slopes_are_right(call: Call) -> None:
 def saved_tensors_are_watched(call: Call) -> None:
     """Check that backward raises, or is unaffected, if a tensor was written after the forward.
 
-    The check writes to the arguments and results between forward and backward. It also checks that
-    backward does not write into incoming gradients, because autograd may pass the same gradient
-    tensor to other nodes.
+    The check writes to the arguments and results between forward and backward.
     """
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
@@ -147,6 +169,14 @@ def saved_tensors_are_watched(call: Call) -> None:
         except RuntimeError:
             continue  # autograd detected the write to a saved tensor
         probes.assert_same(actual, expected, f"gradients after a write to the {what}")
+
+
+def incoming_gradients_are_kept(call: Call) -> None:
+    """Check that backward does not write into incoming gradients.
+
+    Autograd may pass the same gradient tensor to other nodes.
+    """
+    function, inputs = call.function()
     results = [result for result in function(*inputs) if result.requires_grad]
     given, kept = ([torch.ones_like(result) for result in results] for _ in range(2))
     torch.autograd.grad(results, inputs, given, allow_unused=True)
@@ -287,12 +317,16 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         yield gradient_case("the example in double", example, probe=gradients_are_right)
     for example in examples:
         for label, smaller in _broadcast(subject, example):
-            yield gradient_case(label, smaller, probe=gradients_are_right)
+            yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes):
             yield gradient_case(
-                sizes_changed(change), _requiring_grad_as(empty, example), probe=gradients_are_right
+                sizes_changed(change),
+                _requiring_grad_as(empty, example),
+                probe=gradients_are_finite_and_right,
             )
+        for case in other_scalars(subject, example):
+            yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
             ("integers all the same", "expanded", _indices_that_may_repeat(example)),
@@ -330,7 +364,10 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
             if size > 1 and tensor.dtype.is_floating_point:
                 label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
-                yield label, _requiring_grad_as(example.replace(place, narrow), example)
+                narrowed = _requiring_grad_as(example.replace(place, narrow), example)
+                # If the fake kernel returns other sizes, the operator does not support the call.
+                if subject.has_fake_sizes(narrowed):
+                    yield label, narrowed
 
 
 def _indices_that_may_repeat(example: Example) -> list[int]:
@@ -396,4 +433,6 @@ def saved(subject: Subject, details: Details) -> Iterator[Case]:
     """Does backward detect writes to the tensors that it needs?"""
     if subject.schema.is_mutable:
         raise CannotCheck("the operator writes arguments")
+    for case in with_formula(subject, "incoming gradients", incoming_gradients_are_kept):
+        yield dataclasses.replace(case, group="incoming")
     yield from with_formula(subject, "the example", saved_tensors_are_watched)

@@ -24,6 +24,7 @@ from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import same_gradients, trainable_example
 from torchop.testing._check.sizes import each_resized, sizes
 from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import other_scalars
 from torchop.testing.process_state import (
     allocated_bytes,
     device_bytes,
@@ -297,11 +298,12 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Return the arguments of other calls: other values, other sizes and other examples."""
+    """Return the arguments of other calls: other values, sizes, scalars and examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
         *(larger for _, larger in each_resized(arranged, *changes)),
+        *(case.example for case in other_scalars(subject, arranged)),
         Example(*probes.other_values(tuple(arranged))),
         arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
         arranged.map(_minus_twice),
@@ -366,7 +368,10 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
     def run(arguments: Any, expected: Any) -> None:
         try:
             start.wait(seconds)
-            for _ in range(25):
+            end = time.perf_counter() + 0.1
+            for number in itertools.count():
+                if number >= 25 and time.perf_counter() > end:
+                    break
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
                 right = expected[: len(result)]  # the results come before the written arguments
@@ -381,11 +386,16 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs
     ]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + seconds
-    for thread in threads:
-        thread.join(max(end - time.monotonic(), 0.0))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that the threads also switch within short kernels
+    try:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + seconds
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
+    finally:
+        sys.setswitchinterval(interval)
     if any(thread.is_alive() for thread in threads):
         raise AssertionError(
             f"in two threads at once: a thread did not return within {seconds:g} s."
