@@ -223,3 +223,16 @@ def _clears_negatives(ctx: Any, grad: Tensor) -> Tensor:
 _relu = define("relu_clears_its_gradient", lambda x: x.relu(), schema="(Tensor x) -> Tensor")
 _relu.register_autograd(_clears_negatives, setup_context=save)
 wrong(_relu, "subsystems.saved", one)
+
+
+def seeded_noise(x: Tensor, seed: int) -> Tensor:
+    """Seed PyTorch's generator for the whole process."""
+    torch.manual_seed(seed)
+    return x + torch.rand(x.shape, dtype=x.dtype, device=x.device)
+
+
+wrong(
+    define("seeds_the_process", seeded_noise, tags=torch.Tag.nondeterministic_seeded),
+    "contracts.repeated",
+    lambda: [(torch.ones(3, 4), 7)],
+)

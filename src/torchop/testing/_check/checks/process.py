@@ -87,7 +87,7 @@ def draws_from_its_generator(call: Call) -> None:
 
 
 def draws_anew(call: Call) -> None:
-    """Check that the call draws random numbers.
+    """Check that the call draws random numbers, and does not seed a generator.
 
     Either its results depend on the seed, or it advances a generator.
     """
@@ -96,7 +96,17 @@ def draws_anew(call: Call) -> None:
         seed_all(seed)
         before = generator_states()
         results.append(_drawn(call, seed))
-        if generator_states() != before or _differ(results[-1], results[0]):
+        states = generator_states()
+        if states != before:
+            _drawn(call, seed + 1)
+            for name, state in generator_states().items():
+                if state == states[name] != before[name]:
+                    raise AssertionError(
+                        f"the call seeds {name}: its state after the call is the same for two "
+                        "seeds before. Draw from a torch.Generator of the operator instead."
+                    )
+            return
+        if _differ(results[-1], results[0]):
             return
     raise AssertionError(
         "the operator has the tag torch.Tag.nondeterministic_seeded, but 16 seeds give the same "
