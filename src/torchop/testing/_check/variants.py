@@ -73,7 +73,7 @@ _WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negat
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """Yield a case with all tensors in this layout, then a case for each single tensor."""
+    """Yield a case for each single tensor in this layout, then a case for all tensors."""
     places = set(range(len(example.tensors)))
     if not places:
         raise CannotCheck("no argument is a tensor")
@@ -81,13 +81,22 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         places -= subject.written_places(example)
         if not places:
             raise CannotCheck("every tensor is written, and cannot be expanded")
+    impossible = None
+    is_possible = False
     for chosen in each_and_all(places):
+        try:
+            in_layout(layout, chosen)(example)
+        except CannotCheck as error:  # e.g. a tensor with one dimension cannot be transposed
+            impossible = error
+            continue
+        is_possible = True
         label = f"{_which(subject, example, chosen, len(places))} {_WORDS.get(layout, layout)}"
-        in_layout(layout, chosen)(example)  # raises if no tensor can have the layout
         yield Case(label, example, in_layout(layout, chosen))
         if subject.schema.is_mutable:
             arrange = in_layout(layout, chosen, finite=True)
             yield Case(f"{label}, surrounded by 3", example, arrange)
+    if impossible is not None and not is_possible:
+        raise impossible
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
