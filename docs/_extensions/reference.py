@@ -182,7 +182,7 @@ def error_page(
     options: dict[str, Any] | None = None,
     content: object = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """Create a link from an exception to its section on the page of errors."""
+    """Link an exception's name to its section of the errors page."""
     reference = addnodes.pending_xref(
         rawtext,
         nodes.inline("", f"How to fix {text}"),

@@ -397,7 +397,8 @@ def build_result(
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # Do not use an f-string, because it would call `__format__` of a user's subclass of str.
+        # A field's name may be of a subclass of str with its own `__format__`, which an f-string
+        # would call. So join the names instead.
         place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
     return ResultFields(op, path, nodes, shape)

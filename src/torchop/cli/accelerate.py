@@ -115,7 +115,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record the calls in the block. Without calls, do not warn, because commands report this."""
+    """Record the calls in the block. Do not warn if there are none: the commands report that."""
     recorded.__enter__()
     try:
         yield

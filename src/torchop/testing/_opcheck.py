@@ -157,7 +157,7 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Run the checks on all examples of an operator. Return the first failure of each, if any."""
+    """Run the checks on all examples. For each check, return the first failure or the last pass."""
     results: dict[str, str | Exception] = {}
     op = Operator(op, "opcheck").handle or op  # examples are arguments of the handle
     for args, kwargs in make_examples(op):

@@ -153,7 +153,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 
 
 class _Call:
-    """A call of the operator that can be repeated with different placements of its tensors."""
+    """A call to the operator that can be repeated with other DTensor placements of its tensors."""
 
     def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload

@@ -52,8 +52,8 @@ def way(
 ) -> Way:
     """Return a `Way` that calls `function` inside `mode`.
 
-    If the operator writes arguments, each round gets fresh copies of the arguments. Otherwise,
-    repeated writes could overflow to infinity, and arithmetic with infinity can be slower.
+    If the operator mutates arguments, each round gets fresh copies. Without them, repeated writes
+    could overflow to infinity, and arithmetic with infinity can be slower.
     """
 
     def make() -> Callable[[], Any]:

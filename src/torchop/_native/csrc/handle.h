@@ -1,5 +1,5 @@
-// handle.h: run calls to operator handles in C++. A handle is the object that `torchop.custom_op`
-// returns, of the class `torchop.CustomOp`.
+// handle.h: run calls to operator handles in C++. A handle is the `torchop.CustomOp` object that
+// `torchop.custom_op` returns.
 //
 // See handle.cpp for the design.
 #pragma once

@@ -36,9 +36,8 @@ struct Operator {
   // If `entry` is set, the Operator of the packet's next overload, or nullptr. If `entry` is
   // nullptr, the function to call after one of `overloads` was deregistered. Owned.
   PyObject* next;
-  // If `entry` is nullptr, all overloads that PyTorch's function may try. A call in the dispatcher
-  // is counted for each of them, so that none of them is freed meanwhile. Owned. nullptr if `entry`
-  // is set.
+  // All overloads that PyTorch's function may try (owned; nullptr if `entry` is set). While the
+  // dispatcher runs the call, it counts as a call to each of them, so that none is freed.
   std::vector<LifetimePointer>* overloads;
 };
 

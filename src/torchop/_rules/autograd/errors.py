@@ -59,7 +59,7 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Return a phrase that says where the tensor has no data, such as "in a compiler's trace"."""
+    """Return a phrase for why the tensor has no data, such as "in a compiler's trace"."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):

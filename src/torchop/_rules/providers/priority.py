@@ -148,8 +148,8 @@ _process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
-# The kernel rules of operators with providers. If an order changes, the call plans of these
-# operators must be compiled again.
+# The kernel rules of operators with providers. When a priority order changes, the call plans of
+# these operators must be compiled again.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 

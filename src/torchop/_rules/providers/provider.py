@@ -308,7 +308,8 @@ def _support_check(
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    # The durations of the latest calls, if these were slow. None once the warning has been issued.
+    # The durations of the current run of consecutive slow calls, or None once the user has been
+    # warned.
     slow: list[float] | None = []
 
     def note(taken: float) -> None:

@@ -181,7 +181,11 @@ class StructuredCall:
 
 
 class Context:
-    """A proxy for a formula's `ctx`. Its `needs_input_grad` has a mapping for each structure."""
+    """A proxy for a formula's `ctx`.
+
+    For an argument that is a structure, `needs_input_grad` contains a mapping from field names to
+    bools.
+    """
 
     __slots__ = ("_context", "_structure")
     _structure: Structure

@@ -200,9 +200,9 @@ class Structure:
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate `bind`, a function that makes a function of objects take flat arguments.
+        """Generate `bind`, which wraps a function of objects so that it takes flat arguments.
 
-        If `what` is "kernel", the wrapper flattens the result too.
+        If `what` is "kernel", the wrapper that `bind` returns also flattens the result.
         """
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")

@@ -208,7 +208,10 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _random(self, tensor: torch.Tensor) -> str:
-        """Write random numbers in the range of the tensor's values, so that indices stay valid."""
+        """Return code for random numbers in the range of the tensor's values.
+
+        The range keeps indices valid.
+        """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():

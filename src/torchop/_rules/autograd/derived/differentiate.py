@@ -210,7 +210,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
     """Yield the tensors among the results of a call, including the tensors in lists.
 
-    `results` may also contain the gradients of the results.
+    `results` may instead be the gradients of the results.
     """
     for kind, value in zip(returns, results, strict=True):
         if "Tensor" in kind:

@@ -184,10 +184,10 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 
 
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
-    """Check the function `supports` of a provider.
+    """Check a provider's `supports` function.
 
     It must depend only on its arguments, and reject all calls that the kernel rejects. `first` is
-    the value that `supports` returned for this call before, if known.
+    the value that `supports` previously returned for this call, if known.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 

@@ -365,7 +365,8 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
                 label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = _requiring_grad_as(example.replace(place, narrow), example)
-                # If the fake kernel returns other sizes, the operator does not support the call.
+                # If the fake kernel returns other sizes than before, the operator does not
+                # broadcast here, so the call does not apply.
                 if subject.has_fake_sizes(narrowed):
                     yield label, narrowed
 
