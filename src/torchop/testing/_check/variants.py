@@ -45,8 +45,7 @@ def each_and_all(items: Iterable[int]) -> list[list[int]]:
 
     A failure of a single tensor names the argument, so it is reported before a failure of all.
     """
-    every, *singles = all_and_each(items)
-    return [*singles, every]
+    return sorted(all_and_each(items), key=len)
 
 
 def _which(subject: Subject, example: Example, chosen: list[int], count: int) -> str:
@@ -81,22 +80,17 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         places -= subject.written_places(example)
         if not places:
             raise CannotCheck("every tensor is written, and cannot be expanded")
-    impossible = None
-    is_possible = False
+    in_layout(layout, places)(example)  # raises if no tensor can have the layout
     for chosen in each_and_all(places):
         try:
             in_layout(layout, chosen)(example)
-        except CannotCheck as error:  # e.g. a tensor with one dimension cannot be transposed
-            impossible = error
+        except CannotCheck:  # e.g. a tensor with one dimension cannot be transposed
             continue
-        is_possible = True
         label = f"{_which(subject, example, chosen, len(places))} {_WORDS.get(layout, layout)}"
         yield Case(label, example, in_layout(layout, chosen))
         if subject.schema.is_mutable:
             arrange = in_layout(layout, chosen, finite=True)
             yield Case(f"{label}, surrounded by 3", example, arrange)
-    if impossible is not None and not is_possible:
-        raise impossible
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
@@ -144,13 +138,11 @@ def uneven(subject: Subject, example: Example) -> Cases:
     places = [p for p, t in enumerate(example.tensors) if "[" in names[p] and probes.is_plain(t)]
     if len(places) < 2:
         raise CannotCheck("no argument is a list of two tensors")
-    for place in places[-1:]:
-        tensor = example.tensors[place]
-        for dim in range(tensor.dim() if tensor.numel() else 0):
-            enlarged = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
-            yield Case(
-                f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged)
-            )
+    place = places[-1]
+    tensor = example.tensors[place]
+    for dim in range(tensor.dim() if tensor.numel() else 0):
+        enlarged = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+        yield Case(f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged))
 
 
 def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
