@@ -126,8 +126,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
     def _explain_refusal(self, error: RuntimeError) -> RuntimeError | None:
         # `explain_refusal` in csrc/entry.cpp calls this method too.
-        definition = self._definition
-        return argument_error(definition.name, error) or missing_rule_error(definition, error)
+        return argument_error(self._definition.name, error) or missing_rule_error(self.name, error)
 
     def __repr__(self) -> str:
         definition = self._definition

@@ -309,6 +309,23 @@ def test_calls_that_need_a_rule_raise_the_fix(namespace, schema, packet):
         torch.vmap(call)(X.clone())
 
 
+def test_missing_rule_of_an_operator_that_a_rule_calls_is_not_that_of_the_caller(namespace):
+    inner = torchop.custom_op(
+        f"{namespace}::op_inner",
+        lambda x: [x + 1],
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor[]",
+    )
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_vmap(lambda info, in_dims, x: (inner(x)[0], in_dims[0]))
+    with pytest.raises(
+        RuntimeError, match=f"^Batching rule not implemented for {namespace}::op_inner,"
+    ):
+        torch.vmap(torch.vmap(op))(X)
+
+
 def test_rule_for_an_operator_of_a_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, int n=2) -> Tensor")

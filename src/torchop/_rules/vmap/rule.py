@@ -173,14 +173,17 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
     )
 
 
-def missing_rule_error(definition: Definition, error: RuntimeError) -> RuntimeError | None:
+def missing_rule_error(name: str, error: RuntimeError) -> RuntimeError | None:
     """Return the error to raise instead of `error`, or None if no vmap rule is missing."""
-    # The messages of batchedTensorForLoopFallback (aten/src/ATen/functorch/BatchedFallback.cpp).
-    if not str(error).startswith(f"Batching rule not implemented for {definition}"):
+    # These are the messages of batchedTensorForLoopFallback
+    # (aten/src/ATen/functorch/BatchedFallback.cpp). The error may be about another operator, which
+    # a vmap rule called. Its name may begin with `name`, so compare up to the end of the name.
+    start = f"Batching rule not implemented for {name}"
+    if not str(error).startswith((f"{start};", f"{start}. ")):
         return None
     return RuntimeError(
-        f"Batching rule not implemented for {definition}, and PyTorch cannot generate one. "
-        f"Register a rule with register_vmap('{definition}', rule), such as rule={SEQUENTIAL!r}."
+        f"{start}, and PyTorch cannot generate one. "
+        f"Register a rule with register_vmap('{name}', rule), such as rule={SEQUENTIAL!r}."
     )
 
 
