@@ -1,4 +1,4 @@
-"""Access DTensor's sharding propagator, which chooses the placements of inputs and results.
+"""Access the part of DTensor that chooses placements: the sharding propagator.
 
 torchop never imports DTensor. It uses DTensor only in programs that have imported it.
 """
@@ -29,7 +29,7 @@ def is_imported() -> bool:
 
 
 def has_dtensors(values: Any) -> bool:
-    """Return whether `values`, which may be nested containers, contain a DTensor."""
+    """Return whether `values`, possibly nested containers, contain a DTensor."""
     if not is_imported():
         return False
     from torch.distributed.tensor import DTensor

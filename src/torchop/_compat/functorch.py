@@ -15,7 +15,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 
-# The dispatch key at which a torch.func transform intercepts a call.
+# torch.func transforms intercept calls at this dispatch key.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
@@ -56,17 +56,17 @@ def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: 
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
 
-# The dispatch key at which PyTorch registers batching kernels for random operators.
+# PyTorch registers batching kernels for random operators at this dispatch key.
 VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which random operators work as outside of `vmap`.
+    """Return a context manager that makes random operators work as outside of `vmap`.
 
     While a vmap rule runs, PyTorch still handles random operators according to `randomness=`,
     because it does not exclude the dispatch key for that. Batched gradients (`is_grads_batched`)
-    also use an older key, VmapMode, which rejects random operators. So this context manager
-    excludes both keys.
+    also use an older key, VmapMode. It rejects random operators. So this context manager excludes
+    both keys.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 
@@ -101,5 +101,5 @@ def current_vmap() -> Vmap:
 
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager in which calls skip the batching kernels of the innermost `vmap`."""
+    """Return a context manager that skips the batching kernels of the innermost `vmap`."""
     return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

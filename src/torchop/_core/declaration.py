@@ -31,14 +31,14 @@ class Site(NamedTuple):
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # For a partial or a callable object, `__module__` is the module of its class, so it
-            # does not say where the operator is defined.
+            # For a partial or a callable object, `__module__` is the module of the class. It does
+            # not say where the operator is defined.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name, which stay the same if the module is reloaded."""
+        """The function's module and name. They stay the same if the module is reloaded."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -51,7 +51,7 @@ class Declaration(NamedTuple):
     For an operator of another package, only the name and the schema are set.
 
     Attributes:
-        function: the kernel, which takes the arguments of the schema.
+        function: the kernel. It takes the arguments of the schema.
         site: the source location of the definition.
         devices: the device types that `function` supports. `(None,)` means every device.
         fake: a fake kernel whose signature was already checked, or None.
@@ -63,10 +63,10 @@ class Declaration(NamedTuple):
         residuals: the declared residuals (kernel outputs that only the backward uses), as a
             `residuals.declared.Declared`. None if there are no residuals.
         convention: converts between the author's arguments and the arguments of the schema.
-        is_helper: True for a helper operator, which replaces another operator in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`, which replaces helpers of inference
-            engines. As in the engines, these operators may return aliases of their inputs, and use
-            PyTorch's autograd fallback if no formula is registered.
+        is_helper: True for an operator that replaces another one in compiled graphs.
+        is_lenient: True for operators of `torchop.compat`. Like the operators that inference
+            engines define themselves, they may return aliases of inputs, and use PyTorch's autograd
+            fallback if no formula is registered.
     """
 
     name: OpName

@@ -41,7 +41,7 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# The attribute in which a library stores its definitions for operators of other packages, by name.
+# A library stores its definitions for other packages' operators, by name, in this attribute.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -61,7 +61,7 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# The attribute in which a library stores the source locations of its operators, by name.
+# A library stores the source locations of operators, by name, in this attribute.
 _PLACES = "_torchop_places"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import threading
 
-# Each registration holds this lock, because it changes several of PyTorch's registries, which are
-# plain dicts and sets without locks. The lock is an instance of a subclass of RLock because the C++
-# extension replaces `__enter__`, which is impossible for the built-in class.
+# Each registration holds this lock, because it changes several of PyTorch's registries. These are
+# plain dicts and sets without locks. RLock itself is immutable, and the C++ extension replaces
+# `__enter__`, so the lock is an instance of a subclass.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 

@@ -92,7 +92,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that `wrap_triton` launches kernels directly instead of tracing them."""
+    """Wrap a function to let `wrap_triton` launch kernels directly instead of tracing them."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -105,7 +105,7 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, set the order of its providers, and return its handle."""
+    """Define an operator, set the priority order of providers, and return the handle."""
 
     def build() -> Any:
         handle = define(declared, lib).handle

@@ -10,7 +10,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`, or None for `"unknown"`, which means all tensors."""
+    """Return the names in `mutates_args`, or None for `"unknown"` (all tensors)."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
@@ -50,7 +50,7 @@ def mutated_arguments(
 
     Args:
         where: the name of the function, for messages.
-        names: the result of `mutated_names`. The name of a structure means all of its tensors.
+        names: the result of `mutated_names`. The name of a structure stands for all its tensors.
         tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
         others: maps the paths of structures and of all other values to their types, for messages.
     """
@@ -78,5 +78,5 @@ def mutated_arguments(
 
 
 def spell_names(names: Iterable[str]) -> str:
-    """Format names as a set for messages. They are sorted, so that messages are deterministic."""
+    """Format names as a sorted set, to make messages deterministic."""
     return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")

@@ -1,4 +1,4 @@
-"""Reject maybe-out operators, which return the argument `out`, or a new tensor if `out` is None.
+"""Reject maybe-out operators. They return the argument `out`, or a new tensor if `out` is None.
 
 A schema cannot express that a result aliases an argument in some calls and not in others. So
 `check_maybe_out` rejects a schema in which a result aliases a mutated `Tensor?`. If a schema omits

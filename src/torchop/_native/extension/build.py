@@ -31,21 +31,21 @@ except ImportError:  # Windows, where nothing is compiled
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
 # Locked while `subprocess.Popen` starts the compiler, to prevent other threads from forking. Popen
-# reads from a pipe until all copies of its write end are closed. A child process that is forked at
-# that time would have a copy. If it then waited for the file lock, which this process holds, both
+# reads from a pipe until all copies of the write end are closed, and a child process forked at that
+# time would have a copy. This process holds the file lock. If the child waited for that lock, both
 # processes would wait forever.
 _starting = threading.Lock()
-if hasattr(os, "register_at_fork"):  # missing on Windows, which cannot fork
+if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(
         before=_starting.acquire,
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
-_NICENESS = "10"  # so that a compiler in the background does not slow down the user's program
+_NICENESS = "10"  # keeps a compiler in the background from slowing down the user's program
 
 
 class Build:
-    """One run of the compiler, which another thread can stop."""
+    """One run of the compiler. Another thread can stop it."""
 
     def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
         self._recipe = recipe
@@ -115,7 +115,7 @@ class Build:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop the compiler, or stop waiting for the file lock, so that `run` raises."""
+        """Stop the compiler, or stop waiting for the file lock. `run` then raises an error."""
         self._stopped.set()
         self._kill()
 
@@ -129,7 +129,7 @@ class Build:
         is_nice = self._background and shutil.which("nice") is not None
         nice = ["nice", "-n", _NICENESS] if is_nice else []
         # Write the output to a file and not to a pipe. A compiler cache such as sccache may start a
-        # server, which would inherit the pipe and keep it open.
+        # server that inherits the pipe and keeps it open.
         with open(folder / "output", "w+b") as output:
             try:
                 with _starting:
@@ -143,7 +143,7 @@ class Build:
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
-                        start_new_session=True,  # creates a process group, which `stop` kills
+                        start_new_session=True,  # creates a process group for `stop` to kill
                     )
             except OSError as error:
                 raise NativeUnavailableError(
@@ -191,9 +191,8 @@ class Build:
                         raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network file systems do not support locks. Then two processes may both
-                    # compile the file, which is harmless, because each of them replaces the file
-                    # atomically.
+                    # Some network file systems do not support locks. Without a lock, two processes
+                    # may compile the file. This is harmless, because each replaces it atomically.
                     yield False
                     return
             try:

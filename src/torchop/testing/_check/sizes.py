@@ -30,7 +30,7 @@ def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """Change sizes in all tensors of an example, so that dimensions of equal size stay equal.
+    """Change sizes in all tensors of an example. Dimensions of equal size stay equal.
 
     `changes` maps old sizes to new sizes.
 
@@ -64,7 +64,7 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 
 # Sizes that are one larger than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-# The largest number of elements in an enlarged example, and in its results. It keeps calls below
+# The largest number of elements in an enlarged example, and in the results. It keeps calls below
 # one second.
 _MOST_ELEMENTS = 2**19
 
@@ -72,11 +72,11 @@ _MOST_ELEMENTS = 2**19
 def larger_sizes(
     example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
 ) -> list[dict[int, int]]:
-    """Return changes of sizes, each of which enlarges one size beyond a block size of kernels.
+    """Return changes of sizes. Each enlarges one size beyond a block size of kernels.
 
-    If a tensor contains distinct indices, its size is not enlarged, because there may not be that
-    many valid indices. A size is also not enlarged if the example or the `results` would become too
-    large, as in an outer product.
+    The size of a tensor of distinct indices is not enlarged, because not that many indices may be
+    valid. Neither is a size if the example or the `results` would become too large, as in an outer
+    product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [
