@@ -1,9 +1,8 @@
 """The rules of an operator: one class for each subsystem of PyTorch, such as autograd or vmap.
 
-Every operator has one instance of each class in `RULES`. The instance stores the functions that
-the user registered for the operator, such as kernels or a backward formula. The functions in
-`INSTALLERS` run when an operator is defined. They register the first dispatcher kernels and the
-default behavior in TorchDispatchModes.
+Every operator has one instance of each class in `RULES`. The instance stores the functions that the
+user registered for the operator, such as kernels or a backward formula. The functions in
+`INSTALLERS` run when an operator is defined.
 
 The package `user` contains a different kind of rule: instances of the public class `torchop.Rule`.
 """

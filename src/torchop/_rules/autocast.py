@@ -21,8 +21,6 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """For each device type, the dtype to which autocast casts an operator's inputs."""
-
     dtypes: Mapping[str, torch.dtype] = NOTHING
 
     def compile(self) -> Mapping[str, torch.dtype]:
@@ -75,11 +73,11 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                # A custom backend has the device type "privateuseone" or the name that it
+                # The device type of a custom backend is "privateuseone" or the name that it
                 # registered. Both have the same autocast key, so compare the keys too.
                 and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
                 and tensor.dtype is not torch.float64  # PyTorch's autocast skips it too
-                # The kernel must write into the caller's tensor, so do not cast a mutated argument.
+                # The kernel must write into the caller's tensor, so do not cast mutated arguments.
                 and not argument.is_mutated
             )
             return tensor.to(dtype) if eligible else tensor

@@ -1,8 +1,8 @@
 """Activation checkpointing: decide whether the results of a call are saved or recomputed.
 
-An operator may have a checkpoint policy. The rules in this module combine this policy with the
-policy function of the checkpointed region. They also ensure that the results of effectful and
-random operators are saved, because running such an operator a second time would be wrong.
+An operator may have a checkpoint policy. This module combines it with the policy function of the
+checkpointed region. The results of effectful and random operators are always saved, because running
+these operators a second time would be wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torchop._compat.classes import OpOverload, ProxyTorchDispatchMode, Tag
 from torchop._core.definition import Definition
 from torchop._core.user_rule import get_rule
 
-# A member of `torch.utils.checkpoint.CheckpointPolicy`.
 Policy: TypeAlias = Any
 
 
@@ -39,7 +38,7 @@ def install(definition: Definition) -> None:
     """If the operator is random, prevent compilers from recomputing it in the backward.
 
     Operators that mutate arguments need nothing here, because their functionalization rule already
-    prevents this. Helper operators call `register_for_checkpoints` instead.
+    prevents the recomputation. Helper operators call `register_for_checkpoints` instead.
     """
     declaration = definition.declaration
     if (
@@ -51,7 +50,6 @@ def install(definition: Definition) -> None:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call in a checkpointing mode, for an operator with a checkpoint policy or an effect."""
     if registries.effect_of(op._name) is not None:
         # Save the results. Otherwise a compiler could recompute the call in the backward, together
         # with all earlier effectful calls. PyTorch's pass `force_save_effectful_ops`
@@ -64,14 +62,11 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
 def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
     """Register how an operator behaves in checkpointing modes and in a compiler's trace.
 
-    These are default rules: if the user registers a torch_dispatch rule, it takes precedence.
+    A torch_dispatch rule that the user registers takes precedence.
 
-    Args:
-        called: the operator, or a helper operator that replaces it in graphs.
-        op: the original operator, if `called` is a helper operator. Policy functions receive `op`
-            instead of `called`, because users do not know the helper operator.
-        extra: the name of a keyword argument that `called` has in addition to the arguments of
-            `op`. Policy functions do not receive this argument.
+    If `called` is a helper operator, `op` is the original operator. Policy functions receive `op`
+    instead of `called`, because users do not know the helper operator. `extra` is the name of a
+    keyword argument that only `called` has. Policy functions do not receive this argument.
     """
     hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
     for mode in checkpointing.POLICY_MODES:
@@ -108,8 +103,7 @@ def saved_under_budget(
 ) -> contextlib.AbstractContextManager[None]:
     """Return a context manager that marks the results of traced calls as saved.
 
-    If the operator is not random and has no `SAVE` policy, its results may be recomputed, so the
-    context manager does nothing.
+    It does nothing if the operator is not random and has no `SAVE` policy.
     """
     if Tag.nondeterministic_seeded not in op.tags:
         rule = get_rule("checkpoint_policy")
@@ -124,10 +118,6 @@ def saved_under_budget(
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run a call in a checkpointing mode, respecting the operator's policy and the region's policy.
-
-    During the call, a function that combines both policies replaces the region's policy function.
-    """
     # Look up the rule by name, because its module imports this module.
     rule = get_rule("checkpoint_policy")
     of_operator = rule.lookup(op).decide if rule.has(op) else None
@@ -148,10 +138,7 @@ def _with_policies(
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """Decide between an operator's policy and the policy of the checkpointed region.
-
-    The operator's policy wins, unless only the region's policy is a `MUST` policy.
-    """
+    """Return the operator's policy, unless only the region's policy is a `MUST` policy."""
     # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

@@ -17,12 +17,11 @@ from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# None means that nothing is declared. `"none"` means that the operator has no effect, so compilers
-# may remove its calls.
+# None means that no effect is declared. `"none"` means that the operator is declared to have no
+# effect, so compilers may remove its calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# In schemas, the names of TorchScript classes start with this prefix.
 _CUSTOM_CLASS = "__torch__"
 # Maps the name of each operator to the effect that it had when it was last traced. Entries outlive
 # a redefinition of the operator, because PyTorch's caches find compiled code by the operator's name
@@ -34,8 +33,7 @@ class EffectRule(CompiledRule[Declared]):
     """The effect that `custom_op` or `register_effect` declares for an operator.
 
     A compiled graph passes a token from each effectful call to the next, so compilers cannot remove
-    or reorder these calls. vmap does not define how often an effect happens for a batch, so calls
-    under vmap raise unless a vmap rule is registered.
+    or reorder these calls.
     """
 
     declared: Declared = None
@@ -108,14 +106,7 @@ class EffectRule(CompiledRule[Declared]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Prepare the effect of an operator that is being defined.
-
-    If the operator returns nothing, install a check, because a compiler would remove its calls.
-
-    Returns:
-        A function that registers the effect once the operator is defined, or None if the operator
-        declares no effect.
-    """
+    """Return a function that registers the effect once the operator is defined."""
     schema, effect = definition.schema, definition.declaration.effect
     if schema.returns_nothing:
         definition.rule(EffectRule).watch()
@@ -132,7 +123,6 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
-    """Validate the `effects` argument of `custom_op`. Warn if it is missing but looks necessary."""
     declared = check_effect(name, effect, schema, "effects")
     if declared is not None:
         check_not_traced(name, declared)
@@ -148,7 +138,6 @@ def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Validate an effect and raise ValueError if PyTorch would ignore the effect."""
     declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
     if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(

@@ -40,20 +40,10 @@ def define_helper_operator(
 ) -> Definition:
     """Define the helper operator `name__kind` of the operator `name`.
 
-    Args:
-        definition: the operator. The helper operator has the same tags, except for the tags of
-            in-place and out= forms.
-        kind: the suffix of the helper operator's name, such as "training".
-        schema: the schema of the helper operator, without the name.
-        function: the kernel.
-        fake: the fake kernel.
-        tags: additional tags.
-        error: the type of the exception to raise if another library has already defined an operator
-            of this name.
-        origin: the operator from which the helper operator inherits public rules (`torchop.Rule`).
-            By default, this is `definition`.
-        convention: converts functions that users register for the helper operator to functions
-            that take and return the values of the schema. By default, no conversion is needed.
+    It has the same tags, except for the tags of in-place and out= forms. If another library has
+    already defined an operator of this name, raise `error`. The helper operator inherits public
+    rules (`torchop.Rule`) from `origin`. `convention` converts functions that users register for
+    the helper operator to functions that take and return the values of the schema.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -61,13 +51,11 @@ def define_helper_operator(
             f"{definition}: a compiled graph needs an operator {name}, but another library "
             f"defined one at {registration_site(name)}. Rename that operator."
         )
-    # Drop torch.Tag.inplace and torch.Tag.out, because a helper operator never has these forms.
     inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
     declaration = Declaration(
         name,
         Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        # If another package defined the operator, its source location is unknown, so use this file.
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
@@ -86,17 +74,10 @@ def define_derived(
     owner: Definition | None = None,
     lib: torch.library.Library | None = None,
 ) -> Definition:
-    """Define an operator that is derived from `origin`.
+    """Define an operator that is derived from `origin` and inherits its public rules.
 
-    Args:
-        origin: the operator from which the derived one inherits public rules, such as sharding
-            rules.
-        declaration: the declaration of the derived operator.
-        kind: how the operator is derived from `origin`, such as `"inplace"`. A public rule may
-            behave differently for each kind.
-        owner: the operator that owns the derived one: deregistering the owner also deregisters the
-            derived operator. By default, this is `origin`.
-        lib: a library of the caller. Closing this library also deregisters the derived operator.
+    A public rule, such as a sharding rule, may behave differently for each `kind`, such as
+    `"inplace"`. Deregistering `owner`, or closing `lib`, also deregisters the derived operator.
     """
     name, owner = declaration.name, owner or origin
     owners_name, reference = str(owner), weakref.ref(owner)
@@ -116,7 +97,6 @@ def define_derived(
 
 
 def free_name(name: str, schema: Schema) -> str:
-    """Append underscores to `name` until it differs from the names of all arguments."""
     while any(argument.name == name for argument in schema.arguments):
         name += "_"
     return name

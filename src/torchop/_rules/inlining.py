@@ -30,12 +30,10 @@ Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 
 class Inlined(NamedTuple):
-    """The backends that inline an operator.
+    """The backends that inline an operator. None means all backends.
 
-    Attributes:
-        backends: the names of the backends. None means all backends.
-        launches: whether the function launches Triton kernels. Triton kernels run only on GPUs, so
-            calls are not inlined on a device type for which the user registered another kernel.
+    If the function `launches` Triton kernels, which run only on GPUs, calls are not inlined on a
+    device type for which the user registered another kernel.
     """
 
     backends: tuple[str, ...] | None
@@ -45,7 +43,6 @@ class Inlined(NamedTuple):
         return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
 
     def by_current_backend(self) -> bool:
-        """Return whether the current trace is for a backend that inlines the operator."""
         return compilers.decomposes_for_backends() and (
             self.backends is None or compilers.compiling_backend() in self.backends
         )
@@ -54,17 +51,10 @@ class Inlined(NamedTuple):
 def declared_inlining(
     name: OpName, choice: Any, declared: Declared, *, launches: bool = False
 ) -> Inlined | None:
-    """Validate the `compile` argument of `custom_op`.
+    """Validate the `compile` argument of `custom_op`, and return the backends that inline.
 
-    Args:
-        name: the name of the operator, for messages.
-        choice: the value of the argument.
-        declared: the effect that is declared for the operator. An operator with an effect cannot be
-            inlined.
-        launches: whether the function launches Triton kernels. All backends inline such functions.
-
-    Returns:
-        The backends that inline the operator, or None if there are none.
+    If the function `launches` Triton kernels, all backends inline it. An operator with an effect
+    cannot be inlined.
     """
     if launches:
         return Inlined(None, launches=True)
@@ -89,8 +79,6 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
-    """The rule that stores which backends inline an operator. None means that no backend does."""
-
     inlined: Inlined | None = None
 
     def disable(self) -> None:
@@ -137,16 +125,13 @@ def install(definition: Definition) -> Callable[[], None] | None:
 def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a rule for FunctionalTensorMode to inline calls, if the operator declares inlining.
 
-    Args:
-        definition: the operator.
-        opaque: the rule to wrap. It records a call to the operator in the graph.
+    The wrapped rule `opaque` records a call to the operator in the graph.
     """
     inlined = definition.declaration.inlined
     return opaque if inlined is None else _hook(definition, inlined, opaque)
 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
-    """Return the first device type of the arguments that has a kernel of its own, or None."""
     kernels = definition.rule(KernelRule)
     installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
@@ -154,7 +139,6 @@ def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
 
 
 def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
-    """Wrap an operator's function to raise a clear error if the function cannot be traced."""
     assert definition.function is not None
     function = bind(definition.function, definition.schema)
 
@@ -212,9 +196,7 @@ def _chosen(
 ) -> Callable[..., Any] | None:
     """Return the provider's kernel that would run this call, or None for the reference kernel.
 
-    An operator may have several kernels for one device, each registered under the name of a
-    provider. If a provider's `supports` function reads a symbolic size, the compiled graph gets a
-    guard for the outcome.
+    If the provider's `supports` function reads a symbolic size, the graph gets a guard for it.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
     provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))
@@ -224,7 +206,6 @@ def _chosen(
 def _check_fresh(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Raise AliasError if an output shares memory with an input or another output."""
     storages = set(map(tracing.functional_storage, tensors_in((*args, *kwargs.values()))))
     for output in tensors_in(result if isinstance(result, tuple) else (result,)):
         storage = tracing.functional_storage(output)

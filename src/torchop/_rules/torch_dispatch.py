@@ -23,8 +23,6 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """The functions that implement an operator, by TorchDispatchMode or Tensor subclass."""
-
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:

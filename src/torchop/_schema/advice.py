@@ -1,4 +1,4 @@
-"""Suggest a supported annotation in the error for an unsupported one."""
+"""Suggest a supported annotation in the error message for an unsupported annotation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the part of an error message that says how to fix an unsupported annotation.
-
-    `structures` is true if the function may take structures, such as dataclasses.
-    """
+    """Return the part of an error message that says how to fix an unsupported annotation."""
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
@@ -53,7 +50,6 @@ def _nearest_structure(annotation: Any) -> str | None:
 
 
 def nearest(annotation: Any) -> str:
-    """Return the supported annotation that is most similar to `annotation`, as text."""
     inner, optional = types.strip_optional(annotation)
     if types.has_fields(inner):
         return ONE_PER_FIELD
@@ -97,13 +93,13 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # Schemas support neither lists of strings nor nested lists, so suggest the item type instead.
+    # Schemas support neither lists of strings nor nested lists, so suggest the item's own type.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# The supported type to suggest for a class and its subclasses; the first match is used. Tensor and
-# bytes are listed because they are iterable, so a list would be suggested otherwise.
+# The supported type to suggest for a class and its subclasses; the first match wins. Tensor and
+# bytes are iterable, so `_nearest` would suggest a list if they were not listed here.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

@@ -1,4 +1,4 @@
-"""Check at registration that a kernel or rule accepts the arguments that it will be called with."""
+"""Check at registration that a kernel or rule can be called with the arguments it will receive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_callable(what: str, function: object) -> None:
-    """Raise RuleSignatureError if `function` is not callable, or is an async function."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
@@ -49,7 +48,7 @@ def accepts(
     """Return whether a function accepts these arguments, or True if it has no signature."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
+    except (TypeError, ValueError):
         return True
     try:
         signature.bind(*positional, **dict.fromkeys(keywords))
@@ -64,7 +63,6 @@ _DEFAULT_HINT = " Give it these parameters."
 def check_signature(
     what: str, function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> None:
-    """Raise RuleSignatureError if a function cannot be called with these arguments."""
     check_callable(what, function)
     positional, keywords = tuple(positional), tuple(keywords)
     if not accepts(function, positional, keywords):
@@ -78,7 +76,6 @@ def check_signature(
 def check_setup_context(
     name: object, setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> None:
-    """Raise RuleSignatureError if a function cannot be called as a `setup_context`."""
     names = _setup_parameters(has_keywords)
     if setup_context is None or (callable(setup_context) and accepts(setup_context, (), names)):
         return
@@ -86,15 +83,15 @@ def check_setup_context(
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
-# If a `setup_context` has this parameter, it receives the residuals: the values that the kernel
-# returned for the backward.
+# A `setup_context` with this parameter receives the residuals, the values that the kernel returned
+# only for the backward.
 RESIDUALS = "residuals"
 
 
 def takes_residuals(setup_context: Any) -> bool:
     try:
-        # Unwrap the author's function. If its operator takes structures, it is wrapped in a
-        # function that always takes **residuals.
+        # Look at the author's own function. If the operator takes structures, that function is
+        # wrapped in one that always accepts **residuals.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # not a function, or a builtin
@@ -106,8 +103,8 @@ def setup_caller(
 ) -> Callable[..., Any] | None:
     """Return a function that calls `setup_context`, by keyword if possible.
 
-    The function always takes `(ctx, inputs, keyword_only_inputs, output)`, even if `setup_context`
-    does not take keyword-only inputs.
+    The returned function always takes `(ctx, inputs, keyword_only_inputs, output)`. It drops the
+    keyword-only inputs if `setup_context` does not take them.
     """
     if setup_context is None:
         return None
@@ -157,25 +154,23 @@ def keyword_only(function: Decorated) -> Decorated:
 
 
 class Lambda:
-    """A type without instances that gives the parameters of lambdas the type `Any`.
+    """Makes type checkers infer `Any` for the parameters of a lambda. No value has this type.
 
-    If an argument has the type `Function`, Pyright in strict mode reports the parameters of a
-    lambda as partially unknown. With `Function | Lambda`, Pyright takes the types of the parameters
-    from `Lambda`, and still the type of the result from `Function`.
+    If a parameter has the type `Function`, Pyright in strict mode reports the parameters of a
+    lambda passed for it as partially unknown. With `Function | Lambda`, Pyright takes the lambda's
+    parameter types from `Lambda`, and still takes its result type from `Function`.
     """
 
     def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
 
 
 class Decorator(Protocol):
-    """A decorator that registers a function and returns it unchanged."""
-
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function, which a `register_...` function returns. A call without a
-# function, such as `register_fake(op)`, returns a decorator, so `Decorator` is the default of the
-# type variable. Without this default, each `register_...` function would need two overloads.
+# The type of a registered function, which every `register_...` function returns. Without a
+# function, as in `register_fake(op)`, a decorator is returned, so the type variable defaults to
+# `Decorator`. Without this default, each `register_...` function would need two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 # Like `Function`, for rules that may also be values other than functions, such as a string.
 Registered = TypeVar("Registered", default=Decorator)

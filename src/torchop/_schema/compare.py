@@ -1,5 +1,3 @@
-"""Check a hand-written schema against `mutates_args` and the function's signature."""
-
 from __future__ import annotations
 
 import inspect
@@ -16,7 +14,6 @@ from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
-    """Raise SchemaError if `mutates_args` differs from the schema's mutated arguments."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = mutated_names(name, mutates_args)
     names = tensors if mutated is None else set(mutated)
@@ -33,13 +30,13 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
 
     Raise SchemaError if the function lacks a parameter, has an additional parameter without a
     default, or has a parameter type that the dispatcher would not convert. Differences in names,
-    defaults, number types and optional types only cause a warning, because calls then follow the
-    schema. Parameters without an annotation are not compared.
+    defaults, number types and optional types only cause a warning, because calls follow the schema.
+    Parameters without an annotation are not compared.
     """
     try:
         signature = signatures.signature(function)
     except SchemaError:
-        return  # a builtin, or annotations that cannot be evaluated
+        return  # the function is a builtin, or its annotations cannot be evaluated
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return

@@ -1,4 +1,4 @@
-"""Calling conventions: the form in which kernels and rules take arguments and return results."""
+"""Calling conventions: in which form kernels and rules take arguments and return results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ Formula: TypeAlias = tuple[Function, Function | None]
 class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
-    Each method receives a function that a user registers, such as a kernel, and returns a function
-    that takes and returns the values of the schema. In this class, both are the same function.
-    `StructuredConvention` overrides the methods for operators whose functions take or return
-    structures, such as dataclasses.
-
-    Attributes:
-        structure: converts between structures and the values of the schema. None if the operator
-            has no structures.
+    Each method converts a function that a user registers, such as a kernel, to one that takes and
+    returns the values of the schema. Here, that is the same function. `StructuredConvention`
+    overrides the methods for operators whose functions take or return structures, such as
+    dataclasses.
     """
 
     __slots__ = ()
@@ -50,11 +46,11 @@ class Convention:
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert a call's arguments (including defaults) to arguments for registered functions."""
+        """Convert a call's arguments, including defaults, to arguments for registered functions."""
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Pack one value per schema result, e.g. a shape, in the structure of a kernel's result.
+        """Put one value per schema result, e.g. a shape, into the structure of a kernel's result.
 
         For example, if kernels return a NamedTuple of tensors, return the NamedTuple with shapes.
         """

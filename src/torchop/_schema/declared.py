@@ -17,12 +17,12 @@ from torchop._schema.schema import Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher has a bit set with this many bits, one for each argument, and rejects schemas with
+# The dispatcher keeps one bit per argument in a bit set of this size, so it rejects schemas with
 # more arguments. torchop checks the number earlier, before it deregisters an operator that already
 # has the same name.
 MAX_ARGUMENTS = 64
-# All operators have this tag. It promises torch.compile that the schema and the fake kernel are
-# correct, and torchop checks both.
+# All operators get this tag, which promises torch.compile that the schema and the fake kernel are
+# correct. torchop checks both.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -35,9 +35,8 @@ def declared_schema(
 ) -> tuple[Schema, Callable[..., Any], Convention]:
     """Return the schema, the kernel and the calling convention for an author's function.
 
-    `schema` is a hand-written schema without the name. If it is None, the schema is inferred. The
-    returned kernel takes the arguments of the schema, and the convention wraps other functions of
-    the author in the same way.
+    `schema` is a hand-written schema without the name, or None to infer the schema. The returned
+    kernel takes the arguments of the schema.
     """
     if schema is not None:
         return _written_schema(name, function, schema, mutates_args, tags), function, FLAT
@@ -71,12 +70,7 @@ def _written_schema(
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema without a name. Check for mistakes that PyTorch reports late or unclearly.
-
-    Raises:
-        SchemaError: the schema is invalid, or does not have the in-place or out= form that a tag
-            requires.
-    """
+    """Parse a schema without a name. Check for mistakes that PyTorch reports late or unclearly."""
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:

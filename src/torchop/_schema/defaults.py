@@ -1,5 +1,3 @@
-"""Default values: write them into schemas, and pass them to kernels."""
-
 from __future__ import annotations
 
 import inspect
@@ -16,7 +14,7 @@ from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.signatures import spell_function
 
-# The schema parser only supports octal escapes for carriage return and NUL.
+# The schema parser has no escapes for carriage return and NUL except octal ones.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
@@ -88,8 +86,8 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# For each schema type: the classes that a default may have, the expected type for messages, and a
-# function that returns the default in schema syntax.
+# For each schema type: the classes that a default may have, their name in messages, and a function
+# that formats the default.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
     "float": (_NUMBERS, "a float", _float),
@@ -106,11 +104,11 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     """Wrap a Python kernel so that it always receives the schema's defaults.
 
     Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default.
-    The kernel would then use the default in its own signature. That default may differ from the
-    schema's, for example because `__defaults__` was changed, or because an earlier call modified a
-    list.
+    The kernel would use the default in its own signature, which may differ from the schema's. For
+    example, somebody may have changed `__defaults__`, or an earlier call may have modified a
+    default list.
 
-    `leading` is the number of parameters of `function` before the arguments of the operator.
+    The first `leading` parameters of `function` are not arguments of the operator.
     """
     if not schema.has_defaults:
         return function
@@ -129,11 +127,8 @@ def fitted(
     """Return `function`, wrapped if necessary so that it accepts all arguments of the operator.
 
     The author's function may omit trailing parameters that have a default in the schema, because
-    the dispatcher does not pass arguments that equal their default. If a call passes another value
-    for an omitted parameter, the wrapper raises an error.
-
-    `what` describes the function in messages, and `leading` has the names of the parameters before
-    the arguments of the operator.
+    the dispatcher does not pass arguments that equal their default. The wrapper raises an error if
+    a call passes another value. `leading` names the parameters before the operator's arguments.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
@@ -149,7 +144,7 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # Treat every symbolic value as different from the default, as the dispatcher does.
+            # Treat symbolic values as different from the default, as the dispatcher does.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "
@@ -165,7 +160,6 @@ def fitted(
 def _accepted(
     what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
 ) -> tuple[int, frozenset[str]]:
-    """Return how many positional arguments a function accepts, and which keyword-only arguments."""
     positional, keywords = schema.parameters
     names = inspect.signature(function).parameters
     accepted = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
@@ -194,5 +188,5 @@ def same_default(default: Any, argument: Argument) -> bool:
         default = list(default)
     try:
         return bool(default == argument.default)
-    except (RuntimeError, ValueError):  # comparing tensors or arrays does not give a single bool
+    except (RuntimeError, ValueError):  # comparing tensors or arrays does not yield a bool
         return False

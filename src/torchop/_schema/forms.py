@@ -1,8 +1,9 @@
 """In-place and out=, PyTorch's two forms of operators that mutate arguments.
 
-An in-place operator mutates and returns the first argument. An out= operator mutates and returns
-keyword-only tensors, and never reads their values. PyTorch 2.13 added the tags `torch.Tag.inplace`
-and `torch.Tag.out` for these forms. In older releases, only the schema shows the form.
+An in-place operator mutates and returns its first argument. An out= operator mutates and returns
+keyword-only tensors, whose previous values it never reads. PyTorch 2.13 added the tags
+`torch.Tag.inplace` and `torch.Tag.out` for these forms. In older releases, only the schema shows
+the form.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ class Form(enum.Enum):
 
 
 def form_of(tags: Iterable[Tag]) -> Form:
-    """Return the form (in-place, out= or neither) that an operator's tags require."""
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
     if len(set(forms)) > 1:  # torch.library also raises an AssertionError
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
@@ -55,12 +55,11 @@ _FORMS: dict[Tag, Form] = {
 
 
 def form_tags(form: Form) -> tuple[Tag, ...]:
-    """Return a tuple with the tag of a form. It is empty before PyTorch 2.13."""
+    """Return the tags of a form: one tag, or none before PyTorch 2.13."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
 def form_of_schema(parsed: FunctionSchema) -> Form:
-    """Return the form (in-place, out= or neither) that a schema has, without regard to tags."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
     forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
@@ -74,9 +73,6 @@ def returned_alias(
 
     Each result aliases a mutated argument. `check_form` checks later whether the form allows these
     arguments.
-
-    Raises:
-        SchemaError: `annotation`, the return annotation, has the wrong number of tensors.
     """
     written = [
         index
@@ -94,7 +90,6 @@ def returned_alias(
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:
-    """Return whether an annotation is a tuple of `count` tensors, or `Tensor` if `count` is 1."""
     if count == 1:
         return annotation is torch.Tensor
     # Compare the origins, because typing.Tuple[X] != tuple[X].
@@ -105,7 +100,7 @@ def returns_tensors(annotation: Any, count: int) -> bool:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Raise SchemaError if a schema does not have `form`, which a tag of the operator requires."""
+    """Raise SchemaError if a schema does not have the form that the operator's tag requires."""
     problem = _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")

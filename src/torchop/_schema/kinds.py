@@ -1,8 +1,8 @@
-"""The schema type of each supported annotation, and how values are converted to it.
+"""The schema type of each supported annotation, and the conversion of values to that type.
 
 A call *encodes* a Python value as a value of the schema type, and *decodes* it for the kernel. Most
-values need no conversion, because `torch.library.infer_schema` supports their annotations, and the
-dispatcher checks the values.
+values need neither: `torch.library.infer_schema` supports their annotations, and the dispatcher
+checks the values.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Encode = Callable[[Any, str], Any]
 class Kind(NamedTuple):
     """The schema type for an annotation, and the functions that convert the annotated values.
 
+    `encode` and `decode` take a value and the start of an error message. They return the converted
+    value, or raise.
+
     Attributes:
         schema: the schema type, without a `?`.
-        encode: `encode(value, where)` returns a value of the schema type, or raises.
-        exact: values whose `type()` is this class need no encoding. None if all values need it.
-        decode: `decode(value, where)` returns the Python value for an encoded value, or raises if
-            the encoded value is invalid. None if no conversion is needed.
-        is_optional: whether None is a valid value.
+        exact: values of exactly this class need no encoding. If None, all values are encoded.
+        decode: None if no conversion is needed.
         inferred: the schema type that `infer_schema` infers. None if it rejects the annotation.
     """
 
@@ -47,12 +47,12 @@ class Kind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether the dispatcher accepts the values without conversion."""
+        """Whether the dispatcher accepts the values without conversion."""
         return self.inferred is not None and self.decode is None
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`, and would report that failure instead of our error.
+    # Dynamo cannot trace `types.spell`, and would report that instead of this error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -124,7 +124,6 @@ _REAL = frozenset({int, float, bool})
 
 
 def single_kind(annotation: Any) -> Kind | None:
-    """Return the `Kind` of a type such as `int`. Return None for lists, Literals and Enums."""
     kind = types.find(KINDS, annotation)
     if kind is not None:
         return kind
@@ -145,18 +144,17 @@ def single_kind(annotation: Any) -> Kind | None:
         return None
     if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
-    # Check the class here, because the dispatcher does not. Do not set `exact`, because Dynamo in
+    # Check the class here, because the dispatcher does not. Leave `exact` unset, because Dynamo in
     # PyTorch 2.12 cannot compare the types of script objects.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
 
 # --------------------------------------------------------------------------------------------------
-# Literal and Enum, whose encoded values are readable in graphs
+# Literal and Enum, which are encoded so that graphs stay readable
 
 
 def choice_kind(annotation: Any) -> Kind | None:
-    """Return the `Kind` of a Literal or an Enum class, or None for other annotations."""
     if typing.get_origin(annotation) is typing.Literal:
         return _literal(typing.get_args(annotation))
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
@@ -193,10 +191,10 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
 
 
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
-    """Return the `Kind` of an Enum. If `choices` is given, other members are not accepted.
+    """Return the `Kind` of an Enum. If `choices` is given, only these members are accepted.
 
-    A member is encoded as its name, not as its value, because a value may be any object, and
-    because authors change values more often than names.
+    A member is encoded as its name, because its value may be any object, and because authors change
+    values more often than names.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
     expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
@@ -224,31 +222,27 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# torch.export can serialize lists of these schema types. So a list is converted item by item if its
+# torch.export can serialize lists of these schema types. A list is converted item by item if its
 # encoded items have one of these types.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
-# The list types that `infer_schema` supports.
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
-# The types that `infer_schema` supports as optional types.
 _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
 # Optional lists of these types are never converted, because the dispatcher ignores tensors in
-# optional lists. They are passed unchanged if `infer_schema` supports them, and rejected otherwise.
+# optional lists. They are passed unchanged if `infer_schema` supports them, and otherwise rejected.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
 class Container(NamedTuple):
-    """A parsed `list` or `tuple` annotation. `length` is the fixed number of items, or None."""
-
     item: Any
     is_tuple: bool = False
     length: int | None = None
 
 
 def read_container(annotation: Any) -> Container | None:
-    """Parse `list[X]`, `Sequence[X]`, `tuple[X, ...]` or `tuple[X, X]`. Return None for others."""
+    """Parse `list[X]`, `Sequence[X]`, `tuple[X, ...]` or `tuple[X, X]`."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in types.SEQUENCES and args:
         return Container(args[0])
@@ -260,7 +254,6 @@ def read_container(annotation: Any) -> Container | None:
 
 
 def sequence_kind(annotation: Any) -> Kind | None:
-    """Return the `Kind` of a list, a tuple or `torch.Size`, or None for other annotations."""
     if annotation is torch.Size:
         sizes = list_of(KINDS[int])  # accepts SymInts too
         return sizes._replace(decode=lambda sizes, where: torch.Size(sizes))
@@ -281,7 +274,6 @@ def sequence_kind(annotation: Any) -> Kind | None:
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
-    """Return the `Kind` of a list of `item` values. If `length` is None, any length is allowed."""
     exact, encode_item = item.exact, item.encode
 
     def encode(values: Any, where: str) -> list[Any]:
@@ -329,7 +321,7 @@ def _decode_dtype(name: Any, where: str) -> torch.dtype:
     return schemas.dtypes()[name]
 
 
-# A dtype in a list is encoded by name, because torch.export cannot serialize lists of dtypes.
+# Encode a dtype in a list by name, because torch.export cannot serialize lists of dtypes.
 _DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
@@ -366,7 +358,6 @@ def argument_type(annotation: Any) -> str | None:
 
 
 def parameter_type(parameter: inspect.Parameter) -> str | None:
-    """Return the schema type that `infer_schema` infers for a parameter, or None if it fails."""
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
         # PEP 484 used to allow `x: Tensor = None` as a short form of `Optional[Tensor]`.
@@ -378,7 +369,6 @@ _RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
 
 
 def return_type(annotation: Any) -> str | None:
-    """Return the schema type that `infer_schema` infers for a result, or None if it fails."""
     if annotation is None or annotation is type(None):
         return "()"
     if typing.get_origin(annotation) is not tuple:

@@ -1,5 +1,3 @@
-"""Validate `mutates_args`, the option that names the arguments that an operator mutates."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +8,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`, or None for `"unknown"` (all tensors)."""
+    """Return the names in `mutates_args`, or None for `"unknown"`, which means all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None

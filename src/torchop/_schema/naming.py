@@ -113,12 +113,11 @@ class OpName(NamedTuple):
 
 
 def is_name(name: OpName, text: str) -> bool:
-    """Return whether `text` is the name of the operator, with or without the overload."""
     return text in (name.packet, f"{name.packet}.{name.overload or 'default'}")
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Return whether `pattern`, a name or a glob such as `mylib::*`, matches an operator.
+    """Return whether an operator matches `pattern`, which is a name or a glob such as `mylib::*`.
 
     `mylib::f.*` matches all overloads of `f` except the default overload, whose name has no dot.
     """
@@ -132,9 +131,8 @@ def is_pattern(text: str) -> bool:
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
-    """Return why a part of an operator's name is invalid, or None if it is valid."""
     if part == "overload" and not text:
-        return None  # the default overload
+        return None
     if not _IDENTIFIER.fullmatch(text):
         return "may hold only ASCII letters, digits and underscores, and may not start with a digit"
     if text.startswith("__"):

@@ -48,7 +48,7 @@ class Argument(NamedTuple):
 
 # The dispatcher ignores tensors in these lists when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
-# Arguments of these types accept any object, because the dispatcher does not check it.
+# The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
@@ -95,7 +95,7 @@ class Schema:
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # `forget_parsed` requires text that PyTorch can parse again. Prefer the author's text to
+        # `forget_parsed` needs text that PyTorch can parse again, so prefer the author's text to
         # `str(parsed)`, in which string defaults are not escaped.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
@@ -129,7 +129,7 @@ class Schema:
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self) -> None:
-        """Free the parsed schema to save memory. It is parsed again when it is needed."""
+        """Free memory. The text is parsed again when the schema is needed."""
         self._source = self._parsed.name.partition("::")[0]
 
     @property
@@ -170,7 +170,7 @@ class Schema:
 
     @property
     def parameters(self) -> tuple[list[str], list[str]]:
-        """Return the names of the positional and of the keyword-only arguments."""
+        """The names of the positional and of the keyword-only arguments."""
         return [a.name for a in self.positional], [a.name for a in self.keyword_only]
 
     @functools.cached_property
@@ -195,7 +195,6 @@ class Schema:
 
     @functools.cached_property
     def required_tensors(self) -> tuple[int, ...]:
-        """Return the positions of the `Tensor` arguments without a default."""
         return tuple(
             index
             for index, argument in enumerate(self.positional)
@@ -216,7 +215,6 @@ class Schema:
 
     @property
     def returns_written(self) -> bool:
-        """Return whether a result aliases a mutated argument."""
         return self.is_mutable and any(r.alias_info is not None for r in self._parsed.returns)
 
     @property
@@ -229,17 +227,16 @@ class Schema:
 
     @functools.cached_property
     def mutated_places(self) -> tuple[tuple[int, str], ...]:
-        """Return the positions and names of the mutated arguments."""
         return tuple((i, a.name) for i, a in enumerate(self.arguments) if a.is_mutated)
 
     @property
     def raw_defaults(self) -> dict[str, Any]:
-        """Return the defaults as `torch.FunctionSchema` stores them, such as an int for a dtype."""
+        """The defaults as `torch.FunctionSchema` stores them, such as an int for a dtype."""
         return {a.name: a.default_value for a in self._parsed.arguments if a.has_default_value()}
 
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
-        """Return the names of arguments whose default device the dispatcher passes as a str."""
+        """The names of device arguments whose default the dispatcher passes as a str."""
         return frozenset(
             argument.name
             for argument in self._parsed.arguments
@@ -253,13 +250,8 @@ class Schema:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Add the arguments that the dispatcher dropped because they equal the default.
 
-        Args:
-            args: the positional arguments.
-            kwargs: the keyword arguments. The dispatcher passes only keyword-only arguments by
-                name, but other callers may pass any argument by name.
-
-        Returns:
-            All positional and all keyword arguments of the call.
+        The dispatcher passes only keyword-only arguments by name, but other callers may pass any
+        argument by name.
         """
 
         def value(argument: Argument) -> Any:
@@ -280,7 +272,7 @@ class Schema:
 
 
 def _fresh(default: Any) -> Any:
-    """Copy a default that is a list, as the dispatcher does, because the kernel may modify it."""
+    """Copy a default list, as the dispatcher does, because the kernel may modify it."""
     return list(default) if isinstance(default, list) else default
 
 
@@ -299,7 +291,7 @@ def _argument(argument: Any) -> Argument:
 
 
 def _python_default(kind: str, value: Any) -> Any:
-    """Convert a default to the value that kernels receive, such as an int to a dtype."""
+    """Convert a default to the value that kernels receive, for example an int to a dtype."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
     if kind.startswith("List[") and isinstance(value, list):

@@ -30,7 +30,6 @@ _LONGEST_NAME = 80
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function with all annotations evaluated."""
     try:
         original = inspect.signature(function)
     except (TypeError, ValueError):
@@ -48,7 +47,6 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def spell_function(function: Callable[..., Any]) -> str:
-    """Return the name of a function for messages, such as `module.qualname`."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if qualname is None:
@@ -64,7 +62,7 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
         return function.__annotations__
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some builtins have no signature
+    except ValueError:
         return {}
     by_name = {name: p.annotation for name, p in signature.parameters.items()}
     by_name["return"] = signature.return_annotation
@@ -101,16 +99,13 @@ def shorten(text: str, longest: int = 60) -> str:
 
 
 class _Namespace:
-    """Evaluates the annotations of one function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
-        """Evaluate an annotation that is a string, and remove `Annotated`.
+        """Evaluate string annotations, also inside generic types, and remove `Annotated`.
 
-        Annotations inside generic types, such as `list["Tensor"]`, are resolved too. `parameter` is
-        the name for error messages, or None for the return annotation.
+        `parameter` is the name for error messages, or None for the return annotation.
         """
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
@@ -150,7 +145,7 @@ class _Namespace:
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The globals and locals in which to evaluate annotations.
 
-        They are the variables of the author's function, even if it is wrapped or a partial.
+        They belong to the author's own function, even if it is wrapped or a partial.
         """
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
@@ -169,7 +164,6 @@ class _Namespace:
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
-    """Return the closure variables of a function, except unassigned ones."""
     variables = {}
     cells = function.__closure__ or ()
     for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
@@ -185,6 +179,5 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def package_of(function: types.FunctionType) -> str:
-    """Return the top-level package of a function."""
     # Use the globals, because `functools.wraps` overwrites `__module__`.
     return str(function.__globals__.get("__name__")).partition(".")[0]

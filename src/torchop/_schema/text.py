@@ -1,8 +1,8 @@
 """Split the text of a schema into parts, and write schemas from parts.
 
-torchop derives the schemas of helper operators from the text that the author wrote. It does not use
-`str(schema)`, because PyTorch does not escape string defaults in that text correctly, and could not
-parse it.
+torchop derives the schemas of helper operators from the text that the author wrote. It cannot use
+`str(schema)` instead, because PyTorch does not escape string defaults in that text correctly, so
+the schema parser would reject it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ def arguments_of(schema: str) -> list[str]:
 
 
 def arguments_alone(schema: str) -> list[str]:
-    """Return the text of each argument, without the separator `*`."""
     return [argument for argument in arguments_of(schema) if argument != "*"]
 
 
@@ -36,7 +35,6 @@ def _end_of_arguments(schema: str) -> int:
 
 
 def _pieces(text: str) -> list[str]:
-    """Split a text at commas, except inside brackets and strings."""
     commas = [position for position, character in _outside_brackets(text) if character == ","]
     ends = zip([-1, *commas], [*commas, len(text)], strict=True)
     pieces = (text[before + 1 : end].strip() for before, end in ends)
@@ -88,7 +86,6 @@ def lettered_alias(index: int) -> str:
 
 
 def written_tensor(alias: str) -> str:
-    """Return the schema type of a mutated tensor or a result that aliases it: `Tensor(a!)`."""
     return f"Tensor({alias}!)"
 
 
@@ -98,7 +95,6 @@ def with_write(argument: str, alias: str) -> str:
 
 
 def without_writes(argument: str) -> str:
-    """Remove the marks of mutation, such as `(a!)`, from an argument or type."""
     return _WRITE.sub("", argument)
 
 

@@ -1,8 +1,8 @@
 """Parse a function's annotations into trees whose leaves are arguments of the schema.
 
 The annotation of a structure, such as a dataclass, becomes a tree with several leaves. A
-`Structure` then converts between the author's objects and the values of the leaves. Most operators
-need no conversion, because each annotation is a single leaf of a type that `infer_schema` supports.
+`Structure` converts between the author's objects and the values of the leaves. Most operators need
+no conversion, because each annotation is a single leaf of a type that `infer_schema` supports.
 """
 
 from __future__ import annotations
@@ -53,10 +53,8 @@ _RESULT = "the result"  # stands for a path in error messages about the result
 class FunctionTree:
     """The annotation trees of a function's parameters and result.
 
-    Args:
-        op: the name of the operator, for messages.
-        structures: whether the function may take and return structures. If not, only annotations
-            that `torch.library.infer_schema` supports are allowed.
+    If `structures` is False, only annotations that `torch.library.infer_schema` supports are
+    allowed.
 
     Attributes:
         result: the tree of the result. None if the result needs no conversion.
@@ -104,7 +102,6 @@ class FunctionTree:
 
     @property
     def schema_text(self) -> str:
-        """Return the schema without the name of the operator."""
         arguments = []
         for index, leaf in enumerate(self.leaves):
             if index == len(self.positional):
@@ -146,7 +143,6 @@ class FunctionTree:
         return parameter
 
     def _check_kind(self, declared: inspect.Parameter) -> None:
-        """Raise if a schema cannot express this kind of parameter, such as `*args`."""
         if declared.kind not in _INSTEAD or (
             self._structures and declared.kind is declared.POSITIONAL_ONLY
         ):
@@ -161,7 +157,6 @@ class FunctionTree:
         )
 
     def _missing(self, declared: inspect.Parameter) -> str:
-        """Return the part of an error message that says how to fix a missing annotation."""
         is_first = declared.name == next(iter(inspect.signature(self.function).parameters))
         if is_first and declared.name == "ctx":
             return ". Remove 'ctx', and save tensors in setup_context(ctx, inputs, output)."
@@ -204,7 +199,7 @@ class FunctionTree:
                     f"default: {error}"
                 ) from None
         elif parameter.has_default:
-            assert isinstance(node, Leaf)  # because the tree is plain
+            assert isinstance(node, Leaf)
             try:
                 node.set_plain_default(default)
             except SchemaError as error:
@@ -223,7 +218,6 @@ class FunctionTree:
         return mutated_arguments(self._where, names, tensors, others)
 
 
-# For each kind of parameter that a schema cannot express, the fix in the error message.
 _INSTEAD = {
     inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
     inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
@@ -292,10 +286,7 @@ class UnsupportedTypeError(Exception):
 
 
 class _Builder:
-    """Builds the annotation trees of arguments.
-
-    Error messages start with `op`, the name of the operator, or with `where`, the function's name.
-    """
+    """Builds the annotation trees of arguments. Error messages start with `op` or `where`."""
 
     def __init__(self, op: str, where: str, structures: bool) -> None:
         self.op = op
@@ -313,7 +304,7 @@ class _Builder:
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # Use the type that `infer_schema` infers. For an Enum, this is a script object, whereas
+            # Use the type that `infer_schema` infers. For an Enum, that is a script object, whereas
             # `kind` encodes the Enum as a str.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
@@ -397,15 +388,14 @@ def build_result(
     _check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # A field's name may be of a subclass of str with its own `__format__`, which an f-string
-        # would call. So join the names instead.
+        # A field's name may be an instance of a str subclass with its own `__format__`, which an
+        # f-string would call, so join the names instead.
         place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
     return ResultFields(op, path, nodes, shape)
 
 
 def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
-    """Raise SchemaError if a structure contains itself."""
     if annotation in inside:
         spelled = types.spell(annotation)
         raise SchemaError(

@@ -1,5 +1,3 @@
-"""Inspect annotations, and format them for messages."""
-
 from __future__ import annotations
 
 import collections.abc
@@ -17,7 +15,6 @@ SEQUENCES = (list, collections.abc.Sequence)
 
 
 def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
-    """Return the entry for an annotation, or None if it is missing or unhashable."""
     try:
         return table.get(annotation)
     except TypeError:
@@ -40,7 +37,6 @@ def strip_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def has_fields(annotation: Any) -> bool:
-    """Return whether an annotation is a dataclass, a NamedTuple or a mapping."""
     kind = typing.get_origin(annotation) or annotation
     return isinstance(kind, type) and (
         issubclass(kind, collections.abc.Mapping)
@@ -50,7 +46,7 @@ def has_fields(annotation: Any) -> bool:
 
 
 def spell(annotation: Any) -> str:
-    """Format an annotation for a message, without `typing.`, and shortened if it is long."""
+    """Format an annotation for a message: leave out `typing.`, and shorten long text."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
         text = annotation.__qualname__

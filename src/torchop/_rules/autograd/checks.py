@@ -1,5 +1,3 @@
-"""Check whether an operator can have a backward or forward-mode formula."""
-
 from __future__ import annotations
 
 import torch
@@ -15,7 +13,6 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Raise if the operator cannot have a correct backward formula."""
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
@@ -40,7 +37,6 @@ def check_has_gradient(definition: Definition) -> None:
 
 
 def check_no_autograd_function(definition: Definition, backward: object) -> None:
-    """Raise if the user passed an `autograd.Function` class instead of a function."""
     if isinstance(backward, type) and issubclass(backward, torch.autograd.Function):
         name = backward.__name__
         raise RuleSignatureError(
@@ -53,7 +49,6 @@ def check_no_autograd_function(definition: Definition, backward: object) -> None
 def check_tensors(
     definition: Definition, caller: str, supported: frozenset[str], *, reason: str, mode: str
 ) -> None:
-    """Raise NotImplementedError if formulas do not support the type of an argument or result."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
@@ -72,10 +67,7 @@ def check_tensors(
 def check_derivable(definition: Definition, *, decomposes: bool) -> None:
     """Raise GradientError if differentiating the kernel would be wrong or pointless.
 
-    Args:
-        definition: the operator whose kernel would be differentiated.
-        decomposes: whether the operator is an in-place or out= form that torchop derived from a
-            functional operator.
+    If `decomposes` is true, torchop derived this in-place or out= form from another operator.
     """
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:
@@ -112,7 +104,6 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:
-    """Raise if registering only a jvp would replace another library's autograd kernel."""
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
@@ -123,7 +114,6 @@ def check_replaces_no_gradient(definition: Definition) -> None:
 
 
 def _non_functional_problem(definition: Definition) -> str | None:
-    """Return the reason why a non-functional operator cannot have a formula, or None if it can."""
     schema = definition.schema
     if schema.form is Form.INPLACE or _is_simple_view(definition):
         return None

@@ -14,8 +14,8 @@ from torch import Tensor
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     """Wrap a backward formula so that it receives only contiguous gradients.
 
-    Without the wrapper, the formula may receive gradients that are expanded (from `sum`), slices
-    (from `torch.cat`) or lazily conjugated (from `conj`).
+    Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
+    conjugated (from `conj`).
     """
 
     @functools.wraps(backward)
@@ -25,14 +25,14 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# All wrapped formulas share this code object. The C++ implementation of the backward uses it to
-# recognize them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
+# All wrapped formulas share this code object, by which the C++ implementation of the backward
+# recognizes them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 
 def _contiguous(grad: Any) -> Any:
     if isinstance(grad, Tensor):
-        # Sparse layouts have no strides, so `contiguous` raises for them.
+        # `contiguous` raises for sparse layouts, because they have no strides.
         if grad.layout not in _WITH_STRIDES:
             return grad
         # `contiguous` does not resolve lazy conjugation and negation. Kernels that ignore strides

@@ -34,20 +34,14 @@ def raise_if_data_was_read(
 ) -> None:
     """Raise TracingError if a user's function failed because it read a tensor that has no data.
 
-    Tensors have no data in a compiler's trace, for example. The message suggests a backward kernel.
-    If `error` has another cause, return without raising.
-
-    Args:
-        definition: the operator.
-        part: a description of the function that failed, such as "backward formula".
-        values: the arguments of the function that failed.
-        error: the exception that the function raised.
+    For example, tensors have no data in a compiler's trace. The message suggests a backward kernel.
+    `part` names the function that failed, such as "backward formula". `values` are its arguments.
     """
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
     # Quote only the first line of PyTorch's message. The other lines are advice about logging, and
-    # are not lost, because `__cause__` still contains them.
+    # `__cause__` still contains them.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
@@ -59,7 +53,6 @@ def raise_if_data_was_read(
 
 
 def _place(tensor: Tensor) -> str:
-    """Return a phrase for why the tensor has no data, such as "in a compiler's trace"."""
     if tracing.is_traced(tensor):
         return "in a compiler's trace"
     if functorch.is_wrapped(tensor):
@@ -69,7 +62,6 @@ def _place(tensor: Tensor) -> str:
 
 
 def _outline(definition: Definition) -> str:
-    """Return the first line of a backward kernel, to suggest in the error message."""
     schema, structure = definition.schema, definition.structure
     results = [kind for kind in schema.returns if "Tensor" in kind]
     grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
@@ -77,7 +69,7 @@ def _outline(definition: Definition) -> str:
     differentiated = [argument for argument in schema.positional if argument.holds_tensors]
     if structure is None:
         parameters += [f"{each.name}: {_annotation(each.kind)}" for each in differentiated]
-    else:  # show the parameters as the user wrote them, not the flattened arguments of the schema
+    else:  # show the user's parameters, not the flattened arguments of the schema
         parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
     gradients = [_gradient(argument) for argument in differentiated]
     returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"

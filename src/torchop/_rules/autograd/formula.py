@@ -8,7 +8,7 @@ from typing import Any
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
-# `Callable[..., Any]` already accepts every function. The two narrower types are there only so that
+# `Callable[..., Any]` already accepts every function. The narrower types are there only so that
 # type checkers can infer the types of a lambda's parameters.
 SetupContext = (
     Callable[[Any, Any, Any], Any] | Callable[[Any, Any, Any, Any], Any] | Callable[..., Any]
@@ -28,21 +28,19 @@ class Formula:
     Attributes:
         definition: the operator. None in `NO_FORMULA`, which all operators without a formula share.
         function: the user's `backward(ctx, *grads)`. None for a derived formula.
-        setup_context: the user's `setup_context`, or None.
         setup: a wrapper of `setup_context`, or None. The wrapper always has the signature
             `(ctx, inputs, keyword_only_inputs, output)`.
-        backward: the function that computes the gradients. None if no formula is registered.
-        training: the operator's training form, if `setup_context` has the parameter `residuals`,
-            otherwise None. The training form is a helper operator that also returns the residuals,
-            i.e. the outputs of the kernel that only the backward uses.
-        save: a function that is called after the kernel to save values for the backward, as
+        backward: computes the gradients. None if no formula is registered.
+        training: the operator's training form, if `setup_context` has the parameter `residuals`.
+            The training form is a helper operator that also returns the residuals, i.e. the outputs
+            of the kernel that only the backward uses.
+        save: called after the kernel to save values for the backward, as
             `save(ctx, inputs, keyword_only_inputs, output, *extra)`. `extra` contains the values
-            that `run` returned after the result, or the value that `before_kernel` returned. None
-            if nothing is saved.
-        before_kernel: a function that runs before the kernel of a native call, as
-            `before_kernel(inputs, keyword_only_inputs)`, or None. If it returns NotImplemented, the
-            call falls back to the dispatcher.
-        tangents: the forward-mode formula, or None. `AutogradRule.compile` sets it.
+            that `run` returned after the result, or the value that `before_kernel` returned.
+        before_kernel: called before the kernel of a native call, as
+            `before_kernel(inputs, keyword_only_inputs)`. If it returns NotImplemented, the call
+            falls back to the dispatcher.
+        tangents: the forward-mode formula, which `AutogradRule.compile` sets.
     """
 
     def __init__(
@@ -67,26 +65,22 @@ class Formula:
 
     @property
     def title(self) -> str | None:
-        """Return a short name for `repr`, or None if no formula is registered."""
+        """A short name for `repr`, or None if no formula is registered."""
         return None if self.function is None else "autograd"
 
     @property
     def cache_part(self) -> object:
-        """Return the formula's part of the cache keys of compiled graphs.
+        """The formula's part of the cache keys of compiled graphs.
 
-        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). If the user registered
-        a formula, this is the user's function, because compilers trace its code into the graph. A
-        derived formula has no such function: the graph contains a call to a helper operator, so the
-        string "autograd derived" is enough.
+        PyTorch's own cache keys ignore the formula (pytorch/pytorch#144344). For a formula that the
+        user registered, the part is the user's function, because compilers trace its code into the
+        graph. For a derived formula, the graph only calls a helper operator, so the string
+        "autograd derived" is enough.
         """
         return self.function or self.title
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel through the dispatcher.
-
-        Returns:
-            The result, followed by the values to pass to `save` as `extra`.
-        """
+        """Call the kernel through the dispatcher. Return the result and the `extra` for `save`."""
         return (call(),) if self.training is None else self.training(args, kwargs)
 
 
@@ -94,10 +88,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """The type of `torchop.derived`.
-
-    A class that defines an operator sets `backward = torchop.derived` to derive the formula.
-    """
+    """The type of `torchop.derived`, which makes an operator class derive its formula."""
 
     __slots__ = ()
 

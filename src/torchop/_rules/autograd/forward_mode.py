@@ -70,7 +70,7 @@ class ForwardContext(FunctionCtx):
     each input whether the input has a tangent. For a list of tensors, it contains a list of bools.
     """
 
-    # Default values of attributes that the methods of the base class `FunctionCtx` set.
+    # Default values of attributes that the methods of the base class `FunctionCtx` set
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()
@@ -81,7 +81,7 @@ class ForwardContext(FunctionCtx):
 
     @property
     def saved_tensors(self) -> Any:
-        # If the backward formula uses the same `setup_context`, this may have called
+        # If the backward formula uses the same `setup_context`, the function may have called
         # `save_for_backward` instead of `save_for_forward`.
         return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
@@ -146,8 +146,8 @@ def tangents_of(
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
-    # An in-place operation on an output also changes the output's tangent. Clone tangents that
-    # alias the tangent of an input, because the tangent of the input must not change.
+    # Clone tangents that alias the tangent of an input. An in-place operation on an output also
+    # changes the output's tangent, but must not change the input's.
     ids = set(map(id, input_tangents))
     return [
         tangent.clone()

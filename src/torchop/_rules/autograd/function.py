@@ -97,7 +97,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     def forward(ctx: Any, *operands: Any) -> Any:
         # Clear `_pending` before the kernel runs, because the kernel may call other operators.
         call, _pending.call = _pending.call, None
-        assert call is not None  # set by `apply`
+        assert call is not None
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
             # PyTorch's `needs_input_grad` has one entry for each tensor in a list, but formulas
@@ -145,7 +145,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         del ctx._torchop_dual
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
-        assert rule is not None  # otherwise the autograd kernel would have raised
+        assert rule is not None  # otherwise, the autograd kernel would have raised
         # PyTorch disables forward mode while it calls this method. `outer_levels_differentiate`
         # enables it again, because `tangents_of` must unpack the tangents of the inputs.
         return autograd.outer_levels_differentiate(
@@ -179,8 +179,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
         return flat
 
     # `make_backward` is called twice. Compiled autograd traces the backward that uses
-    # `are_plain_in_python`, so this one must not call C++ code. The autograd engine runs the other
-    # one, or its C++ implementation.
+    # `are_plain_in_python`, so that backward must not call C++ code. The autograd engine runs the
+    # other backward, or its C++ implementation.
     def make_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx and one gradient per output
@@ -242,10 +242,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
 
 
 def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Exception) -> None:
-    """If a common mistake caused an error in a formula, add a note with the fix to the error.
-
-    For example, `setup_context` may be missing or may not save the values that the formula reads.
-    """
+    """If a common mistake caused an error in a formula, add a note with the fix to the error."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -303,15 +300,12 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     # operator `name__with_residuals` raises if a residual is differentiated.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    # `guard` is the function that replaces the residuals. Calls that run in C++ store it in
-    # `non_differentiable`.
+    # `guard` replaces the residuals. Calls that run in C++ store it in `non_differentiable`.
     guard = ctx._torchop_guard or ctx.non_differentiable
     return guard(ctx, tensors) if guard else tensors
 
 
 class _Unpacked(threading.local):
-    """The saved tensors of autograd nodes whose backward this thread is running, by node id."""
-
     def __init__(self) -> None:
         self.by_node: dict[int, list[tuple[Tensor | None, ...]]] = {}
 
@@ -320,7 +314,7 @@ _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """A context manager that caches the result of `saved_tensors` for one autograd node."""
+    """Caches the result of `saved_tensors` for one autograd node inside a `with` block."""
 
     __slots__ = ("by_node", "node", "outer")
 

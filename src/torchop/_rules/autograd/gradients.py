@@ -1,5 +1,3 @@
-"""Check and flatten the gradients that a backward formula returns."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +17,6 @@ from torchop._schema.schema import Argument
 
 
 def is_differentiable(value: Any) -> bool:
-    """Return whether a value is a tensor that can have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
@@ -77,7 +74,6 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
 
 
 def _mismatches(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """Yield (index, gradient, input metadata) for each gradient that does not fit its input."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (
@@ -98,11 +94,10 @@ def sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
 def flat_gradients(
     definition: Definition, result: Any, layout: Layout | None, needed: Sequence[Any]
 ) -> list[Any]:
-    """Check the gradients that a formula returned, and flatten the lists in them."""
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     while len(gradients) > len(arguments) and gradients[-1] is None:
-        gradients = gradients[:-1]  # as in `autograd.Function`, allow additional None at the end
+        gradients = gradients[:-1]  # like `autograd.Function`, allow additional None at the end
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
@@ -140,9 +135,8 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    A formula that was written for torch.library returns no gradients for trailing arguments that
-    the call omits. To support these formulas, gradients are optional for trailing arguments that
-    have a default and need no gradient.
+    Gradients are optional for trailing arguments that have a default and need no gradient, because
+    formulas for torch.library return none for trailing arguments that the call omits.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -170,12 +164,8 @@ def in_fresh_memory(
 
     For each gradient, the fake kernel returns `torch.empty_like(like)`, and compiled code relies on
     this. But a gradient that a formula returns may be expanded or may be one of the incoming
-    gradients. Therefore copy each gradient that has different strides or shares memory.
-
-    Args:
-        gradients: the gradients that a formula returned.
-        likes: the input that belongs to each gradient.
-        inputs: tensors that must not share memory with the gradients.
+    gradients. So copy each gradient that has other strides, or that shares memory with `inputs` or
+    with another gradient.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)
@@ -216,7 +206,6 @@ def layout_of(values: Sequence[Any]) -> Layout | None:
 
 
 def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    """Replace each list in `values` with its items."""
     if layout is None:
         return values
     flat: list[Any] = []
@@ -229,7 +218,6 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
 
 
 def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
-    """Restore the lists that `flatten` replaced with their items."""
     if layout is None:
         return tuple(flat)
     rest = iter(flat)
@@ -237,7 +225,7 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a gradient for each input, given only the gradients of the inputs that need one.
+    """Return one gradient per input, given the gradients of the inputs that need one.
 
     `needed` is `ctx.needs_input_grad`. The inputs that need no gradient get None.
     """

@@ -193,10 +193,10 @@ def register(
     is_kernel: bool = False,
     contiguous_grads: bool = False,
 ) -> None:
-    """Register the backward formula of an operator and optionally the forward-mode formula.
+    """Register the backward formula, and optionally the forward-mode formula.
 
-    If `is_kernel` is true, the user passed `backward` to `register_autograd` as `backward_kernel`.
-    Such a function takes the saved values as arguments, so it needs no `setup_context`.
+    If `is_kernel` is true, `backward` is a backward kernel. It takes the saved values as arguments,
+    so it needs no `setup_context`.
     """
     definition = rule.definition
     check_has_gradient(definition)

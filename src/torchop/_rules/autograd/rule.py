@@ -27,8 +27,6 @@ from torchop._schema.forms import Form
 
 
 class AutogradRule(CompiledRule[Formula]):
-    """The backward formula and the forward-mode formula of an operator."""
-
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
     # If the operator has no formula, a call that needs a gradient runs this function instead of the
@@ -146,7 +144,7 @@ class AutogradRule(CompiledRule[Formula]):
 
 
 def install(definition: Definition) -> None:
-    """Install the autograd kernel of an operator that is being defined.
+    """Install the autograd kernel of a new operator.
 
     Operators of `torchop.compat` (`is_lenient`) get the kernel when a formula is registered. Until
     then, PyTorch's autograd fallback handles their calls.

@@ -30,8 +30,6 @@ class NoContext:
 
 
 class _Stack(threading.local):
-    """The contexts of the fake kernels that are running in this thread, innermost last."""
-
     def __init__(self) -> None:
         self.contexts: list[Any] = []
 
@@ -41,7 +39,6 @@ _running = _Stack()
 
 @contextlib.contextmanager
 def running(context: Any) -> Iterator[None]:
-    """Make `get_ctx` return `context` in this thread, inside a `with` block."""
     _running.contexts.append(context)
     try:
         yield
@@ -50,7 +47,6 @@ def running(context: Any) -> Iterator[None]:
 
 
 def innermost() -> Any:
-    """Return the context of the fake kernel that this thread is running, or None."""
     return _running.contexts[-1] if _running.contexts else None
 
 

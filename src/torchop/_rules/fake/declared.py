@@ -27,7 +27,6 @@ Format = torch.memory_format | Sequence["torch.memory_format | None"] | None
 class _Output(NamedTuple):
     like: str
     is_list: bool
-    # Computes the shape from the operator arguments named in `parameters`.
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
@@ -67,8 +66,7 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 class DeclaredFake(functools.partial[Any]):
     """A fake kernel that was created from a declaration.
 
-    The cache keys of compiled graphs contain the arguments of this partial, and thereby the
-    declaration.
+    The cache keys of compiled graphs contain the arguments of this partial, and so the declaration.
     """
 
     is_declared = True

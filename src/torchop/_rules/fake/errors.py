@@ -1,5 +1,3 @@
-"""Errors for missing fake kernels and for fake kernels that read data."""
-
 from __future__ import annotations
 
 import inspect
@@ -14,12 +12,11 @@ from torchop._schema.schema import Schema
 from torchop._schema.types import spell
 
 # By default, FakeTensor logs a traceback for exceptions in fake kernels. Users do not need one for
-# this exception, because its message contains the fix.
+# MissingFakeError, because its message contains the fix.
 fake_tensors.keep_out_of_log(MissingFakeError)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """Return the error for a missing fake kernel. Its message contains a template to fill in."""
     missing = f"There was no fake impl registered for {definition}"
     if definition.schema.returns_nothing:
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
@@ -35,7 +32,6 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 
 
 def data_was_read(definition: Definition, error: Exception) -> Exception:
-    """Return the error for a fake kernel that reads the data of a tensor."""
     # Quote only the first line of PyTorch's message. The other lines advise users to enable logs.
     reading = short_text(str(error).partition("\n")[0])
     message = (
@@ -50,13 +46,11 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the location of a function as `file:line`."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else short_repr(function)
 
 
 def _suggested(definition: Definition) -> tuple[str, str]:
-    """Return the parameters and the return expression of the fake kernel that messages suggest."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
     positional, keyword_only = schema.parameters

@@ -1,7 +1,4 @@
-"""`FakeRule`: an operator's fake kernel.
-
-A fake kernel computes the metadata of outputs without data.
-"""
+"""`FakeRule`: an operator's fake kernel, which computes the metadata of outputs without data."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Format, Like, Shape
 
 
-# PyTorch stores the source location of each fake kernel, for messages. Fake kernels that torchop
-# itself provides have this value as their location.
+# The location of fake kernels that torchop itself provides. PyTorch stores the source location of
+# each fake kernel, for messages.
 NO_FUNCTION = "torchop"
 
 
@@ -46,14 +43,12 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
-    """An operator's fake kernel. It runs for calls with fake tensors and with meta tensors."""
-
     function: Callable[..., Any] | None = None
     # Whether the operator has a kernel at the Meta dispatch key: `FakeRule.kernel`, or a meta
     # kernel that the operator's author wrote.
     is_installed = False
     registration: registries.FakeRegistration | None = None
-    warned: tuple[str, ...] = ()  # the arguments that `warn_of_guards` has warned about
+    warned: tuple[str, ...] = ()
 
     def install(self) -> None:
         definition = self.definition
@@ -73,8 +68,8 @@ class FakeRule(CompiledRule[Fake]):
     def reject_data_access(self) -> None:
         """Raise MissingFakeError if FakeTensor runs a real kernel instead of the Meta kernel.
 
-        This happens for sparse tensors. The dispatcher skips the kernel at the Meta key for them
-        and selects the kernel that is registered for every device.
+        This happens for sparse tensors, because the dispatcher skips the kernel at the Meta key for
+        them and selects the kernel that is registered for every device.
         """
         if self.is_installed:
             raise missing_fake(self.definition)
@@ -120,7 +115,6 @@ class FakeRule(CompiledRule[Fake]):
             self.replace(function)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Set the fake kernel without the checks of `register`."""
         self.update(self._install, function=function)
 
     def _install(self) -> None:
@@ -154,7 +148,7 @@ class FakeRule(CompiledRule[Fake]):
 
     @compilers.never_traced
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Run the fake kernel directly, instead of `FakeTensorMode.dispatch`.
+        """Run the fake kernel directly, because `FakeTensorMode.dispatch` is slow.
 
         `FakeTensorMode.dispatch` first checks for special cases and looks up the call in a cache
         that only contains calls to PyTorch's own operators. Together, this takes longer than a
@@ -225,11 +219,6 @@ class FakeRule(CompiledRule[Fake]):
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install the meta kernel of a new operator.
-
-    If the operator was declared with a fake kernel, return a function that registers the fake
-    kernel.
-    """
     rule, fake = definition.rule(FakeRule), definition.declaration.fake
     rule.install()
     return None if fake is None else functools.partial(rule.replace, fake)

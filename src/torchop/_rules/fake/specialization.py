@@ -18,14 +18,12 @@ from torchop._errors import SchemaWarning, warn
 
 
 def symbolic_arguments(definition: Definition, names: tuple[str, ...]) -> list[str]:
-    """Return the arguments among `names` that are symbolic in the call that Dynamo is tracing."""
     call = compilers.call_traced_by_dynamo(definition.overload)
     values = {} if call is None else values_by_name(definition.schema, *call)
     return [name for name in names if _is_symbolic(values.get(name))]
 
 
 def warn_of_guards(definition: Definition, names: Sequence[str]) -> None:
-    """Warn that each new value of these arguments causes a recompilation of the program."""
     for name in names:
         kind = definition.schema.written_types[name]
         warn(

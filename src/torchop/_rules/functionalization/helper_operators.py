@@ -30,8 +30,8 @@ from torchop._schema.text import results_of, without_writes, write, write_result
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-# The name that replaces the argument name `mode` in helper operators. It is unlikely to collide
-# with an argument of a user's operator.
+# The name that replaces the argument name `mode` in helper operators. A user's operator is unlikely
+# to have an argument with this name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
@@ -48,10 +48,9 @@ def define_of_kind(definition: Definition, kind: str) -> Definition:
 
 
 def masks(schema: Schema) -> dict[str, str]:
-    """Return the mask arguments for mutated list arguments that may contain None.
+    """Return the name of the mask argument for each mutated list argument that may contain None.
 
-    A mask marks the items of the list that are not None. The returned dict maps the name of the
-    list argument to the name of the mask argument.
+    A mask marks the items of the list that are not None.
     """
     return {
         argument.name: f"{argument.name}_given"
@@ -70,7 +69,6 @@ def is_misread(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-    """Convert the operator's arguments to arguments of the helper operator `name__mutable`."""
     names = masks(schema)
     given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
 
@@ -88,8 +86,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     names = masks(schema)
     arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
-    # Masks mark the items of lists that are None. They have no default, so add them as keyword-only
-    # arguments: a required positional argument must not follow an argument with a default.
+    # Masks have no default, so add them as keyword-only arguments: a required positional argument
+    # must not follow an argument with a default.
     given = [f"bool[]? {name}" for name in names.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]

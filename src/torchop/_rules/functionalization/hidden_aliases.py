@@ -32,8 +32,8 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# Define `torchop::clone` at import and not at the first trace, because a process may load a cached
-# or exported graph that calls this operator without tracing.
+# Define the operator at import and not at the first trace, because a process may load a cached or
+# exported graph that calls it without tracing.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
@@ -43,10 +43,7 @@ registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a traced call, with `torchop::clone` applied where necessary.
-
-    An input is cloned if a compiler may turn it into an alias of an argument that the call mutates.
-    """
+    """Clone inputs that a compiler may turn into an alias of an argument that the call mutates."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
@@ -56,7 +53,7 @@ def copy_hidden_aliases(
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            # The user's program passes the same memory twice, so no copy needs protection.
+            # the user's program itself passes the same memory twice, so no copy needs protection
             or tracing.traced_memory(tensor) in memory
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
@@ -64,7 +61,6 @@ def copy_hidden_aliases(
         with mode:
             return torch.ops.torchop.clone.default(tensor)
 
-    # If no graph is being recorded, `sources` is empty, and nothing needs to be copied.
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
@@ -81,8 +77,8 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
-# Compilers remove these operators if they would return their input unchanged. The same is true of
-# views and of operators whose names end in `_copy`.
+# Compilers remove these operators if they would return their input unchanged. Compilers also remove
+# views and operators whose names end in `_copy`.
 _COPIES = frozenset(
     {
         "cat",

@@ -51,11 +51,8 @@ from torchop._schema.schema import Argument, Schema
 def install(definition: Definition) -> Callable[[], None] | None:
     """Install the functionalization rule of a new operator, if it mutates arguments.
 
-    Helper operators need no rule, because PyTorch functionalizes them correctly.
-
-    Returns:
-        A function that defines the helper operators, to call once the operator is defined. None if
-        no rule was installed.
+    Helper operators need no rule, because PyTorch functionalizes them correctly. Call the returned
+    function once the operator is defined.
     """
     schema = definition.schema
     if not schema.is_mutable or definition.declaration.is_helper:
@@ -70,8 +67,6 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        # Define the helper operators now and not at the first trace, because a process may load a
-        # cached or exported graph that calls the helper operators without tracing.
         for kind in _needed(schema):
             helpers[kind] = define_of_kind(definition, kind)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
@@ -79,14 +74,13 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-# The types of results that functionalization supports.
 _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _traced_results(schema: Schema) -> tuple[str, ...]:
     """Return the types of the results that appear in a trace.
 
-    In-place and out= forms return their arguments, so their results do not appear.
+    The results of in-place and out= forms do not appear, because they are arguments.
     """
     return schema.returns if schema.form is Form.PLAIN else ()
 
@@ -106,10 +100,8 @@ def _functionalizing(
 ) -> Callable[..., Any]:
     """Return the rule for FunctionalTensorMode.
 
-    Args:
-        definition: the operator.
-        helpers: the helper operators that may replace the operator, by kind. The dict is still
-            empty when this function is called, because the helper operators are defined later.
+    `helpers` maps kinds to the helper operators that may replace the operator. It is still empty
+    when this function is called, because the helper operators are defined later.
     """
     schema = definition.schema
 
@@ -134,7 +126,7 @@ def _functionalizing(
     return functionalize
 
 
-# Pairs of a mutated tensor and its new value.
+# Pairs of a mutated tensor and its new value
 _Values = list[tuple[Tensor, Tensor]]
 
 
@@ -146,11 +138,10 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, _Values]:
-    """Trace a call to the operator or to one of its helper operators.
+    """Return the result of a traced call, and pairs of a mutated tensor and its new value.
 
-    Returns:
-        The result, and pairs of a mutated tensor and its new value. There are no pairs unless
-        `name__functional` was traced, because other operators write the new values themselves.
+    There are no pairs unless `name__functional` was traced, because other operators write the new
+    values themselves.
     """
     schema = definition.schema
     functional = helpers.get(FUNCTIONAL)
@@ -183,11 +174,8 @@ def _copy_typed_views(
     """Replace each mutated argument that is a view of another dtype with a copy.
 
     PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. So
-    an operator that writes into `torch.view_as_complex(x)` would receive real numbers. Instead, the
-    operator writes into a copy, and the caller of this function copies the new value back.
-
-    Returns:
-        The arguments, the keyword arguments, and pairs of a view and its copy.
+    an operator that writes into `torch.view_as_complex(x)` would receive real numbers. Instead, it
+    writes into a copy, and the caller copies the new value back into the view.
     """
     copies: _Values = []
 

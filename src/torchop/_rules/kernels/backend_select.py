@@ -1,9 +1,9 @@
 """Select the backend of calls if the dispatcher cannot infer it from the arguments.
 
 This concerns factory functions, because they take a device instead of tensors, and operators with
-optional lists of tensors (`Tensor[]?`). The dispatcher ignores such lists when it computes the
-dispatch keys. For both kinds of operators, a kernel at the BackendSelect key redispatches the call
-to the right backend, after autograd and modes.
+optional lists of tensors (`Tensor[]?`), because the dispatcher ignores such lists when it computes
+the dispatch keys. For both, a kernel at the BackendSelect key redispatches the call to the right
+backend, after autograd and modes.
 """
 
 from __future__ import annotations
@@ -37,20 +37,14 @@ def install_for_factory(definition: Definition) -> None:
 
 
 def install_for_optional_lists(definition: Definition) -> None:
-    """Let tensors in arguments of type `Tensor[]?` and `Tensor?[]?` take part in the dispatch.
-
-    The dispatcher itself ignores these tensors.
-    """
+    """Make tensors in arguments of type `Tensor[]?` and `Tensor?[]?` take part in the dispatch."""
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(functorch.ENTRY, _check_transforms(definition), with_keyset=True)
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return the device type that a call to a factory function requests.
-
-    Return None if the operator takes tensors or has no `device` argument.
-    """
+    """Return the device type of a call to a factory function, and None for other operators."""
     argument = _device_argument(schema)
     if argument is None or any(argument.holds_tensors for argument in schema.arguments):
         return None
@@ -119,8 +113,7 @@ def _tensors_of_call(
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
     """Return a function that yields either the overlooked tensors of a call or all others.
 
-    Overlooked tensors are the tensors in optional lists. The dispatcher ignores them when it
-    computes the dispatch keys.
+    The overlooked tensors are in optional lists, which the dispatcher ignores.
     """
     places = [
         (index, argument.name)

@@ -14,7 +14,6 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """Return the device types as a list without duplicates. None in the list means every device."""
     if device_types is None:
         return [None]
     try:
@@ -37,7 +36,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """Return a tuple of the device types. Raise RuntimeError if PyTorch does not know one."""
+    """Return the device types as a tuple. Raise RuntimeError if PyTorch does not know one."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
@@ -46,7 +45,6 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """Return a device type's dispatch key. Raise RuntimeError if PyTorch does not know the type."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

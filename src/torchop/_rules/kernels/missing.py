@@ -27,15 +27,13 @@ class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
     At first, a single raising kernel at CompositeExplicitAutograd covers every device. But the
-    dispatcher prefers it to a backend's own fallback, such as one that runs every operator on the
-    CPU. So the first call on a device with a fallback removes the single kernel and registers a
-    raising kernel for each of the other backends.
+    dispatcher prefers it to a backend's own fallback. So the first call on a device with a fallback
+    removes the single kernel and registers a raising kernel for each of the other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._kernel = kernel
-        # Maps each dispatch key that has a raising kernel to a function that removes this kernel.
         self._places: dict[str, Callable[[], None]] = {}
         # Removed kernels. They must stay alive, because other threads may still be running them.
         self._held: list[Any] = []
@@ -45,7 +43,7 @@ class RaisingKernels:
         self._places[key] = self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
-        """Remove the raising kernels. Called when a kernel for every device is registered."""
+        """Remove the raising kernels, because a kernel for every device is being registered."""
         for key in list(self._places):
             self._remove(key)
 
@@ -66,7 +64,6 @@ class RaisingKernels:
         return self.expose_fallback(keyset)
 
     def expose_fallback(self, keyset: DispatchKeySet) -> DispatchKeySet | None:
-        """Do the same as `expose_fallback_of_call`, given the call's dispatch keys."""
         keyset = dispatch.from_backend(keyset)
         if not dispatch.has_backend_fallback(keyset):
             return None
@@ -75,14 +72,14 @@ class RaisingKernels:
         return keyset
 
     def _expose(self, key: str) -> None:
-        # Keep the kernel alive: another thread may have looked it up but not called it yet.
+        # Keep the kernel alive, because another thread may have looked it up but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
         if EVERY_DEVICE in self._places:
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
                     self._raise_at(other)
             self._remove(EVERY_DEVICE)
-        if key in self._places:  # another thread may have removed it already
+        if key in self._places:  # another thread may already have removed it
             self._remove(key)
 
     def _remove(self, key: str) -> None:
@@ -95,7 +92,6 @@ def raise_missing_kernel(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Never:
-    """Raise an error that names the device of the call and the devices that have a kernel."""
     served = sorted(device for device in kernels if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
     tensors = list(tensors_in((*args, *kwargs.values())))
@@ -121,5 +117,4 @@ def raise_missing_kernel(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """Return "quantized" or the layout, which together with the device determines the backend."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)

@@ -1,8 +1,4 @@
-"""`register_kernel`: register the kernel of an operator for some device types.
-
-The kernel is either the operator's reference kernel on these devices, or a named alternative to the
-reference, called a provider.
-"""
+"""`register_kernel`: register the kernel of an operator for some device types."""
 
 from __future__ import annotations
 
@@ -123,8 +119,8 @@ def register_kernel(
     )
 
 
-# The function that registers the kernel of a provider. `_rules/providers` sets this variable,
-# because that package imports this module.
+# The function that registers a provider's kernel. `_rules/providers` sets this variable, because
+# that package imports this module.
 register_provider: Any = None
 
 

@@ -1,5 +1,3 @@
-"""`KernelRule`: an operator's kernels by device type, and the dispatcher kernels that run them."""
-
 from __future__ import annotations
 
 import contextlib
@@ -43,7 +41,6 @@ class Kernels(NamedTuple):
     """
 
     functions: Mapping[str | None, Callable[..., Any]]
-    # The reference kernels (those registered without the name of a provider).
     references: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
@@ -54,7 +51,6 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Check a kernel's result against the schema, and return the result."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -69,8 +65,8 @@ class Kernels(NamedTuple):
 class ProviderTable(Protocol):
     """The interface of an operator's table of providers, i.e. named alternatives to its kernels.
 
-    `_rules.providers.table.ProviderTable` implements and documents it. This module cannot import
-    that class, because the package `_rules.providers` imports this module.
+    `_rules.providers.table.ProviderTable` implements it. This module cannot import that class,
+    because the package `_rules.providers` imports this module.
     """
 
     names: list[str]
@@ -87,8 +83,8 @@ class KernelRule(CompiledRule[Kernels]):
     compiled again. Only the first kernel of a device type needs a new dispatcher kernel.
     """
 
-    # The reference kernels by device type. This is None if the operator was defined for every
-    # device, and no other kernel was registered yet.
+    # The reference kernels by device type. None if the operator was defined for every device, and
+    # no other kernel was registered yet.
     registered: Mapping[str | None, Callable[..., Any]] | None = None
     # The open `set_enabled` blocks, in the order they were entered. Maps each block to a device
     # type and a bool: whether the block enables the kernel of this device type.
@@ -97,20 +93,17 @@ class KernelRule(CompiledRule[Kernels]):
     # Whether the user was warned that a result shares memory with an input. Only lenient operators
     # (from `torchop.compat`) warn. Other operators raise an error.
     has_aliases = False
-    # The dispatcher kernels that raise an error on all devices without a kernel. This is None if
-    # the operator was defined for every device.
+    # The dispatcher kernels that raise an error on all devices without a kernel. None if the
+    # operator was defined for every device.
     raising_kernels: RaisingKernels | None = None
-    # Maps each dispatch key with a dispatcher kernel to the key of its kernel in `registered`. Two
-    # names such as "cpu" and "CPU" have the same dispatch key, so they share one entry.
+    # Maps each dispatch key with a dispatcher kernel to the key of its kernel in `registered`.
+    # Names such as "cpu" and "CPU" have the same dispatch key, so they share one entry.
     installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
-        """Install the function passed to `custom_op` as the kernel for the declared devices."""
         if self._is_for_every_device:
             self._install(EVERY_DEVICE, None)
         else:
-            # On all other devices, `_run_on_every_device` raises an error that lists the supported
-            # devices.
             self.raising_kernels = RaisingKernels(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
@@ -148,8 +141,7 @@ class KernelRule(CompiledRule[Kernels]):
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
             check_result=result_check(definition.schema.returns),
-            # Do not check operators of other packages: they may return views that their schema does
-            # not declare.
+            # Operators of other packages may return views that their schema does not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
@@ -209,7 +201,6 @@ class KernelRule(CompiledRule[Kernels]):
         return [] if self.providers is None else self.providers.names
 
     def choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the object that chooses a call's provider, or None if there are no providers."""
         if self.providers is None:
             return None
         definition = self.definition
@@ -221,7 +212,11 @@ class KernelRule(CompiledRule[Kernels]):
         return self.providers.choice(definition.name, device, self._active(), self._prepared)
 
     def _chosen(self) -> Mapping[str | None, Callable[..., Any]]:
-        """Return the function to run on each device type. It may choose between providers."""
+        """Return the function to run on each device type.
+
+        If the operator has providers (named alternatives to its kernel), the function may choose
+        one.
+        """
         active = self._active()
         if self.providers is None:
             return active
@@ -232,7 +227,6 @@ class KernelRule(CompiledRule[Kernels]):
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
-        """Enable or disable the kernel of a device type inside a `with` block."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
         problems = []
         if device_type not in self.functions:
@@ -254,13 +248,13 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """Return the device types whose last entered `set_enabled` block disables the kernel."""
+        """The device types whose last entered `set_enabled` block disables the kernel."""
         return frozenset(device for device, on in dict(self.switches.values()).items() if not on)
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
         """Return the reference kernel of each device type.
 
-        For a device type that is disabled, return the function passed to `custom_op` instead.
+        For a disabled device type, return the function passed to `custom_op` instead.
         """
         functions, guard = self.functions, self.definition.declaration.guard
         if guard is None and not self.switches:
@@ -306,7 +300,7 @@ class KernelRule(CompiledRule[Kernels]):
         return self._run(None, args, kwargs)
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the reference kernel at a dispatch key, even if calls use a provider's kernel."""
+        """Run the reference kernel at a dispatch key, even if a provider would run the call."""
         return self._run(self.installed.get(key), args, kwargs, is_reference=True)
 
     @compilers.never_traced
@@ -357,7 +351,7 @@ _PLACE = "_torchop_place"
 
 
 def place_of(kernel: Any) -> tuple[KernelRule, str | None] | None:
-    """Return the rule and the device type of a dispatcher kernel that a `KernelRule` installed.
+    """Return the rule and the device type of a kernel that `_dispatcher_kernel` returned.
 
     Return None for other kernels.
     """
@@ -379,7 +373,6 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 
 def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a kernel accept all arguments of the schema, or raise RuleSignatureError."""
     if function is definition.function:
         return function  # it was already checked when the operator was defined
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
@@ -391,8 +384,8 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher does not reject None for a required tensor. The kernel then receives an
-    # undefined tensor, i.e. None in Python.
+    # The dispatcher does not reject None for a required tensor. Without this error, the kernel
+    # would receive an undefined tensor, which is None in Python.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "

@@ -35,13 +35,11 @@ from torchop._schema.schema import Argument
 
 
 def written(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-    """Return the tensors that a call passes to mutated arguments."""
     values = passed(definition.schema.mutated_places, args, kwargs)
     return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
 
 def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-    """Return the tensors that a call passes to arguments that are not mutated."""
     mutated = definition.schema.mutated
     named = named_inputs(definition.schema, args, kwargs)
     return [(where, tensor) for name, where, tensor in named if name not in mutated]
@@ -58,7 +56,6 @@ def check_arguments(definition: Definition, args: Sequence[Any], kwargs: Mapping
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
-    """Install dispatcher kernels if the operator mutates arguments or returns views."""
     if definition.schema.is_view:
         libraries.install_view_tracking(definition.library, definition.name.local)
     if not definition.schema.is_mutable:
@@ -71,8 +68,6 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 
 class _MutationKernels:
-    """The dispatcher kernels of one operator that mutates arguments."""
-
     __slots__ = ("definition",)
 
     def __init__(self, definition: Definition) -> None:
@@ -97,7 +92,6 @@ class _MutationKernels:
     def resolve_views(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         """Run the kernel on copies of conjugate and negative views, and copy new values back."""
         definition, schema = self.definition, self.definition.schema
-        # Pairs of a mutated view and its resolved copy.
         copies: list[tuple[Tensor, Tensor]] = []
 
         def resolved(argument: Argument, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks of mutated tensors that raise the same errors as PyTorch's in-place operators.
+"""Check mutated tensors, and raise the same errors as PyTorch's in-place operators.
 
 The checks run before the kernel, so a rejected call changes nothing.
 """
@@ -15,12 +15,11 @@ from torchop._compat import aliasing, dispatch
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
-# A tensor, and its description for error messages, such as "argument 'x'" or "input 'xs[2]'".
+# A tensor, and its description for error messages, such as "argument 'x'" or "input 'xs[2]'"
 Placed = tuple[str, Tensor]
 
 
 def check_history(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if autograd does not allow one of the tensors to be modified in place."""
     for where, tensor in written:
         problem = _history_problem(tensor)
         if problem is not None:
@@ -28,7 +27,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if one of the tensors requires grad, because autograd cannot record the mutation."""
+    """Raise if a tensor requires grad, because autograd cannot record the mutation."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:
@@ -61,10 +60,10 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if one of the tensors is an inference tensor, which has no version counter."""
+    """Raise if a tensor is an inference tensor, which has no version counter."""
     if torch.is_inference_mode_enabled():
         return
-    # Bypass Tensor subclasses and modes, because PyTorch's own check, in C++, bypasses them too.
+    # Bypass Tensor subclasses and modes, as PyTorch's own check in C++ does.
     with dispatch.plain_tensors():
         unversioned = [where for where, tensor in written if tensor.is_inference()]
     for where in unversioned:
@@ -77,7 +76,6 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_memory(operator: object, written: Sequence[Placed]) -> None:
-    """Raise if one of the mutated tensors overlaps itself, as after `expand`."""
     for where, tensor in written:
         if aliasing.overlaps_itself(tensor):
             raise _error(
@@ -98,8 +96,8 @@ def check_overlap(
 ) -> None:
     """Raise if mutated tensors overlap each other or an input.
 
-    If `may_be_the_same` is true, an input may be identical to a mutated tensor, as in
-    `torch.sin(x, out=x)`.
+    If `may_be_the_same` is true, an input may be identical to a mutated tensor, as in `torch.sin(x,
+    out=x)`.
     """
     for where, tensor in written:
         for place, other in read:
@@ -144,7 +142,6 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Return whether two dense tensors overlap. Return False if one of the tensors is not dense."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):

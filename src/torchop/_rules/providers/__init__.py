@@ -149,9 +149,8 @@ def _are_bounds(item: tuple[Any, Any]) -> bool:
 
 
 def provider_table(rule: KernelRule) -> ProviderTable:
-    """Return an operator's provider table. It is empty if the operator has no providers."""
     table: Any = rule.providers
-    # Each operator needs its own set `reported`, because the set is mutated.
+    # Each operator needs its own `reported` set, because the set is mutated.
     return NO_PROVIDERS._replace(reported=set()) if table is None else table
 
 
@@ -160,8 +159,7 @@ def choice_of_call(
 ) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
     """Return the `Choice` that selects the kernel of a call, and the call's arguments.
 
-    The `Choice` is None if the operator has no providers. The arguments include the default values
-    of arguments that the call omits.
+    The `Choice` is None if the operator has no providers. The arguments include default values.
     """
     arguments, keywords = definition.schema.fill_defaults(args, kwargs)
     return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
@@ -180,7 +178,6 @@ def kernels_of_call(
 
 
 def providers_of(op: OpLike) -> list[Provider]:
-    """Return the providers of an operator in the order of registration."""
     name = op_name(op, "providers")
     definition = own_definition(op, name)
     if definition is None:
@@ -198,7 +195,6 @@ def _register(
     lib: torch.library.Library | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Register the kernel of a provider, and remove it when `lib` is closed."""
     definition = _definition(op, lib)
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
@@ -220,7 +216,6 @@ def _remove(rule: weakref.ref[KernelRule], provider: Provider) -> None:
 
 
 def _definition(op: OpLike, lib: torch.library.Library | None) -> Definition:
-    """Return the definition of an operator. Raise if torchop did not define the operator."""
     name = op_name(op, "register_kernel")
     check_library(f"register_kernel({name})", lib)
     definition = own_definition(op, name)

@@ -1,4 +1,4 @@
-"""The kernels that an operator has on one device, and the choice of the fastest by measurement."""
+"""The kernels that an operator has on one device, and the choice of the fastest one."""
 
 from __future__ import annotations
 
@@ -16,20 +16,13 @@ Function = Callable[..., Any]
 
 
 class DeviceKernels(NamedTuple):
-    """An operator's kernels on one device, and the settings of the operator's author.
+    """An operator's kernels on one device, and the settings of the author (see `ProviderTable`).
 
     Attributes:
-        op: the name of the operator.
         device: the device type. None stands for all devices that have no kernel of their own.
-        reference: the reference kernel (the one registered without a provider), or None.
-        providers: maps the names of the providers on this device to the providers, in the order of
-            registration.
+        reference: the kernel that was registered without a provider, if there is one.
+        providers: the providers on this device by name, in the order of registration.
         known: the names of all providers of the operator, including those for other devices.
-        removed: the names of former providers, whose library was closed.
-        author: the default orders of providers that the author set, by device type.
-        reported: the skipped providers that were already reported to the user. Each is reported
-            only once.
-        tuning: the measurements and size ranges that the author passed to `set_tuning`.
         prepare: wraps a kernel to check the operator's arguments before calling it.
     """
 
@@ -45,7 +38,6 @@ class DeviceKernels(NamedTuple):
     prepare: Callable[[Function], Function]
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
-        """Return the measurement that matches a call, or None. Warn if it is outdated."""
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
@@ -55,12 +47,9 @@ class DeviceKernels(NamedTuple):
 class TunedKernels(NamedTuple):
     """The kernels that `"tuned"` in an order of providers can select.
 
-    Attributes:
-        kernels: the kernels of the device.
-        allowed: maps names to the providers that the open `torchop.priority` blocks allow. For
-            example, a block may exclude nondeterministic providers.
-        tuner: measures the kernels during a call. None outside of `torchop.testing.tuning` blocks.
-        profiled: wraps a kernel so that profiles show the name of the provider.
+    `allowed` contains only the providers that the open `torchop.priority` blocks allow. `tuner`
+    measures the kernels during a call, inside a `torchop.testing.tuning` block. `profiled` wraps a
+    kernel so that profiles show the name of the provider.
     """
 
     kernels: DeviceKernels
@@ -69,21 +58,19 @@ class TunedKernels(NamedTuple):
     profiled: Callable[[str, Function], Function]
 
     def measure(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Measure the kernels, if this call is inside a `torchop.testing.tuning` block."""
         if self.tuner is not None:
             self.tuner.measure(self.kernels, args, kwargs)
 
     def fastest(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
     ) -> tuple[Provider, Function] | None:
-        """Return the fastest kernel that supports a call, or None if no such call was measured."""
         measurement, reference = self.kernels.measured(args, kwargs), self.kernels.reference
         for name, config, *_ in () if measurement is None else measurement.kernels:
             provider = self.allowed.get(name)
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
                 return found, self.profiled(name, reference)
-            # The measurement may name a provider or a config that has been removed since.
+            # The measurement may name a provider or a config that no longer exists.
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))

@@ -1,4 +1,4 @@
-"""Choose the kernel that runs a call, among the reference kernel and the providers of a device."""
+"""Choose the kernel that runs a call, among the reference kernel and a device's providers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
 from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 
 # The maximum numbers of entries in the caches `Selection.chosen` and `Choice._selections`. Without
-# a limit, a program whose tensor sizes keep changing would fill the memory.
+# a limit, the caches would grow forever if tensor sizes keep changing.
 _MOST_KEYS = 4096
 _MOST_SELECTIONS = 64
 
@@ -38,19 +38,14 @@ class Selection:
     """The providers that calls try, for one combination of open `torchop.priority` blocks.
 
     Attributes:
-        order: the order of providers that applies, and the setting that it comes from.
-        candidates: pairs of a provider and its kernel. The first provider that supports a call runs
-            it.
+        candidates: the providers to try, in order, and their kernels.
         fallback: the kernel that runs if no provider supports a call: the reference kernel, or a
             function that raises.
-        skipped: maps the name of each provider that cannot run any call to the reason.
+        skipped: why each provider that cannot run any call is skipped, by name.
         falls_back: True if `fallback` is the reference kernel although the order does not name it.
-        report: a function to call with this object if no provider supports a call. It logs or
-            warns.
-        tuned: the kernels that `"tuned"` can select. None if the order does not contain `"tuned"`.
         function: the kernel, if the same kernel runs every call. None if the choice depends on the
             arguments.
-        chosen: caches the kernel that `answer` returned, by properties of the arguments. Threads
+        chosen: caches the kernels that `answer` returned, by properties of the arguments. Threads
             write to this dict without a lock, because they all store the same kernel for a key.
     """
 
@@ -71,7 +66,6 @@ class Selection:
             self.function = self.candidates[0][1]
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Return the kernel for a call, from the cache if possible."""
         try:
             with dispatch.WithoutTorchFunctions():  # see `choose`
                 key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
@@ -99,7 +93,7 @@ class Selection:
     ) -> tuple[Provider | None, Function]:
         """Return the provider that runs a call (None for the fallback), and the kernel to run."""
         # Ignore `shape` and other properties that a tensor subclass overrides, because the C++
-        # implementation of the cache (csrc/choice.cpp) ignores the overrides too.
+        # implementation of the cache (csrc/choice.cpp) also ignores the overrides.
         with dispatch.WithoutTorchFunctions():
             for provider, function in self.candidates:
                 if provider is TUNED_PROVIDER and self.tuned is not None:
@@ -113,7 +107,6 @@ class Selection:
 def _exclusion_reason(
     provider: Provider, settings: Settings, only_deterministic: bool
 ) -> str | None:
-    """Return the reason why a provider cannot run any call, or None if it can run calls."""
     if settings.batch_invariant_only and not provider.batch_invariant:
         return "it is not batch-invariant, and only such kernels are allowed"
     if only_deterministic and not provider.deterministic:
@@ -122,7 +115,7 @@ def _exclusion_reason(
 
 
 class Choice:
-    """A callable object that chooses a kernel for each call on one device type, and runs it.
+    """Chooses a kernel for each call on one device type, and runs it.
 
     An operator's call plan contains this object, or an equivalent C++ object, in place of a kernel.
     The C++ object calls `_selection`.
@@ -133,18 +126,17 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # Each key consists of the settings and a bool: whether PyTorch requires deterministic
-        # algorithms.
+        # The bool in a key says whether PyTorch requires deterministic algorithms.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
         """Return the function that calls run.
 
-        This is the kernel itself if the same kernel runs all calls, and otherwise a function that
-        chooses a kernel in each call.
+        This is a kernel if the same kernel runs all calls. Otherwise, the function chooses a kernel
+        in each call.
         """
         if not priority.blocks_were_opened():
-            with contextlib.suppress(ProviderError):  # calls will raise this error
+            with contextlib.suppress(ProviderError):  # each call will raise this error
                 usual = self._selection(NO_BLOCK, False)
                 is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
                 if usual.function is not None and is_fixed:
@@ -152,7 +144,6 @@ class Choice:
         return self._choosing()
 
     def _choosing(self) -> Function:
-        """Return a function that chooses a kernel and runs it, in C++ if possible."""
         if _hooks.extension.Choice is None:
             return self.__call__
         chosen: Function = _hooks.extension.Choice(
@@ -168,7 +159,7 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that would run a call, the reasons against others, and the kernel."""
+        """Return the provider that runs a call, why the others do not, and the kernel."""
         selection = self._made(priority.current(), self._is_deterministic())
         provider, function = selection.choose(args, kwargs)
         chosen = REFERENCE if provider is None else provider.name
@@ -264,7 +255,6 @@ class Choice:
         return f"{op} has no such provider"
 
     def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
-        """Wrap a kernel to label it in profiles, if a `torchop.priority` block asks for this."""
         if not settings.profile:
             return function
         label = f"{self.kernels.op}[{name}]"
@@ -289,8 +279,8 @@ class Choice:
         names = list(providers)
 
         def raise_error(*args: Any, **kwargs: Any) -> Any:
-            # `device` is None if these kernels are for every device. The message then names the
-            # device of the call.
+            # `device` is None if these kernels are for every device, so name the device of the
+            # call.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
             if reference is not None:
                 raise ProviderError(
@@ -355,7 +345,7 @@ _UNNAMED = "no order names it"
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
     """Return a function that calls the `Choice` for the device of its tensor arguments.
 
-    If `choices` has no entry for this device, the function calls `others`.
+    If `choices` has no entry for this device, it calls `others`.
     """
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
@@ -376,10 +366,10 @@ def _key(value: Any) -> Any:
         return tuple(map(_key, value))
     kind = type(value)
     if kind is float:
-        # Use the text of the number as the key, because -0.0 == 0.0 and nan != nan.
+        # Use the number's text as the key, because -0.0 == 0.0 and nan != nan.
         return value.hex()
     if kind is complex:
         return kind, repr(value)
     if kind in PLAIN:
-        return kind, value  # the key contains the type, because 1 == True
+        return kind, value  # with the type, because 1 == True
     raise UnknownKindError

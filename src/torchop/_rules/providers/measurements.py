@@ -1,7 +1,7 @@
 """Read and write tables of measurements: the times of kernels for given tensor sizes.
 
-A table is a JSON file. It contains no code and only selects among the registered kernels and their
-configs. So if a table is wrong, calls may be slow, but their results are still correct.
+A table is a JSON file that contains no code. It only selects among the registered kernels and their
+configs, so a wrong table may make calls slow, but never makes their results wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """A file cannot be read or is not a table of measurements."""
+    """A file cannot be read, or is not a table of measurements."""
 
 
 class NewerTableError(TableError):
@@ -36,14 +36,10 @@ class NewerTableError(TableError):
 
 
 class Measured(NamedTuple):
-    """The time of one kernel.
+    """The time of one kernel: the median of several calls, and its 95 % confidence interval.
 
-    Attributes:
-        provider: the name of the provider, or `"reference"`.
-        config: the additional keyword arguments of the kernel, one of the provider's `configs`.
-        digest: a digest of the kernel's source code, to detect changes.
-        microseconds: the median time of a call.
-        interval: the 95 % confidence interval of the median, in microseconds.
+    `config` is one of the provider's `configs`. `digest` detects changes of the kernel's source
+    code.
     """
 
     provider: str
@@ -66,9 +62,7 @@ class Measurement(NamedTuple):
     """The times of all kernels for calls with the same device, dtypes and ranges of sizes.
 
     Attributes:
-        op: the name of the operator.
         device: the name of the device. For a CPU, also the number of threads.
-        torch: the release of PyTorch.
         arguments: a text with the dtypes and plain values of the arguments, such as `float32[*, *],
             1`. Each `*` stands for the size of a tensor dimension.
         sizes: for each `*` in `arguments`, the minimum and the maximum size. None means no maximum.
@@ -84,18 +78,20 @@ class Measurement(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return everything except the times. A table contains one measurement per key."""
         return self[:5]
 
     @property
     def call(self) -> str:
-        """Return `arguments` with the ranges of sizes in place of each `*`, for display."""
+        """`arguments` with a range of sizes in place of each `*`, for display."""
         parts = self.arguments.split("*")
         spelled = map(_spelled_range, self.sizes)
         return parts[0] + "".join(a + b for a, b in zip(spelled, parts[1:], strict=False))
 
     def fits(self, sizes: Sequence[int]) -> bool:
-        """Return whether all sizes are in the measured ranges. Symbolic sizes are guarded."""
+        """Return whether all sizes are in the measured ranges.
+
+        If a size is symbolic, the comparison adds a guard to the compiled graph.
+        """
         return all(
             size >= low and (high is None or size <= high)
             for size, (low, high) in zip(sizes, self.sizes, strict=True)
@@ -108,11 +104,6 @@ def _spelled_range(limits: tuple[int, int | None]) -> str:
 
 
 def read(path: Path) -> list[Measurement]:
-    """Return the measurements in a file.
-
-    Raises:
-        TableError: the file is unreadable or not a table.
-    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         version = content["format"]
@@ -170,8 +161,8 @@ def _checked(value: Any, kind: type) -> Any:
 def locked(path: Path) -> Iterator[None]:
     """Lock a table inside a `with` block, so that no other process can update it in the meantime.
 
-    The lock is on the folder: `write` replaces the table's file, so a lock on this file would be
-    lost, and a separate lock file would remain in the folder.
+    The lock is on the folder. A lock on the table's file would be lost, because `write` replaces
+    the file, and a separate lock file would remain in the folder.
     """
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
@@ -184,10 +175,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, measurements: Iterable[Measurement]) -> None:
-    """Write a table to a file. An existing file is replaced atomically."""
     version = json.dumps({"format": FORMAT, "torchop": sys.modules["torchop"].__version__})
     listed = ",\n".join(
-        # Put each kernel on a line of its own. `json.dumps` alone cannot do that.
+        # Put each kernel on a line of its own, which `json.dumps` alone cannot do.
         f"{json.dumps({**m._asdict(), 'kernels': 0})[:-2]}[\n  {_lines(m.kernels)}]}}"
         for m in sorted(measurements, key=lambda m: (m.key[:4], [low for low, _ in m.sizes]))
     )
@@ -196,7 +186,7 @@ def write(path: Path, measurements: Iterable[Measurement]) -> None:
     try:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-        os.chmod(name, 0o644)  # otherwise only the current user could read the file
+        os.chmod(name, 0o644)  # otherwise, only the current user could read the file
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -208,5 +198,4 @@ def _lines(kernels: Iterable[Measured]) -> str:
 
 
 def merged(*tables: Iterable[Measurement]) -> list[Measurement]:
-    """Merge tables. If several tables have a measurement for the same calls, use the last one."""
     return list({m.key: m for table in tables for m in table}.values())

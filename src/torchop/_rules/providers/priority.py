@@ -3,7 +3,7 @@
 Each call tries the providers in this order. The order can be set in four places. From highest to
 lowest precedence, these are: `torchop.priority` blocks (the innermost block that names the
 operator), the environment variable TORCHOP_PRIORITY, `torchop.set_priority`, and the operator's
-author. If no order is set, the reference kernel runs (the kernel registered without a provider).
+author.
 """
 
 from __future__ import annotations
@@ -27,23 +27,19 @@ from torchop._schema.naming import is_match, is_name, is_pattern
 from torchop.extend import OpName
 
 REFERENCE = "reference"
-# In an order, this name stands for the kernel that was measured as the fastest for the sizes of the
-# call's tensors.
+# In an order of providers, this name stands for the kernel that was measured as the fastest for the
+# tensor sizes of the call.
 TUNED = "tuned"
 VARIABLE = "TORCHOP_PRIORITY"
 
 Order: TypeAlias = tuple[str, ...]
-# Maps an operator's name, or a pattern, to an order of providers. None removes an order.
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
 class ScopedOrder(NamedTuple):
-    """An order of providers, with the operators and the device type that it applies to.
+    """An order of providers, for the operators that match a pattern.
 
-    Attributes:
-        pattern: the name of an operator, or a pattern that matches several names.
-        device: the device type for which the order applies. None means all device types.
-        names: the order of providers.
+    If `device` is None, the order applies to all device types.
     """
 
     pattern: str
@@ -62,11 +58,10 @@ class ActiveOrder(NamedTuple):
     """The order of providers that applies to an operator on a device.
 
     Attributes:
-        names: the order of providers.
         by: the setting that the order comes from, such as "torchop.set_priority", for messages.
         is_exact: whether the setting names exactly this operator. If so, an unknown provider in the
-            order is an error. It is no error in an order for a pattern, because other operators
-            that match the pattern may have the provider.
+            order is an error. In an order for a pattern, it is not an error, because other
+            operators that match the pattern may have the provider.
     """
 
     names: Order = ()
@@ -84,8 +79,8 @@ class Tuner(Protocol):
 class Settings:
     """The combined settings of the `torchop.priority` blocks that are open in a thread or task.
 
-    Create settings only with `_settings_of`. It returns the same object for equal settings, because
-    caches compare settings by identity.
+    Create settings only with `_settings_of`, which returns the same object for equal settings,
+    because caches compare settings by identity.
     """
 
     orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # one item per block, innermost first
@@ -102,13 +97,10 @@ NO_BLOCK = Settings()
 
 
 class OpenBlocks(NamedTuple):
-    """The `torchop.priority` blocks that are open in a thread or task.
+    """The `torchop.priority` blocks that are open in a thread or task, outermost first.
 
-    Attributes:
-        settings: the combined settings of the blocks.
-        blocks: the blocks, outermost first.
-        inherited: if this thread runs a backward, the number of blocks that it took over from the
-            thread that called the backward. These blocks come first.
+    If this thread runs a backward, it took over the first `inherited` blocks from the thread that
+    called the backward. `settings` combines the settings of all blocks.
     """
 
     settings: Settings = NO_BLOCK
@@ -117,12 +109,11 @@ class OpenBlocks(NamedTuple):
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The C++ extension reads this variable too and must do the same as `_open_blocks`.
+# The C++ extension also reads this variable, and must do the same as `_open_blocks`.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
 def current() -> Settings:
-    """Return the settings that apply to calls in the current thread or task."""
     return _open_blocks().settings
 
 
@@ -138,7 +129,7 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
     key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
-        _settings.clear()  # bounds the memory if a program keeps creating new orders
+        _settings.clear()  # limits the memory if a program keeps creating new orders
     return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
 
 
@@ -148,21 +139,17 @@ _process: tuple[ScopedOrder, ...] = ()
 _blocks_were_opened = False
 
 
-# The kernel rules of operators with providers. When a priority order changes, the call plans of
-# these operators must be compiled again.
+# The kernel rules of operators that have or had providers. When an order of providers changes,
+# `outdate_plans` makes these operators compile their call plans again.
 _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Add a kernel rule to the rules whose call plans `outdate_plans` invalidates.
-
-    Requires the registration lock.
-    """
+    """Requires the registration lock."""
     _rules_with_providers.add(rule)
 
 
 def rules_with_providers() -> list[KernelRule]:
-    """Return the kernel rules of all operators that have or had providers."""
     with registration_lock:  # other threads may register providers
         return [
             each for each in _rules_with_providers if each.definition.deregistration_reason is None
@@ -182,11 +169,8 @@ def active_order(
 ) -> ActiveOrder:
     """Return the order of providers that applies to an operator on a device.
 
-    Args:
-        name: the operator.
-        device: the device type. None stands for all devices that have no kernel of their own.
-        author: the orders that the operator's author set, by device type.
-        settings: the combined settings of the open `torchop.priority` blocks.
+    If `device` is None, return the order for devices that have no kernel of their own. `author`
+    contains the orders that the operator's author set, by device type.
     """
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),
@@ -202,13 +186,11 @@ def active_order(
 
 
 def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    """Return the device types that have an order of their own."""
     devices = {order.device for order in _process if is_match(name, order.pattern)}
     return frozenset(device for device in (*devices, *author) if device is not None)
 
 
 def checked_order(what: str, names: object) -> Order:
-    """Check that an order is a list of names, and return it as a tuple without duplicates."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise TypeError(
             f"{what} expects a list of names of providers, such as ['triton'], got "
@@ -234,7 +216,6 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
 ) -> tuple[ScopedOrder, ...]:
-    """Check the orders that a user passed, including the names of providers, and parse them."""
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
@@ -255,11 +236,11 @@ def _scoped_orders(
 
 
 def _written(operator: object) -> Any:
-    return getattr(operator, "_qualname", operator)  # a handle
+    # `operator` is a handle (the object that `custom_op` returned) or a name.
+    return getattr(operator, "_qualname", operator)
 
 
 def _check_known(what: str, pattern: str, order: Order) -> None:
-    """Raise if an order names a provider that none of the matching operators has."""
     matching = [r for r in rules_with_providers() if is_match(r.definition.name, pattern)]
     is_name = re.search(r"[*?\[]", pattern) is None
     if not matching and not (is_name and _is_registered(OpName.parse(pattern))):
@@ -290,7 +271,7 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Invalidate the call plans of all operators with providers. Requires the registration lock."""
+    """Requires the registration lock."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 

@@ -1,8 +1,3 @@
-"""`Provider`: a named alternative to an operator's reference kernel.
-
-The reference kernel is the kernel that was registered without a provider's name.
-"""
-
 from __future__ import annotations
 
 import functools
@@ -44,24 +39,18 @@ Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
 class Provider(NamedTuple):
     """A named alternative to an operator's reference kernel, and the conditions for its use.
 
+    The reference kernel is the kernel that was registered without a provider's name.
+    `register_kernel` documents the other attributes.
+
     Attributes:
-        name: the name of the provider.
         devices: the device types that the kernel supports. None stands for every device.
-        function: the kernel, which takes the schema's arguments.
         why_unsupported: returns why the kernel cannot run in this process, or None if it can.
-        accepts: returns whether the kernel supports a call. It takes three arguments: the call's
-            positional arguments, its keyword arguments, and whether a compiler is tracing the call.
-            None if the kernel supports all calls.
-        batch_invariant: whether each row of the result is bitwise the same, whatever the other rows
-            of the batch are.
-        deterministic: whether equal inputs give bitwise equal results.
-        tolerance: the allowed difference from the reference kernel's result, by dtype.
-        configs: dicts of additional keyword arguments for the kernel, such as tile sizes, that can
-            be tuned. Untuned calls use the first dict.
+        accepts: returns whether the kernel supports a call. It takes the call's positional
+            arguments, its keyword arguments, and whether a compiler is tracing the call. None if
+            the kernel supports all calls.
         kernels: for each config, the kernel with the arguments of this config bound. Without
             configs, it contains only `function`.
         written: the function as the author wrote it.
-        site: the source location of the author's function.
     """
 
     name: str
@@ -78,11 +67,7 @@ class Provider(NamedTuple):
     site: Site
 
     def takes(self, args: Any, kwargs: Any, is_traced: bool = False) -> bool:
-        """Return whether the kernel supports a call. The arguments must include all defaults.
-
-        Raises:
-            ProviderError: `supports` raises, reads data, or does not return a bool.
-        """
+        """Return whether the kernel supports a call. The arguments must include all defaults."""
         return self.accepts is None or self.accepts(args, kwargs, is_traced)
 
 
@@ -91,7 +76,7 @@ def _not_callable(*arguments: Any) -> Any:
 
 
 # A placeholder for the entry `"tuned"` in `Selection.candidates`. In each call, `Selection.choose`
-# looks up the provider that was measured as the fastest and uses that instead.
+# replaces it with the provider that was measured as the fastest.
 TUNED_PROVIDER = Provider(
     name=TUNED,
     devices=(),
@@ -107,8 +92,8 @@ TUNED_PROVIDER = Provider(
     site=Site(__name__, TUNED, __file__, 1),
 )
 
-# A call to `supports` that takes longer than this counts as slow. The limit is far above the usual
-# few microseconds, because the machine may be busy.
+# A call to `supports` that takes longer than this is slow. The limit is far above the usual few
+# microseconds, because the machine may be busy.
 _SLOW_SECONDS = 0.05
 
 
@@ -125,7 +110,6 @@ def make_provider(
     tolerance: Tolerance | None,
     configs: Configs,
 ) -> Provider:
-    """Check the arguments of `register_kernel(..., provider=...)` and create the provider."""
     what = f"{definition}: the provider {name!r}"
     check_callable(what, function)
     configurations = _checked_configs(what, definition, configs)
@@ -165,7 +149,6 @@ def make_provider(
 
 
 def check_name(op: object, name: object, devices: Sequence[str | None]) -> None:
-    """Raise if a provider's name is reserved or malformed, or if a device type is "meta"."""
     if name == TUNED:
         raise ProviderError(
             f"{op}: in an order, {TUNED!r} stands for the provider that was measured as the "
@@ -247,7 +230,7 @@ def _check_parameters(
 ) -> None:
     """Raise if a kernel's parameter names or defaults differ from the operator's.
 
-    The kernel receives all arguments by position, including default values. So other names and
+    The kernel receives all arguments by position, including default values, so other names and
     defaults would have no effect and would only mislead readers of the kernel. Builtins and
     functions with `*args` are not checked.
     """
@@ -303,13 +286,12 @@ def _support_check(
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
     """Wrap a user's function `supports` to pass it tensors without data.
 
-    The wrapper also checks that `supports` returns a bool and warns if it is slow.
+    The wrapper also checks that `supports` returns a bool, and warns if it is slow.
     """
     check_arguments(f"{what}: supports", definition.overload, supports)
     check_no_generator(f"{what}: supports", supports, None)
     convention = definition.convention
-    # The durations of the current run of consecutive slow calls, or None once the user has been
-    # warned.
+    # The durations of the latest consecutive slow calls, or None once the user has been warned
     slow: list[float] | None = []
 
     def note(taken: float) -> None:
@@ -328,7 +310,7 @@ def _support_check(
                 )
 
     def accepts(args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool) -> bool:
-        if not is_traced:  # traced tensors have no data and need guards on their sizes
+        if not is_traced:  # traced tensors have no data, and comparing their sizes must add guards
             args = tuple(map(_without_data, args))
             kwargs = {name: _without_data(value) for name, value in kwargs.items()}
         objects, keywords = convention.arguments(args, dict(kwargs))

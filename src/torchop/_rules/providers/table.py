@@ -1,5 +1,3 @@
-"""`ProviderTable`: the providers of an operator, and the settings of its author."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +27,6 @@ class ProviderTable(NamedTuple):
         removed: the names of former providers, whose library was closed.
         orders: the default orders of providers that the author set, by device type.
         reported: the skipped providers that were already reported to the user.
-        tuning: the measurements and size ranges that the author passed to `set_tuning`.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
@@ -43,10 +40,6 @@ class ProviderTable(NamedTuple):
         return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
 
     def adding(self, op: OpName, provider: Provider) -> ProviderTable:
-        """Return a table that also contains `provider`.
-
-        Warn if this replaces a provider that another module registered.
-        """
         by_device = dict(self.by_device)
         for device in provider.devices:
             known = by_device.get(device, NOTHING)
@@ -75,7 +68,6 @@ class ProviderTable(NamedTuple):
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 
     def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        """Return a table with `order` as the author's order for these device types."""
         return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
@@ -87,12 +79,9 @@ class ProviderTable(NamedTuple):
     ) -> Mapping[str | None, Function]:
         """Return the function that calls run on each device type. It may be a `Choice`.
 
-        Args:
-            op: the operator.
-            references: the kernels registered without a provider, by device type.
-            disabled: the device types that `set_kernel_enabled` has disabled. Only the reference
-                kernel may run on these devices.
-            prepare: wraps a kernel to check the operator's arguments before calling it.
+        `references` contains the kernels registered without a provider. Only these kernels may run
+        on the `disabled` device types, which `set_kernel_enabled` has disabled. `prepare` wraps a
+        kernel to check the operator's arguments before calling it.
         """
         functions = dict(references)
         for device in dict.fromkeys((*references, *self.by_device)):
@@ -118,9 +107,7 @@ class ProviderTable(NamedTuple):
         references: Mapping[str | None, Function],
         prepare: Callable[[Function], Function],
     ) -> Choice:
-        """Return the `Choice` for one device type. See `functions` for the arguments."""
-        # If no kernel is registered for this device type specifically, use the kernels for every
-        # device.
+        # If no kernel is registered for this device type, use the kernels for every device.
         at = device if device in references or device in self.by_device else None
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))

@@ -34,8 +34,6 @@ Buckets: TypeAlias = "Mapping[str, Mapping[int, Sequence[int]]]"
 
 
 class Tuning(NamedTuple):
-    """The measurement file and the buckets that an operator's author passed to `set_tuning`."""
-
     table: Path | None = None
     buckets: Buckets = types.MappingProxyType({})
 
@@ -44,26 +42,24 @@ class UnknownKindError(Exception):
     """An argument has a type that cannot be part of a cache key, such as a sparse tensor."""
 
 
-# The measurements that this process made, or received from rank 0 in a distributed program.
+# The measurements that this process made, or received from rank 0 in a distributed program
 _own: list[Measurement] = []
 
 
 def users_table() -> Path | None:
-    """Return the path of the table in the user's cache folder, or None if there is no folder."""
     with contextlib.suppress(NativeUnavailableError):
         return cache_folder() / "tuning.json"
     return None
 
 
 def add(new: Sequence[Measurement]) -> None:
-    """Add measurements of this process, so later calls use them."""
     with registration_lock:
         _own[:] = measurements.merged(_own, new)
         forget()
 
 
 def forget() -> None:
-    """Clear the caches, so later calls read the files again. Requires the registration lock."""
+    """Make later calls read the files again. Requires the registration lock."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -82,13 +78,8 @@ def find(
     A measurement is outdated if it was made on another device, with another PyTorch release, or
     with another version of a kernel. If all matching measurements are outdated, warn once.
 
-    Args:
-        op: the operator.
-        tuning: the measurements and buckets that the author set.
-        digests: maps each provider to the digest of its current kernel.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
-        reported: the problems that were already reported to the user.
+    `digests` maps each provider to the digest of its current kernel, and `reported` contains the
+    problems that were already reported to the user.
     """
     try:
         arguments, sizes = described(args, kwargs)
@@ -130,7 +121,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        # A provider that is no longer registered has no digest, so there is nothing to compare.
+        # The kernel of a provider that is no longer registered has no digest to compare.
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None
@@ -142,7 +133,7 @@ def _index(
 ) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
     """Map (operator name, `Measurement.arguments`) to measurements, each with its source.
 
-    The measurements of this process come first, then the user's table, then the author's table.
+    The measurements of this process come first. Next come the user's table and the author's table.
     """
     index: dict[tuple[str, str], list[tuple[Measurement, str]]] = {}
     user = users_table()
@@ -158,7 +149,6 @@ def _index(
 
 @functools.cache
 def _read(path: Path) -> Sequence[Measurement]:
-    """Return the measurements in a file. If the file is invalid, warn and return an empty tuple."""
     try:
         return measurements.read(path)
     except TableError as error:
@@ -172,10 +162,7 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     """Return a text that describes a call's arguments, and a list of all tensor sizes.
 
     The text is `Measurement.arguments`: it contains dtypes and plain values, and a `*` in place of
-    each tensor size.
-
-    Raises:
-        UnknownKindError: an argument is neither a tensor nor a plain value nor a list of these.
+    each tensor size. Raise UnknownKindError for other types of arguments.
     """
     sizes: list[Any] = []
 
@@ -195,7 +182,6 @@ def described(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, list
     return ", ".join(map(spelled, (*args, *kwargs.values()))), sizes
 
 
-# The types of plain values. `described` includes them in the text unchanged.
 PLAIN = (
     *(bool, int, float, complex, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -234,7 +220,6 @@ def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
 
 
 def device_name(values: Sequence[Any]) -> str:
-    """Return the name of the hardware that runs a call, with the number of threads for a CPU."""
     devices: Iterator[torch.device] = (tensor.device for tensor in tensors_in(values))
     device = next((each for each in devices if each.type != "cpu"), torch.device("cpu"))
     if device.type == "cpu":
@@ -256,7 +241,6 @@ def _processor() -> str:
 
 
 def torch_release() -> str:
-    """Return PyTorch's major and minor version."""
     return ".".join(torch.__version__.split(".")[:2])
 
 

@@ -16,13 +16,6 @@ from torchop._schema.naming import OpName
 def declare_residuals(
     name: OpName, function: Callable[..., Any], types: Mapping[str, Any] | None
 ) -> Any:
-    """Return a new operator's declared residuals, or None if it declares none.
-
-    Args:
-        name: the name of the operator.
-        function: the kernel. Its return annotation may declare residuals.
-        types: the argument `residuals` of `custom_op`: a mapping from names to types, or None.
-    """
     types = declared_types(name, function, types)
     if types is None:
         return None

@@ -64,7 +64,6 @@ def declared_types(
 
 
 def hide_residuals(kernel: Any, function: Callable[..., Any]) -> None:
-    """Remove the residuals from the signature of `kernel`, which wraps `function`."""
     annotated = _annotated(function)
     alone = tuple(each for each in annotated if not isinstance(each, Residuals))
     if len(alone) < len(annotated):

@@ -28,17 +28,12 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
-# We add this attribute to a `torch.library.Library`. It is a dict from the names of the library's
-# operators to the definitions of their helper operators `name__backward_kernel`.
+# An attribute that torchop adds to a `torch.library.Library`: a dict from the names of the
+# library's operators to the definitions of their helper operators `name__backward_kernel`.
 _ATTRIBUTE = "_torchop_backward_kernels"
 
 
 class BackwardKernel:
-    """A function that was passed as `backward_kernel`, after validation.
-
-    `define` makes it an operator, and `formula` makes it a backward formula.
-    """
-
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.what = what = f"{definition}: backward_kernel"
@@ -66,7 +61,6 @@ class BackwardKernel:
         self._declare(function, signature)
 
     def _check_saved(self, names: Sequence[str]) -> None:
-        """Raise if a parameter is not named after an argument, an output or a residual."""
         schema, declared = self.definition.schema, self.definition.declaration.residuals
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
@@ -85,10 +79,7 @@ class BackwardKernel:
         self.residuals = [n for n in names if n in residuals and n not in self.arguments]
 
     def _check_returned(self, returned: Any) -> list[bool]:
-        """Check the return annotation. For each gradient, return whether it may be None.
-
-        None means a gradient of zero.
-        """
+        """Check the return annotation. For each gradient, return whether it may be None (zero)."""
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
         stripped = [types.strip_optional(annotation) for annotation in each]
         if len(each) != len(self.differentiated) or not all(
@@ -173,8 +164,6 @@ class BackwardKernel:
         return is_flat and one == two
 
     def fill_zeros(self, function: Callable[..., Any]) -> Any:
-        """Wrap a user's kernel to return zeros instead of None."""
-
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
             gradients = function(*args, **kwargs)
@@ -212,14 +201,14 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Define the operator and return functions `backward` and `setup_context` that use it."""
         helper = self.define()
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
         # One pair for each argument that gets a gradient: the position of the argument in `inputs`,
         # and the position of its saved value in `taken`. Only lists that may contain None need the
-        # saved value, to find the items that are None. For other arguments, it is None.
+        # saved value, to find the items that are None. For other arguments, the second position is
+        # None.
         places = [
             (inputs.index(a), taken.index(a.name) if _may_hold_none(a) else None)
             for a in self.differentiated
@@ -263,7 +252,7 @@ class BackwardKernel:
 
 
 class _ZeroFillingConvention(typing.NamedTuple):
-    """The calling convention of backward kernels: they may return None instead of zeros."""
+    """The calling convention of backward kernels, which may return None instead of zeros."""
 
     of: BackwardKernel
 
@@ -287,7 +276,6 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
 
 
 def _is_gradient_of(kind: str, result: str) -> bool:
-    """Return whether a parameter of type `kind` fits the gradient of a result of type `result`."""
     # The gradient of a result of type Tuple[Tensor] is a tensor, not a tuple.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
     return kind in (expected, f"Optional[{expected}]")
@@ -337,7 +325,6 @@ _TENSOR = _Saved(None)
 
 
 def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
-    """Save the tensors in `values` on `ctx`. Return the values with placeholders for tensors."""
     tensors: list[Any] = []
     passed: list[Any] = []
     for value in values:

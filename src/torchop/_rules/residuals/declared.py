@@ -1,5 +1,3 @@
-"""An operator's declared residuals, and checks of the residuals that its kernels return."""
-
 from __future__ import annotations
 
 import functools
@@ -28,9 +26,7 @@ _class_named: Callable[[str, Mapping[str, Any]], Any] = namedtuple
 
 
 class Declared:
-    """The residuals that an operator declares.
-
-    Residuals are outputs of the kernel that only the backward uses.
+    """An operator's declared residuals, i.e. kernel outputs that only the backward uses.
 
     Attributes:
         named: a namedtuple class. `setup_context` receives the residuals as an instance of it.
@@ -70,7 +66,6 @@ class Declared:
             )
 
     def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel to return only the result, without the residuals."""
         return wrap_kernel(function, self) if callable(function) else function
 
     def author_of(self, kernel: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -81,8 +76,8 @@ class Declared:
         count = len(self.named._fields) * self._are_tensors
         training = formula.training
         # Inside a `torchop.testing.checking` block, a wrapper of `formula.save` runs the checks.
-        # C++ code would bypass the wrapper, because it calls `setup_context` directly. So C++ does
-        # not get `setup_context` then.
+        # C++ code would bypass the wrapper, because it calls `setup_context` directly. So do not
+        # pass `setup_context` to C++ while checks run.
         is_checked = checking.checker is not None
         setup = (
             training and not is_checked and (formula.setup_context, training.guard, training.mark)
@@ -95,7 +90,6 @@ class Declared:
 
     @property
     def spelled(self) -> str:
-        """The expression that a kernel must return, as Python code for error messages."""
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
@@ -128,7 +122,6 @@ class Declared:
     def check_fresh(
         self, of: Schema, args: Sequence[Any], kwargs: dict[str, Any], output: Any, flat: Any
     ) -> None:
-        """Raise AliasError if a residual shares memory with an input, output or other residual."""
         tensors = list(tensors_in(flat))
         others = list(tensors_in(output if isinstance(output, tuple) else (output,)))
         if len(set(map(id, tensors))) == len(tensors) and all(

@@ -20,10 +20,8 @@ Output = TypeVar("Output")
 
 
 class Returned:
-    """The return value of `torchop.residuals`: a result and the residuals."""
-
     __slots__ = ("output", "saved")  # an __init__ would double the time to create an object
-    __module__ = "torchop"  # the module to show in error messages
+    __module__ = "torchop"  # shown in error messages
     _torchop_fix = " Only operators that declare residuals return them, around the whole result."
 
     output: Any
@@ -136,10 +134,7 @@ class Request:
 
 
 def in_native_calls(native: Any) -> tuple[Any, ...]:
-    """Replace `_records` and `_returned` with C++ functions.
-
-    Return the objects of this module that the C++ code uses.
-    """
+    """Replace `_records` and `_returned` with C++ functions."""
     global _records, _returned
     _records, _returned = native.make_handover(Returned, _recording)
     return Returned, _recording, (None, True)
@@ -176,8 +171,7 @@ def _restore(thread: int, state: tuple[Request | None, bool]) -> None:
 def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]:
     """Wrap a kernel or fake kernel to return only the result, without residuals.
 
-    If the current thread has a `Request` with the same key, the wrapper stores the residuals in the
-    request. Otherwise it drops them.
+    If the current thread has a `Request` with the same key, the wrapper stores the residuals there.
     """
     if author_of(function, key) is not None:
         return function
@@ -212,8 +206,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    Without this wrapper, `records_gradient` would return True if the operator is called by another
-    operator's kernel, and that kernel must return residuals.
+    Without this wrapper, `records_gradient` would return True if another operator's kernel, which
+    must return residuals, calls the operator.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function
@@ -231,7 +225,7 @@ def not_recording(definition: Definition, function: Callable[..., Any]) -> Calla
 
 
 def author_of(function: Any, key: object) -> Callable[..., Any] | None:
-    """Return the user's function if `function` is a wrapper that `wrap_kernel` created, or None."""
+    """Return the user's function if `function` is a wrapper that `wrap_kernel` created."""
     of_key, kernel, author = getattr(function, "_torchop_author", (None, None, None))
     # Another wrapper may have copied the attribute with `functools.wraps`, so check that `function`
     # is the object that `wrap_kernel` returned.

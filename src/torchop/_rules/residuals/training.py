@@ -32,13 +32,11 @@ from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.text import results_of, write, write_results
 
-# We store the training form in this attribute of the operator's `torch.library.Library`.
+# The attribute of the operator's `torch.library.Library` that stores the training form.
 _ATTRIBUTE = "_torchop_with_residuals"
 
 
 class TrainingForm:
-    """The helper operator `name__with_residuals`, which returns `name`'s results and residuals."""
-
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
         self.declared: Any = definition.declaration.residuals
@@ -56,11 +54,11 @@ class TrainingForm:
             self._kernel,  # also the fake kernel, because it only calls the operator
         )
         op = str(definition)
-        # `guard(places)` returns a function that replaces the residuals, i.e. the saved tensors at
-        # these places, with tensors that raise if they are differentiated. Calls that save
-        # residuals at the same places share the function.
+        # `guard(places)` returns a function that replaces the saved tensors at these places, which
+        # are residuals, with tensors that raise if they are differentiated. The cache lets calls
+        # that save residuals at the same places share the function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
-        self.vmap_rule: Any = None  # the rule that `vmap.follow` registered
+        self.vmap_rule: Any = None
         vmap.follow(self)
         register_for_checkpoints(self.helper, definition.overload)
         self.is_counted = False
@@ -93,7 +91,6 @@ class TrainingForm:
         return request(self.declared)
 
     def saving(self, setup: Callable[..., Any]) -> Callable[..., None]:
-        """Return the function `Formula.save` for a `setup_context` with a parameter `residuals`."""
         declared, schema = self.declared, self.definition.schema
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, seen: Any) -> None:
@@ -151,8 +148,8 @@ class TrainingForm:
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
             # `gradients` must see whether the gradient of a residual is None, so autograd must not
-            # materialize gradients. Unless the user's `setup_context` turns materialization off
-            # too, `gradients` materializes the gradients of the results itself. `ctx` has no getter
+            # materialize gradients. Unless the user's `setup_context` also turns materialization
+            # off, `gradients` materializes the gradients of the results itself. `ctx` has no getter
             # for this flag, so intercept the setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
@@ -194,8 +191,8 @@ def _materialized(grad: Any, like: Any) -> Any:
 def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -> tuple[Any, ...]:
     """Return the saved tensors but replace residuals with tensors that raise if differentiated.
 
-    `places` contains the indices of the residuals in `tensors`. Without the replacement, a double
-    backward would treat residuals as constants, and the second derivative would silently be wrong.
+    Without the replacement, a double backward would treat residuals as constants, and the second
+    derivative would silently be wrong. `places` contains the indices of the residuals in `tensors`.
 
     Each replacement is the output of an autograd node that raises. Autograd only runs nodes on a
     path to an input, so the node is connected to `anchor`, a tensor that requires grad.
@@ -237,7 +234,7 @@ def _through_residual(op: str) -> MissingFormulaError:
 
 
 def training_form(definition: Definition) -> TrainingForm:
-    """Return the helper operator `name__with_residuals` of an operator. Define it on first use."""
+    """Return the helper operator `name__with_residuals` of `name`. Define it on first use."""
     attributes: dict[str, Any] = definition.library.__dict__
     if _ATTRIBUTE not in attributes:
         attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))

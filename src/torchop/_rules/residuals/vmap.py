@@ -2,7 +2,7 @@
 
 The training form is a helper operator that also returns the operator's residuals. The vmap rule
 calls the operator with the whole batch. If a gradient is recorded, this module collects the
-residuals of that call, and the rule must return the batch dimensions of the residuals.
+residuals of that call, and the rule must return their batch dimensions.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _rule(form: Any) -> Callable[..., Any]:
         key = _shapes((definition.plan, args, in_dims, (*kwargs.items(),), calls.saved[0], saved))
         try:
             hash(key)
-        except TypeError:  # the key contains symbolic sizes, for example
+        except TypeError:  # for example, the key contains symbolic sizes
             key = None
         if key is None or key not in checked:
             _check_dims(form, [*map(with_dims, args, in_dims)], kwargs, calls.saved[0], saved)
@@ -86,8 +86,8 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
     """Raise if the batch dimensions of residuals are wrong.
 
     If the vmap rule returned None as the batch dimension of a batched residual, autograd would sum
-    gradients over the batch. To find this mistake, the number of dimensions of each residual is
-    compared with the fake kernel's residual for a single element.
+    gradients over the batch. To find this mistake, compare each residual's number of dimensions
+    with the fake kernel's residual for a single element.
     """
     op, names = form.definition, form.declared.named._fields
     try:

@@ -31,11 +31,6 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
-    """The `torchop.Rule` that stores operators' checkpoint policies.
-
-    A user registers a policy or a function that chooses a policy in each call.
-    """
-
     def validate(self, op: OpOverload, value: Any) -> Decision:
         what = f"{op.name()}: a checkpoint policy"
         if isinstance(value, str) and value in _WORDS:

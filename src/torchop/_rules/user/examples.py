@@ -19,10 +19,8 @@ Valid = Callable[..., bool]
 class Examples(NamedTuple):
     """The sample inputs of an operator.
 
-    Attributes:
-        make: a function without parameters. Each call yields the examples with new tensors.
-        valid: a function that takes the arguments of a call and returns whether the call is valid.
-            None if all calls are valid.
+    Each call of `make` yields the examples with new tensors. `valid` takes the arguments of a call
+    and returns whether the call is valid. If it is None, all calls are valid.
     """
 
     make: Callable[[], Iterable[Any]]
@@ -30,8 +28,6 @@ class Examples(NamedTuple):
 
 
 class _ExamplesRule(Rule[Examples]):
-    """The `torchop.Rule` that stores operators' examples, as functions that yield them."""
-
     def validate(self, op: OpOverload, value: Any, *, valid: Any = None) -> Examples:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
         if valid is not None:
@@ -48,8 +44,8 @@ class _ExamplesRule(Rule[Examples]):
     def valid(self, op: OpOverload) -> Valid | None:
         """Return an operator's function `valid`, or None if all calls are valid.
 
-        If the operator is an in-place or out= form that torchop derived, and has no `valid` of its
-        own, use the function of the functional operator.
+        An in-place or out= form that torchop derived uses the function of the functional operator,
+        unless it has a `valid` of its own.
         """
         own = self.lookup(op).valid if self.has(op) else None
         if own is not None:
@@ -101,13 +97,7 @@ def register_examples(
 def make_examples(op: OpLike) -> list[Example]:
     """Call an operator's registered example function and check the examples that it yields.
 
-    Returns:
-        For each example, a pair of positional arguments and keyword arguments.
-
-    Raises:
-        MissingRuleError: no examples are registered.
-        RuleSignatureError: the operator does not accept the arguments of an example. This error is
-            a `TypeError`.
+    Return a pair of positional arguments and keyword arguments for each example.
     """
     examples = EXAMPLES.lookup(op).make()
     overload = Operator(op, "examples").overload
@@ -120,10 +110,9 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def operator_of_examples(op: OpLike, caller: str) -> Operator:
-    """Return an operator, together with its handle if it has one.
+    """Return an operator with its handle, i.e. the object that `custom_op` returned, if any.
 
-    Callers need the handle to pass examples, because examples may contain structures such as
-    dataclasses, and only a handle accepts these.
+    Examples may contain structures such as dataclasses, and only a handle accepts these.
     """
     return Operator(Operator(op, caller).handle or op, caller)
 

@@ -16,11 +16,10 @@ from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """The `torchop.Rule` that stores operators' FLOP formulas.
+    """Stores FLOP formulas as wrappers with the signature `(args, kwargs, result)`.
 
     A user's formula takes the operator's arguments and optionally the result. Unless `get_raw` is
-    set, it receives shapes instead of tensors. The rule stores a wrapper with the signature
-    `(args, kwargs, result)`.
+    set, it receives shapes instead of tensors.
     """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:

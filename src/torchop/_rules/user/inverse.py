@@ -21,17 +21,11 @@ __all__ = ["inverse", "right_inverse"]  # public names
 
 
 class Inverse(NamedTuple):
-    """The data that is stored for an operator's registered inverse or right inverse.
+    """A registered inverse or right inverse, with everything that calls need.
 
-    All of it is computed at registration, because compilers trace `torchop.inverse`, and tracing
-    this computation could fail.
-
-    Attributes:
-        name: the name of the operator.
-        call: a wrapper of the user's function that fills in the operator's default values.
-        required: the names of the operator's arguments that have no default value, except the
-            first.
-        results: the number of results of the operator.
+    All fields are computed at registration, because compilers trace `torchop.inverse`, and tracing
+    the computation could fail. `call` fills in the operator's default values. `required` contains
+    the arguments without a default, except the first, and `results` is the number of results.
     """
 
     name: str
@@ -41,10 +35,7 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """The `torchop.Rule` that stores operators' inverses.
-
-    An inverse takes the operator's output in place of its first argument.
-    """
+    """Stores inverses, which take the operator's output in place of its first argument."""
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -219,7 +210,6 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """Return an operator's registered inverse, and a function that applies it to an output."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
@@ -265,7 +255,6 @@ def _with_defaults(
 
 
 def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
-    """Raise if an operator in a sequence has several results or several required arguments."""
     if inverse.results != 1:
         raise RuleSignatureError(
             f"{inverse.name} has {inverse.results} results, but each operator of a sequence is "

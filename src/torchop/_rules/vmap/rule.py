@@ -21,13 +21,10 @@ _LEADING = ("info", "in_dims")
 
 
 SEQUENTIAL: Final = "sequential"
-# A vmap rule: a function that the user registered, or the name of the built-in rule.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
 class VmapRule(CompiledRule["VmapFunction | None"]):
-    """The vmap rule of an operator."""
-
     function: VmapFunction | None = None
 
     def compile(self) -> VmapFunction | None:
@@ -135,7 +132,6 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
 
 
 def _check_fresh(definition: Definition, args: Any, kwargs: Any, output: Any) -> None:
-    """Raise AliasError if an output shares memory with an argument or another output."""
     tensors = [*tensors_in((*args, *kwargs.values()))]
     outputs = [*tensors_in(output if isinstance(output, tuple) else (output,))]
     if any(map(functorch.is_wrapped, (*tensors, *outputs))):
@@ -174,10 +170,9 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
 
 
 def missing_rule_error(name: str, error: RuntimeError) -> RuntimeError | None:
-    """Return the error to raise instead of `error`, or None if no vmap rule is missing."""
-    # These are the messages of batchedTensorForLoopFallback
-    # (aten/src/ATen/functorch/BatchedFallback.cpp). The error may be about another operator, which
-    # a vmap rule called. Its name may begin with `name`, so compare up to the end of the name.
+    # PyTorch's batchedTensorForLoopFallback (aten/src/ATen/functorch/BatchedFallback.cpp) raises
+    # these messages. The error may be about another operator, which a vmap rule called. The name of
+    # that operator may begin with `name`, so compare up to the end of the name.
     start = f"Batching rule not implemented for {name}"
     if not str(error).startswith((f"{start};", f"{start}. ")):
         return None

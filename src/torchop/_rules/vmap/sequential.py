@@ -17,8 +17,6 @@ from torchop._schema.forms import Form
 
 
 class _Mapped:
-    """A batched tensor, and the dimension over which vmap maps."""
-
     __slots__ = ("dim", "tensor")
 
     def __init__(self, tensor: Tensor, dim: int) -> None:
@@ -27,7 +25,7 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """Wrap the batched tensors of an argument in `_Mapped`, to store the batch dimensions.
+    """Wrap the batched tensors of an argument in `_Mapped`.
 
     `dim` is the argument's entry in `in_dims`.
     """
@@ -75,9 +73,9 @@ def map_elements(
 ) -> Any:
     """Call the operator once per element of a batch and stack the results along dimension 0.
 
-    The caller must have wrapped batched tensors with `with_dims`. For an empty batch, the fake
-    kernel determines the shapes of the results. If `replay` is true, all elements draw the same
-    random numbers. For in-place and out= forms, return None, because they write into the batch.
+    The caller must have wrapped batched tensors with `with_dims`. If `replay` is true, all elements
+    draw the same random numbers. For in-place and out= forms, return None, because they write into
+    the batch.
     """
     schema = definition.schema
     elements = [_element(args, kwargs, index) for index in range(batch_size)]
@@ -107,10 +105,9 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    """Call the operator once per element, each with the same random numbers if `replay` is true."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
-    args, kwargs = elements[0]  # the devices and generators are the same for all elements
+    args, kwargs = elements[0]  # all elements have the same devices and generators
     values = (*args, *kwargs.values())
     if any(map(tracing.is_traced, tensors_in(values))):
         raise RuntimeError(
@@ -130,7 +127,6 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
 def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise if elements of the batch would write into the same memory."""
     for name, value in passed(definition.schema.mutated_places, mapped, kwargs):
         for _, where, _ in named_tensors([(name, value)], "argument"):
             raise MutationError(
@@ -147,7 +143,6 @@ def _check_written(
 
 
 def result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the fake kernel's result for a single element of a batch."""
     with fake_tensors.fake_calls() as make_fake:
 
         def fake_element(value: _Mapped | Tensor) -> Tensor:
@@ -185,14 +180,12 @@ def _check_sizes_are_known(definition: Definition, outputs: Sequence[Tensor], wh
 def _combined(
     definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
-    """Combine the values that one output has for the elements of the batch."""
     if not outputs:
         return None  # the batch is empty, and the operator returns nothing
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
-        # Compare each shape with the first one. Symbolic sizes are not hashable, so the shapes
-        # cannot be collected in a set.
+        # Symbolic sizes are not hashable, so the shapes cannot be collected in a set.
         other = next((o for o in outputs if fake_tensors.shapes_differ(first, o)), None)
         if other is None:
             _check_sizes_are_known(definition, outputs, what)

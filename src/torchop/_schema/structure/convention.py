@@ -1,7 +1,7 @@
 """The calling convention for operators with structured arguments or results.
 
 Authors write kernels and rules that take and return objects, such as dataclasses. This module wraps
-them as functions that take and return the values of the flat schema.
+them in functions that take and return the values of the flat schema.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from torchop._schema.tree import FunctionTree
 
 
 class StructuredConvention(Convention):
-    """Wraps functions that take and return objects, so that they take and return flat values."""
-
     __slots__ = ("_keywords", "_positional", "structure")
     structure: Structure
 
@@ -36,7 +34,7 @@ class StructuredConvention(Convention):
         return structure.kernel(function)
 
     def fake(self, function: Function, /) -> Function:
-        if getattr(function, "is_declared", False):  # from register_fake(like=...): already flat
+        if getattr(function, "is_declared", False):  # from register_fake(like=...), so already flat
             return function
         self._check(f"{self.structure.op}: a fake kernel", function)
         return self.structure.kernel(function)
@@ -52,7 +50,7 @@ class StructuredConvention(Convention):
             objects, keyword_objects = structure.objects(*args, **kwargs)
             returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
             if not isinstance(returned, tuple) or len(returned) != 2:
-                return returned  # the caller checks this, and raises
+                return returned  # the caller checks this and raises
             output, out_dims = returned
             return structure.flat_result(output), structure.spread_result(out_dims)
 
@@ -71,7 +69,10 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula. It may return a mapping as the gradient of a structure."""
+        """Convert a backward formula.
+
+        It may return a mapping from field names to gradients as the gradient of a structure.
+        """
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -79,8 +80,8 @@ class StructuredConvention(Convention):
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
-            # A subclass of tuple is a NamedTuple: the gradient of one structured argument, not a
-            # tuple of gradients.
+            # A subclass of tuple is a NamedTuple: the gradient of a single structured argument, not
+            # a tuple with the gradients of several arguments.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
                 gradients = gradients[:-1]
@@ -101,7 +102,10 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula. It receives a mapping as the tangent of a structure."""
+        """Convert a forward-mode formula.
+
+        The tangent of a structure is a mapping from field names to tangents.
+        """
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
         check_signature(f"{structure.op}: jvp", jvp, names)
@@ -138,11 +142,9 @@ class StructuredConvention(Convention):
     def arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Convert flat arguments to objects. Arguments may be e.g. shapes instead of tensors."""
         return self.structure.objects(*args, **kwargs)
 
     def result(self, result: Any, /) -> Any:
-        """Pack one value per flat result, e.g. a shape, in the structure of the author's result."""
         return self.structure.gather_result(result)
 
     def deregistered(self, reason: str) -> None:
@@ -152,7 +154,6 @@ class StructuredConvention(Convention):
         self.structure.invalidate(raise_error)
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
-        """Raise unless a function accepts `leading`, followed by the operator's arguments."""
         check_signature(what, function, (*leading, *self._positional), self._keywords)
 
 
@@ -183,8 +184,7 @@ class StructuredCall:
 class Context:
     """A proxy for a formula's `ctx`.
 
-    For an argument that is a structure, `needs_input_grad` contains a mapping from field names to
-    bools.
+    For a structured argument, `needs_input_grad` contains a mapping from field names to bools.
     """
 
     __slots__ = ("_context", "_structure")

@@ -1,9 +1,9 @@
 """Flatten the structured arguments of a call that Dynamo traces.
 
-In eager mode, code that `Structure` generated turns structures, such as dataclasses, into the
-arguments of the operator's schema. The code checks the type of every field. Dynamo could trace it,
-but tracing these checks takes longer than tracing the rest of the call. So the same arguments are
-computed here, without tracing.
+In eager mode, generated code (see `Structure`) turns structures, such as dataclasses, into the
+arguments of the operator's schema, and checks the type of every field. Dynamo could trace that
+code, but tracing the checks takes longer than tracing the rest of the call. So this module computes
+the same arguments without tracing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The types of the class attributes that implement slots and the fields of a NamedTuple. Reading
-# such a field of an instance runs no Python code.
+# The types of the class attributes that implement slots and NamedTuple fields. Reading such an
+# attribute of an instance runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -41,17 +41,12 @@ class Compiler(Protocol):
         """
 
     def constant(self, value: Any) -> Any:
-        """Return the constant that a traced value stands for.
-
-        Raises:
-            NotImplementedError: the value is not a constant.
-        """
+        """Return the constant that a traced value stands for, or raise NotImplementedError."""
 
     def describe(self, constant: Any) -> Any:
         """Wrap a constant as a traced value.
 
-        Raises:
-            NotImplementedError: the compiler does not support constants of this type.
+        Raise NotImplementedError if the compiler does not support constants of this type.
         """
 
 
@@ -112,8 +107,8 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
-    If it does run code, such as a property, this code may run twice: once here, and again if Dynamo
-    has to trace the generated code.
+    Reading a property, for example, runs code. That code may run twice: once here, and again if
+    Dynamo must trace the generated code.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
@@ -123,7 +118,6 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Return whether a class member, such as a property, runs Python code when it is read."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
@@ -138,6 +132,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except ArgumentError as error:  # traced code will raise it again, where programs can catch it
+    except ArgumentError as error:  # traced code raises it again, where the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

@@ -1,7 +1,7 @@
 """Annotation trees, which describe how a structured value is split into flat values.
 
 For example, the annotation of a dataclass becomes a node with a child for each field. Each leaf is
-one argument of the operator's schema, or one result. Nodes generate the code that splits (flattens)
+one argument or one result of the operator's schema. Nodes generate the code that splits (flattens)
 a value into the values of its leaves, and the code that rebuilds the value from them.
 """
 
@@ -33,11 +33,10 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The start of error messages: the operator and the path, as in `lib::crop: cfg.box`."""
+        """The start of error messages, such as `lib::crop: cfg.box`."""
         return f"{self.op}: {self.path}"
 
     def leaves(self) -> Iterator[Leaf]:
-        """Iterate over the leaves in declaration order."""
         for part in self._parts:
             yield from part.leaves()
 
@@ -54,13 +53,16 @@ class Node:
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        """Group values for the leaves, such as gradients, in a mapping by field name."""
+        """Return a mapping from field names to the values of the leaves, such as gradients.
+
+        `values` maps leaf names to these values.
+        """
         return None  # for nodes without tensors
 
     def spread(self, value: Any) -> dict[str, Any]:
-        """Split `value` into a dict of values by leaf name.
+        """Split `value` into a dict from leaf names to values.
 
-        `value` is an object of this structure, a mapping of field names to values, or None.
+        `value` is an object of this structure, a mapping from field names to values, or None.
         """
         return {}  # for nodes without tensors
 
@@ -75,9 +77,8 @@ class Leaf(Node):
     Attributes:
         checked: whether generated code checks and encodes the value. If not, the dispatcher checks
             it.
-        default: the default in the schema, or `MISSING`.
-        unwritable_default: the default, if a schema cannot express it. The default in the schema is
-            then None.
+        unwritable_default: the default, if a schema cannot express it. The schema then has the
+            default None.
         is_required_if_given: whether None is only valid if the enclosing structure is None.
     """
 
@@ -92,11 +93,6 @@ class Leaf(Node):
         self.is_required_if_given = False
 
     def set_plain_default(self, value: Any) -> None:
-        """Set the default of a parameter whose value needs no conversion.
-
-        Raises:
-            SchemaError: a schema cannot express the default.
-        """
         self.is_optional |= value is None
         defaults.render(value, self.schema_type)
         self.default = value
@@ -110,7 +106,7 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a valid value, so it cannot mean "use the default" in the schema
+                return  # None is a valid value, so in the schema it cannot stand for the default
             self.unwritable_default = default
             default = None
         self.default = default
@@ -125,7 +121,7 @@ class Leaf(Node):
         return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
-        """Give the argument a default to pass if the enclosing optional structure is None."""
+        """Add a default, which is passed if the enclosing optional structure is None."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
             return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
@@ -137,7 +133,6 @@ class Leaf(Node):
         return self.kind.schema + "?" * (self.is_optional or has_none)
 
     def placeholder(self, source: Source) -> str:
-        """Return the expression for the value to pass if the enclosing structure is None."""
         if self.default is not MISSING and self.default is not None:
             return source.object(self.default, f"default_{self.name}")
         return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
@@ -196,8 +191,6 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    """A structure with fields, such as a dataclass. Each field is a child node."""
-
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
         self.fields = fields
@@ -246,7 +239,6 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """Return the gradients of the fields, by field name. Some fields may be missing."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -261,7 +253,7 @@ class Fields(Node):
 class ResultFields(Fields):
     """A result with fields, such as a dataclass.
 
-    Backward formulas receive the result's gradients as an object of the same class.
+    Backward formulas receive its gradients as an object of the same class.
     """
 
     def gather(self, values: Mapping[str, Any]) -> Any:
@@ -271,7 +263,7 @@ class ResultFields(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Do not call __init__, because it may check the values, and the check may reject gradients.
+        # Skip __init__, because it may check the values and reject gradients.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -292,7 +284,7 @@ def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -
 
 
 class Pair(Node):
-    """A value that becomes two arguments: for a dict, a list of keys and a list of values."""
+    """A value that becomes two arguments. For example, a dict becomes lists of keys and values."""
 
     def __init__(
         self,
@@ -329,7 +321,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. An additional bool in the schema is False if the structure is None."""
+    """An optional structure. An extra bool in the schema is False if the structure is None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
@@ -367,8 +359,6 @@ class Maybe(Node):
 
 
 class Parameter(NamedTuple):
-    """A parameter of the author's function, and its annotation tree."""
-
     declared: inspect.Parameter
     node: Node
 
@@ -386,6 +376,5 @@ class Parameter(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the parameter can be passed to the schema's argument without a conversion."""
         by_position = self.declared.kind is inspect.Parameter.POSITIONAL_ONLY
         return not by_position and isinstance(self.node, Leaf) and self.node.kind.is_plain

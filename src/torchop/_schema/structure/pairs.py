@@ -1,5 +1,3 @@
-"""Conversions for values that need two schema arguments: dicts, and lists of lists."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -10,7 +8,7 @@ from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that splits a dict into keys and values, and the inverse function."""
+    """Return a function that splits a dict into keys and values, and its inverse."""
     exact, encode_item = item.exact, item.encode
 
     def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
@@ -37,9 +35,9 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that flattens a list of lists, and the inverse function.
+    """Return a function that flattens a list of lists, and its inverse.
 
-    The function returns a list of all items, and a list of the lengths of the inner lists.
+    The first function returns a list of all items, and a list of the lengths of the inner lists.
     """
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list

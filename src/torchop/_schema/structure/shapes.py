@@ -1,8 +1,4 @@
-"""The types of structures that operators support: dataclasses, NamedTuples, and tuples as results.
-
-A `Shape` represents such a type. It lists the fields, and generates code that reads the fields of
-an object, and code that creates an object.
-"""
+"""The supported types of structures: dataclasses, NamedTuples, and tuples as results."""
 
 from __future__ import annotations
 
@@ -21,7 +17,6 @@ from torchop._schema.callables import accepts
 from torchop._schema.kinds import wrong_type
 from torchop._schema.structure.source import Source, is_plain
 
-# A sentinel for a missing default or field.
 MISSING: Any = inspect.Parameter.empty
 
 
@@ -31,13 +26,7 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """A type with fields. Generates code that reads the fields, and code that creates objects.
-
-    Attributes:
-        spelled: the name of the type.
-        qualified: the name of the type with its module.
-        fields: the declared fields, by name.
-    """
+    """A type with fields. Generates code that reads the fields, and code that creates objects."""
 
     def __init__(
         self, spelled: str, fields: Mapping[str, Field], qualified: str | None = None
@@ -54,14 +43,14 @@ class Shape:
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write code that creates an object, and return an expression for the object.
+        """Write code that creates an object, and return an expression for it.
 
-        `fields` contains the expression for each field, by name.
+        `fields` maps the name of each field to an expression.
         """
         raise NotImplementedError
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:
-        """Return the fields of an object or a mapping. Return None for other values."""
+        """Return the fields of an object or a mapping, or None for other values."""
         if isinstance(value, Mapping):
             return value if set(value) <= set(self.fields) else None
         return None
@@ -95,7 +84,7 @@ def wrong_result(where: str, expected: str, value: Any) -> ResultError:
 
 
 class ClassShape(Shape):
-    """An argument or result that must be an instance of exactly this class, not of a subclass."""
+    """An argument or result that must be an instance of exactly this class."""
 
     def __init__(
         self, cls: type, fields: Mapping[str, Field], *, is_of_result: bool = False
@@ -105,8 +94,8 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        # Reject subclasses, because the operator would rebuild an object of the base class, without
-        # the additional fields.
+        # Reject subclasses, because the operator would rebuild the base class and lose the extra
+        # fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
@@ -120,15 +109,13 @@ class ClassShape(Shape):
 
 
 class DataclassShape(ClassShape):
-    """A dataclass. If possible, objects are created without `__init__`, as `copy.copy` does."""
-
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Dynamo traces the code that creates results, and only supports calling the class.
+        # Dynamo traces the code that creates results, and supports only calls to the class.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # Skip __init__, because for a frozen dataclass it takes longer than the rest of the call.
+        # Skip __init__, which takes longer than the rest of the call if the dataclass is frozen.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -154,7 +141,7 @@ def has_custom_construction(cls: Any) -> bool:
         or "__dataclass_fields__" not in vars(cls)  # a subclass that is not a dataclass itself
         or code is None
         # A generated __init__ has the file name "<string>". Code from `python -c` has the same file
-        # name, so compare the qualified name too, which code has since Python 3.11.
+        # name, so also compare the qualified name, which Python 3.11 added to code objects.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
@@ -172,14 +159,12 @@ class NamedTupleShape(ClassShape):
 
 
 def argument_shape(annotation: Any) -> Shape | None:
-    """Return the shape of a structured argument, or None for other annotations."""
     if not isinstance(annotation, type):
         return None
     return _class_shape(annotation, is_of_result=False)
 
 
 def result_shape(annotation: Any) -> Shape | None:
-    """Return the shape of a structured result, or None for other annotations."""
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and args and Ellipsis not in args:
         return TupleShape(args)
@@ -211,7 +196,10 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 
 
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """Return a dataclass's fields. Raise SchemaError if they cannot be used to rebuild it."""
+    """Return a dataclass's fields.
+
+    Raise SchemaError if they do not suffice to rebuild the object.
+    """
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:

@@ -1,7 +1,7 @@
 """Generate the source of a function line by line, and compile it.
 
-Names that users chose, such as the names of fields, become part of the source only if `is_plain`
-accepts them. All other objects are global variables of the generated code, with generated names.
+Names that users chose, such as field names, are inserted into the source only if `is_plain` accepts
+them. All other objects become global variables of the generated code, under generated names.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def is_plain(name: Any) -> bool:
     """Return whether a name can be inserted into source code, and keeps its meaning there."""
     return (
         type(name) is str  # a subclass may override __format__
-        and name.isascii()  # Python replaces some other letters by equivalent ones
+        and name.isascii()  # Python normalizes other letters, e.g. ligatures
         and name.isidentifier()
         and not keyword.iskeyword(name)
         and name != "__debug__"
@@ -33,12 +33,9 @@ def is_plain(name: Any) -> bool:
 class Source:
     """The source code of one generated function, and the objects that it uses.
 
-    Generated code is as fast as handwritten code, and appears in tracebacks. A loop over the
-    arguments would be slower, and Dynamo would have to unroll it.
+    A loop over the arguments would be slower than generated code, and Dynamo would unroll it.
 
-    Args:
-        title: the text that tracebacks show in place of a file name.
-        parameters: the names of the parameters of the function.
+    `title` is the text that tracebacks show in place of a file name.
     """
 
     def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:
@@ -57,7 +54,6 @@ class Source:
 
     @contextlib.contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Write `head`, and indent all lines that are written inside the `with` block."""
         self.line(head)
         self._indent += 1
         before = len(self._lines)
@@ -67,7 +63,6 @@ class Source:
         self._indent -= 1
 
     def variable(self, hint: str) -> str:
-        """Return an unused name that is similar to `hint`."""
         name = stem = _NOT_IN_NAMES.sub("_", hint)
         number = 2
         while name in self._names:
@@ -107,10 +102,9 @@ class Source:
         return "\n".join(self._lines) + "\n"
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Compile the source, and return the function `name` that it defines."""
         text = self.text
-        # Tracebacks and debuggers read source lines from linecache. It never drops an entry whose
-        # mtime is None.
+        # Tracebacks and debuggers read source lines from linecache, which never drops an entry
+        # whose mtime is None.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

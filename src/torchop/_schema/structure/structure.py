@@ -2,8 +2,6 @@
 
 A schema cannot express an argument with fields, so it has one argument for each field instead. The
 operator with this schema is called the *flat* operator, and its arguments the *flat* arguments.
-`Structure` generates functions that call the flat operator with objects, and functions that call
-the author's functions with flat arguments.
 """
 
 from __future__ import annotations
@@ -24,15 +22,12 @@ class Structure:
     """Generates the functions that convert between objects and flat values for one operator.
 
     Attributes:
-        returns_objects: whether the result must be converted.
         result: the annotation tree of the result. It is a single leaf if the result needs no
             conversion.
         result_count: the number of gradients that a backward formula receives.
-        positional: the positional arguments of the flat operator, as leaves of annotation trees.
-        keyword_only: the keyword-only arguments of the flat operator, also as leaves.
-        flat_signature: the signature of kernels that take flat arguments.
+        positional: the leaves that are positional arguments of the flat operator.
+        keyword_only: the leaves that are keyword-only arguments of the flat operator.
         overload: the flat operator, once it is defined.
-        on_deregister: a function to call when the operator is deregistered.
     """
 
     def __init__(self, tree: FunctionTree) -> None:
@@ -52,10 +47,9 @@ class Structure:
         self._tensors = [leaf.name for leaf in self.result.leaves()]
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
-        # The generated function that wraps kernels. None until the first kernel is wrapped.
         self._bind: Callable[..., Any] | None = None
-        # The generated functions that call the flat operator. Each comes with the name of the
-        # global variable in which it finds the operator.
+        # The generated functions that call the flat operator. With each function, the list has the
+        # name of the global variable in which that function finds the operator.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -67,7 +61,7 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Group values by parameter. There is one value, such as a tangent, per positional leaf.
+        """Group values by parameter, given one value, such as a tangent, per positional leaf.
 
         Return one item for each positional parameter. For a structure, the item is a mapping from
         field names to values.
@@ -83,12 +77,12 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Pack one value per flat result, e.g. a shape, in the structure of the author's result."""
+        """Put one value per flat result, e.g. a shape, into the author's structure."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Split a value, structured like the author's result, into one per flat result."""
+        """Split a value, structured like the author's result, into one value per flat result."""
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values
@@ -115,11 +109,9 @@ class Structure:
     ) -> Callable[..., Any]:
         """Generate a function that takes objects and calls the flat operator.
 
-        Args:
-            is_method: whether the function has an additional first parameter, for the handle (the
-                object that `custom_op` returns).
-            is_flat: whether the function returns the flat result without a conversion. `invalidate`
-                does not change such a function.
+        If `is_method` is true, the function has an additional first parameter for the handle (the
+        object that `custom_op` returns). If `is_flat` is true, the function returns the flat
+        result, and `invalidate` does not change the function.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"  # a plain str, because `__name__` may be an instance of a subclass
@@ -149,9 +141,9 @@ class Structure:
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        In eager mode, calling the deregistered overload would raise anyway. But a compiled graph
-        would call a new operator of the same name instead. Changing a global variable of the
-        generated function makes Dynamo's guards fail, so the call is traced again.
+        In eager mode, calling the deregistered overload raises anyway. But a compiled graph would
+        call a new operator of the same name instead. Changing a global variable of the generated
+        function makes Dynamo's guards fail, so Dynamo traces the call again.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -171,7 +163,6 @@ class Structure:
         return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
     def _write_return(self, source: Source, result: str) -> None:
-        """Write statements that convert the variable `result`, a flat result, and return it."""
         variables = self._variables_of_result(source, result)
         tensors = ", ".join(variables[name] for name in self._tensors)
         if tensors and tensors != result:
@@ -186,7 +177,10 @@ class Structure:
         return self.kernel(self.function)
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a kernel that takes and returns objects, so it takes and returns flat values."""
+        """Wrap a kernel so that it takes and returns flat values.
+
+        The kernel itself takes and returns objects, such as dataclasses.
+        """
         if self._bind is None:
             self._bind = self._binder("kernel")
         flat = self._bind(function)
@@ -196,13 +190,13 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The function that converts flat arguments to `(args, kwargs)` for author's functions."""
+        """Converts flat arguments to `(args, kwargs)` for the author's functions."""
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate `bind`, which wraps a function of objects so that it takes flat arguments.
+        """Generate `bind`, which makes a wrapper with flat arguments for a function of objects.
 
-        If `what` is "kernel", the wrapper that `bind` returns also flattens the result.
+        If `what` is "kernel", the wrapper also flattens the result.
         """
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
@@ -218,7 +212,6 @@ class Structure:
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str) -> None:
-        """Write statements that evaluate the expression `call`, and return the flattened result."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
@@ -246,10 +239,10 @@ class Structure:
     # Parts of the generated source
 
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """Return an empty source, and the name of the variable for each flat argument.
+        """Return an empty `Source`, and a dict from flat arguments to generated variables.
 
-        With `flat`, the parameters of the generated function are the flat arguments. Otherwise,
-        they are the parameters of the author's function.
+        If `flat` is set, the parameters of the generated function are the flat arguments.
+        Otherwise, they are the parameters of the author's function.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(title, names)
@@ -283,7 +276,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """A default value that `str(inspect.Signature)` shows as the given expression."""
+    """`str(inspect.Signature)` shows this default as the expression `text`."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -293,7 +286,6 @@ class _Expression:
 
 
 def _written(signature: inspect.Signature, source: Source) -> str:
-    """Return a signature as source code, without annotations."""
     parameters = []
     for parameter in signature.parameters.values():
         default = parameter.default

@@ -1,4 +1,4 @@
-"""The formula that `derive_autograd` registers. It differentiates the body of the operator."""
+"""The formula that `derive_autograd` registers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class DerivedFormula(Formula):
 
     def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
         super().__init__(definition)
-        # The two helper operators for compiled graphs: `name__training` and `name__backward`. This
-        # is None in the formulas of the helper operators themselves, because AOTAutograd does not
-        # support double backward.
+        # The two helper operators for compiled graphs: `name__training` and `name__backward`. None
+        # in the formulas of the helper operators themselves, because AOTAutograd does not support
+        # double backward.
         self.for_graphs = for_graphs
         self.backward = self._backward
         self.save = self._save
@@ -45,10 +45,10 @@ class DerivedFormula(Formula):
         return "autograd derived"
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel. Return the result and the packed ambient state.
+        """Call the kernel. Return the result, and the packed ambient state or None.
 
         The ambient state is the state that the backward must restore to run the body again, such as
-        the states of random number generators. It is None if the backward needs no state.
+        the states of random number generators.
         """
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
@@ -74,7 +74,7 @@ class DerivedFormula(Formula):
         state = replay.ambient_state(values)
         with replay.capture_guard(self.definition, state):
             result = call()
-        # For DTensors, `_backward` can only call `name__backward` if no state was saved. So save
+        # For DTensors, `_backward` can call `name__backward` only if no state was saved. So save
         # the state only if it may affect the result.
         is_needed = (
             not state.is_plain
@@ -105,8 +105,8 @@ class DerivedFormula(Formula):
     ) -> None:
         """Save the arguments and the packed ambient state on `ctx`.
 
-        A native call saves the state even if the state is the same after the call, because the body
-        may have drawn random numbers and then reset the generator.
+        A native call saves the state even if the kernel did not change it, because the body may
+        have drawn random numbers and then reset the generator.
         """
         call, tensors = split_tensors(args, kwargs)
         # Do not replace missing gradients with zeros, because the backward skips outputs whose
@@ -145,7 +145,7 @@ class DerivedFormula(Formula):
         return placed(gradients, ctx.needs_input_grad)
 
     def _check_no_effect(self) -> None:
-        # `derive_autograd` also checks this, but the effect may have been registered afterwards.
+        # `derive_autograd` also checks this, but the effect may have been registered later.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise GradientError(
                 f"{self.definition}: an effect was registered after the formula was derived. The "

@@ -1,5 +1,3 @@
-"""Run an operator's body again and differentiate it with PyTorch's autograd."""
-
 from __future__ import annotations
 
 import itertools
@@ -21,17 +19,14 @@ from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.kernels.rule import KernelRule
 
 Result = TypeVar("Result")
-# A function that takes a call's tensor inputs and returns its tensor outputs.
 Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
 
 
 class Rerun(NamedTuple):
-    """A saved call, with methods to run the body again and to differentiate it."""
-
     definition: Definition
     call: SavedCall
     tensors: Sequence[Tensor]
-    needed: Sequence[bool]  # whether each tensor needs a gradient
+    needed: Sequence[bool]  # for each tensor
     state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
@@ -46,7 +41,7 @@ class Rerun(NamedTuple):
             return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
 
         # If only the backward runs under vmap, all elements of the batch must draw the same random
-        # numbers as the forward, whatever vmap's `randomness` argument is.
+        # numbers as the forward, so ignore vmap's `randomness` argument.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
             return replayed(self.definition, self.state, (*args, *kwargs.values()), run_with_inputs)
 
@@ -59,8 +54,7 @@ class Rerun(NamedTuple):
         # `dispatch_key_name` returns the key for dense tensors, so call the default kernel if there
         # are tensors with other layouts.
         if all(tensor.layout is torch.strided for tensor in inputs):
-            # If some tensors are on the CPU and some on another device, use the other device's
-            # kernel.
+            # If tensors are on the CPU and on another device, use the other device's kernel.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
@@ -82,13 +76,9 @@ class Rerun(NamedTuple):
     ) -> list[Tensor]:
         """Return the gradient of each tensor that needs one.
 
-        If no output depends on a tensor, the gradient is zero.
-
-        Args:
-            grad_outputs: the gradients of the outputs. Each tensor in a list has its own gradient.
-                None means zero.
-            create_graph: whether to record the computation of the gradients for a double backward.
-            run: a function that computes the outputs. By default, it runs the kernel.
+        If no output depends on a tensor, the gradient is zero. `grad_outputs` contains a gradient
+        for each tensor in a list, and None means zero. `run` computes the outputs. By default, it
+        runs the kernel.
         """
         run = run or self.outputs
         inputs, outputs = differentiable(
@@ -116,13 +106,10 @@ class Rerun(NamedTuple):
     def check_unrecorded(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
         """Raise if an output depends on the inputs, but autograd did not record the dependency.
 
-        To find such outputs, run the body again in a mode that tracks dependencies. If an output
-        does not depend on the inputs, its gradient is ignored. Outputs with a gradient of zero,
-        which compilers pass for unused outputs, need no check.
+        To find these outputs, run the body again in a mode that tracks dependencies. Outputs with a
+        gradient of zero, which compilers pass for unused outputs, need no check.
 
-        Args:
-            unrecorded: the index and the gradient of each output without an autograd history.
-            run: a function that computes the outputs.
+        `unrecorded` contains the index and the gradient of each output without an autograd history.
         """
         received = [index for index, grad in unrecorded if not _is_zero(grad)]
         if not received:
@@ -144,11 +131,8 @@ def by_history(
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, Tensor]]]:
     """Separate outputs with an autograd history from outputs without one.
 
-    Outputs without a gradient are ignored.
-
-    Returns:
-        Pairs (output, gradient) for outputs with a history, and pairs (index, gradient) for outputs
-        without one.
+    Return pairs (output, gradient) for outputs with a history, and pairs (index, gradient) for the
+    others. Ignore outputs without a gradient.
     """
     recorded: list[tuple[Tensor, Tensor]] = []
     unrecorded: list[tuple[int, Tensor]] = []
@@ -165,7 +149,6 @@ def by_history(
 def input_gradients(
     outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """Return the gradients of `inputs`, given pairs of an output and its gradient."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
         gradients = autograd.input_gradients(outputs, inputs, create_graph)
@@ -198,8 +181,8 @@ def _body_input(tensor: Tensor) -> Tensor:
 def _is_recorded(tensor: Tensor) -> bool:
     """Return whether autograd records operations on a tensor.
 
-    If a tensor belongs to a torch.func transform that has ended, its `requires_grad` is unreliable,
-    so check `requires_grad` of an alias.
+    `requires_grad` is unreliable if the tensor belongs to a torch.func transform that has ended, so
+    check `requires_grad` of an alias.
     """
     if not functorch.is_wrapped(tensor):
         return tensor.requires_grad
@@ -218,7 +201,7 @@ def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[T
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Run a part of the derived formula. Raise GradientError if the body is not differentiable."""
+    """Call `run`, and raise GradientError if it fails because the body is not differentiable."""
     try:
         return run()
     except RuntimeError as error:
@@ -241,30 +224,30 @@ def _left_autograd(definition: Definition, problem: str) -> GradientError:
     )
 
 
-# Tensor methods that give other libraries, such as NumPy, access to a tensor's data.
+# The Tensor methods through which other libraries, such as NumPy, access a tensor's data
 _EXPORTS_DATA = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
 class DependencyMode(TorchFunctionMode):
-    """A mode that finds tensors that depend on the inputs but have no autograd history.
+    """Finds tensors that depend on the inputs but have no autograd history.
 
     Python numbers such as `x.item()` are not tracked, because most programs use them to select a
     computation, not as values.
 
     If another library such as NumPy creates a tensor, the origin of the data is unknown. So once
-    the body has passed a tensor's data to another library, the mode assumes that every tensor of
-    unknown origin depends on that tensor.
+    the body has passed a tensor's data to another library, assume that every tensor of unknown
+    origin depends on that tensor.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Maps the id of each tensor to the tensor, and to the name of the function that computed it
-        # from the inputs without autograd, if any. Storing the tensor prevents reuse of the id.
+        # Maps the id of each tensor to the tensor, and to the function that computed it from the
+        # inputs without autograd, if any. Storing the tensor prevents reuse of the id.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
         # Maps each storage to the function that wrote to it in place without autograd.
         self._written: dict[int, str] = {}
-        # Set once the body passes data that depends on the inputs to another library: the name of
-        # the function where the data left autograd.
+        # Set once data that depends on the inputs has reached another library: the name of the
+        # function where the data left autograd.
         self._exported: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
@@ -303,7 +286,7 @@ class DependencyMode(TorchFunctionMode):
         return result
 
     def left_autograd_in(self, tensor: Any) -> str | None:
-        """Return the function that computed a tensor's value without autograd, or None."""
+        """Return the function that computed a tensor's value without autograd, if any."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
         _, origin = self._seen.get(id(tensor), (tensor, self._exported))

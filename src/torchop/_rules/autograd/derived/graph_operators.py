@@ -1,7 +1,7 @@
 """The helper operators that compiled graphs call for an operator with a derived formula.
 
-`name__training` replaces the operator `name` in the forward. It returns the results of `name` and
-a tensor with the ambient state from before the kernel ran, such as the states of random number
+`name__training` replaces the operator `name` in the forward. It returns the results of `name` and a
+tensor with the ambient state from before the kernel ran, such as the states of random number
 generators.
 
 `name__backward` computes the gradients. It takes the gradients of the outputs, the ambient state, a
@@ -41,7 +41,7 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
 
-# The value of the argument `call_number` that makes `name__training` return no ambient state.
+# If `call_number` has this value, `name__training` returns no ambient state.
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
@@ -52,7 +52,7 @@ _IN_CUDA_GRAPH = (
 
 
 def derived_formula(definition: Definition) -> DerivedFormula:
-    """Return the derived formula of an operator and define its helper operators on first use."""
+    """Return the derived formula of an operator, and define its helper operators on first use."""
     # Store the helper operators on the operator's library, because the library lives as long as the
     # operator. If the formula is derived again, the helper operators are reused, because compiled
     # graphs call them by name.
@@ -120,7 +120,6 @@ class TrainingOperator:
         return results[0] if len(results) == 1 else tuple(results), packed
 
     def forbid_random_numbers(self) -> None:
-        """Raise if the operator declares that it draws random numbers."""
         if self.draws_numbers:
             raise GradientError(
                 f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded. Inside "
@@ -229,9 +228,9 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Compute the gradients of the whole batch at once, by differentiating the user's vmap rule."""
+    """Differentiate the user's vmap rule, to compute the gradients of the whole batch at once."""
     rule = definition.plan[VmapRule]
-    assert callable(rule)  # as the caller has checked
+    assert callable(rule)
     call, tensors = split_tensors(args, kwargs)
     dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size

@@ -29,8 +29,8 @@ from torchop._errors import GradientError
 Result = TypeVar("Result")
 
 # In packed states, a dtype is an index into this tuple. Index 0 is float32, PyTorch's initial
-# default dtype. The order must be the same in all processes that run a cached graph, so the set is
-# sorted.
+# default dtype. The rest is sorted, because the order must be the same in all processes that run a
+# cached graph.
 _DTYPES = (torch.float32, *sorted({*schemas.dtypes().values()} - {torch.float32}, key=str))
 _LENGTH = struct.Struct("<I")
 # The packed settings start with three fields: the number of accelerators whose generator states are
@@ -39,20 +39,17 @@ _LENGTH = struct.Struct("<I")
 # settings are PyTorch's initial ones.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
-# This byte replaces the state of a generator if the state cannot be read. The packed states of all
-# other generators start with a byte of 1.
+# This byte replaces the state of a generator that cannot be read. The packed states of all other
+# generators start with a byte of 1.
 _UNREADABLE = b"\0"
 
 
 class AmbientState(NamedTuple):
-    """The ambient state of a call: generator states, autocast settings, default dtype and device.
+    """The ambient state of a call, packed into a byte tensor.
 
-    Attributes:
-        packed: the state as a byte tensor.
-        is_plain: whether autocast is disabled, and the default dtype and device are PyTorch's
-            initial ones.
-        is_captured: whether the state of a generator cannot be read, because a CUDA graph is being
-            captured.
+    If `is_plain` is true, autocast is disabled, and the default dtype and device are PyTorch's
+    initial ones. If `is_captured` is true, the state of a generator could not be read, because a
+    CUDA graph is being captured.
     """
 
     packed: Tensor
@@ -69,7 +66,7 @@ def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientSt
     """Return the current ambient state for a call with arguments `values`.
 
     The state includes the generators of all devices. If `in_graph` is true, it includes only the
-    generators of the arguments' devices, so the size of the packed state is known during tracing.
+    generators of the arguments' devices, so its size is known during tracing.
     """
     global _latest
     state, count = _latest, 0 if in_graph else devices.accelerator_count()
@@ -106,7 +103,6 @@ def _read(generator: Generator) -> bytes:
 
 
 def has_changed(state: AmbientState, values: Sequence[Any]) -> bool:
-    """Return whether the ambient state has changed since `state` was read."""
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
@@ -135,10 +131,6 @@ def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """Return the size in bytes of the packed ambient state of a traced call.
-
-    The tensors in `values` may be fake.
-    """
     sizes = [1 + generator.size() for generator in generators_of(values)]
     sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -254,14 +246,13 @@ _PYTORCH_NAMESPACES = frozenset({"aten", "prim", "prims"})
 def capture_guard(
     definition: Definition, state: AmbientState
 ) -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that forbids random numbers if a CUDA graph is being captured."""
     if state.is_captured:
         return ForbidRandomNumbers(definition, _WHILE_CAPTURED)
     return contextlib.nullcontext()
 
 
 class ForbidRandomNumbers(TorchDispatchMode):
-    """A mode that raises GradientError if an operator's body draws random numbers."""
+    """Raises GradientError if an operator's body draws random numbers."""
 
     def __init__(self, definition: Definition, why: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # unannotated in PyTorch

@@ -11,30 +11,26 @@ from torchop._core.call import Call, replace_all
 
 
 class _Placeholder:
-    """The placeholder that replaces a tensor in a saved call."""
+    """Replaces a tensor in a saved call."""
 
 
 _PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
-    """The arguments of a call, in which each tensor is replaced with a placeholder."""
+    """The arguments of a call, with a placeholder in place of each tensor."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Call:
-        """Return the arguments with each placeholder replaced with the next item of `tensors`."""
+        """Return the arguments, with the items of `tensors` in place of the placeholders."""
         rest = iter(tensors)
         return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """Replace the tensors in the arguments of a call with placeholders.
-
-    Returns:
-        The arguments with placeholders and the tensors that were replaced.
-    """
+    """Return the arguments with placeholders, and the tensors that the placeholders replace."""
     tensors: list[Tensor] = []
 
     def take(tensor: Tensor) -> _Placeholder:
@@ -47,10 +43,8 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
     """Convert a list with an entry for each value to a list with an entry for each tensor.
 
-    Args:
-        values: the arguments or results of a call. Some of them may be lists of tensors.
-        entries: one entry for each value, such as the `in_dims` of a vmap rule. The entry for a
-            list of tensors may be a list of entries, or one entry that applies to all tensors.
+    If a value is a list of tensors, its entry may be a list too, or one entry that applies to all
+    tensors. For example, `entries` may be the `in_dims` of a vmap rule.
     """
     flat: list[Any] = []
     # `entries` may be shorter than `values`, because `in_dims` has no entries for trailing

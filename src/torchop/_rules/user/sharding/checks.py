@@ -1,5 +1,3 @@
-"""Check that a sharding rule fits the schema of the operator."""
-
 from __future__ import annotations
 
 import copy
@@ -15,29 +13,28 @@ from torchop.extend import Argument, OpOverload, Schema, short_repr
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
 # Error messages suggest 'replicate', because it is correct for every operator. They must not
-# suggest a rule in which every operand is '...': it fits every schema too but declares the
+# suggest a rule in which every operand is '...'. That rule fits every schema too, but declares the
 # operator as pointwise.
 IN_DOUBT = "If in doubt, write 'replicate': it is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
-    """Return the arguments that hold tensors. A sharding rule has an operand for each."""
+    """Return the arguments that hold tensors. A sharding rule has an operand for each of them."""
     return [argument for argument in schema.arguments if argument.holds_tensors]
 
 
 def tensor_results(schema: Schema) -> list[str]:
-    """Return the types of the tensor results. A sharding rule has an operand for each."""
+    """Return the types of the tensor results. A sharding rule has an operand for each of them."""
     return [kind for kind in schema.returns if "Tensor" in kind]
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """Return the sharding rule that a preset such as "pointwise" stands for."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
     rule = Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
-    # One operand in brackets describes all residuals, whatever their number.
+    # One operand in brackets describes any number of residuals.
     rule.residuals = (Operand(tuple(operand.split()), is_list=True),)
     return rule
 
@@ -45,7 +42,8 @@ def preset(name: str, schema: Schema) -> Sharding:
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
     """Check that a sharding rule fits a schema, and return a copy with all operands filled in.
 
-    An empty side of the rule describes a 0-dim tensor if the schema has one tensor on that side.
+    If one side of the rule is empty, and the schema has one tensor on that side, the empty side
+    describes a 0-dim tensor.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
     fitting = copy.copy(rule)
@@ -91,7 +89,6 @@ def fits_residuals(rule: Sharding, count: int) -> bool:
 
 
 def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
-    """Return the error for a sharding rule that has no operands for the residuals of a call."""
     return ShardingError(
         f"{op.name()}: a call that records a gradient saves {count} "
         f"residual{'s' * (count > 1)}, and the sharding rule {shown} does not say how these "
@@ -103,7 +100,6 @@ def residuals_error(op: OpOverload, count: int, shown: str) -> ShardingError:
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:
-    """Raise if DTensor cannot shard calls to an operator with this schema."""
     if not tensor_arguments(schema):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule needs an operator that takes tensors, because DTensor "
@@ -123,7 +119,6 @@ def check_schema(op: OpOverload, schema: Schema) -> None:
 
 
 def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
-    """Check the argument `unhashed` of `register_sharding` and return it as a tuple."""
     if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
         raise ShardingRuleError(
             f"{op.name()}: unhashed= must be a tuple of argument names, such as ('lr',); got "
@@ -200,7 +195,6 @@ def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
 def _numbered(
     op: OpOverload, rule: Sharding, arguments: Sequence[Argument]
 ) -> tuple[tuple[int, ...], ...]:
-    """Check the option `linear`, and return it with indices in place of argument names."""
     names = [argument.name for argument in arguments]
 
     def number(each: int | str) -> int:

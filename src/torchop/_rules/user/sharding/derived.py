@@ -25,18 +25,15 @@ from torchop._compat.dtensor_calls import Call, Input, Row
 from torchop._errors import ShardingError
 from torchop.extend import OpOverload
 
-# A function that returns the rows that a sharding rule allows for a call.
 Rows: TypeAlias = Callable[[OpOverload, Call], list[Row]]
 
 
 class ShardingRule(NamedTuple):
     """A registered sharding rule.
 
-    Attributes:
-        rows: a function that returns the rows that the rule allows for a call.
-        cached: the rule's part of the cache keys of compiled graphs.
-        unhashed: the names of the arguments that DTensor's cache ignores.
-        like: the ATen operator whose DTensor rule is reused, or None.
+    `rows` returns the rows that the rule allows for a call, and `cached` becomes a part of the
+    cache keys of compiled graphs. DTensor's cache ignores the arguments named in `unhashed`. `like`
+    is the ATen operator whose DTensor rule is reused, if any.
     """
 
     rows: Rows
@@ -63,15 +60,17 @@ _RowsOfOrigin: TypeAlias = Callable[[Call], list[Row]]
 
 
 def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the functional operator's rows that place the result like the first argument."""
+    """Return the functional operator's rows in which the result is placed like the first argument.
+
+    An in-place operator returns its first argument, so both have the same placement.
+    """
     inputs = [each._replace(is_written=False) for each in call.inputs]
     rows = rows_of(call._replace(inputs=inputs))
     return [row for row in rows if row.results[0] == row.inputs[0]]
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the functional operator's rows, with each output placed like its result."""
-    # Remove the out= arguments, because the functional operator does not take them.
+    """Use the functional operator's rows, with each output placed like its result."""
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in names}
@@ -80,12 +79,12 @@ def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call)
 
 
 def _number_of(op: OpOverload) -> str:
-    """Return the name of the last argument of `name__training`, i.e. of the call number."""
+    """Return the name of the call number, which is the last argument of `name__training`."""
     return op._schema.arguments[-1].name
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of `name`, with a replicated placement for the additional last result.
+    """Use the rows of `name`, with a replicated placement for the additional last result.
 
     This result is the ambient state of the forward, such as the states of random number generators.
     """
@@ -106,9 +105,9 @@ _LEADING = 3
 
 
 def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Return the rows of the sharding rule of `name__backward`, derived from those of `name`.
+    """Return the rows of `name__backward`, i.e. the transposed rows of `name`.
 
-    The rows are transposed as the module's docstring describes.
+    The docstring of the module explains how rows are transposed.
     """
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
@@ -134,14 +133,14 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__with_residuals`. `rows_of` handles the residuals in the results."""
+    """`rows_of` also handles the residuals in the results of `name__with_residuals`."""
     return rows_of(call)
 
 
 def _backward_kernel(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """Return the rows of `name__backward_kernel`: the transposed rows of the forward call.
+    """Transpose the rows of the forward call to get the rows of `name__backward_kernel`.
 
     If the backward kernel does not take all arguments of the forward call, the forward call cannot
     be reconstructed. In this case, replicate all tensors, so every rank computes everything.
@@ -159,7 +158,7 @@ def _backward_kernel(
 
 
 def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
-    """Reconstruct the forward call from the arguments of a backward kernel, or return None."""
+    """Reconstruct the forward call from the arguments of a backward kernel, if possible."""
     from torchop._compat.dtensor_strategies import results_of  # slow import
 
     names = [argument.name for argument in op._schema.arguments]
@@ -183,10 +182,7 @@ def _forward_of(origin: OpOverload, op: OpOverload, call: Call) -> Call | None:
 def _placed_by_name(
     origin: OpOverload, op: OpOverload, forward: Call, row: Row
 ) -> Mapping[str, list[Any]]:
-    """Map each parameter of a backward kernel to the placements of the tensors passed for it.
-
-    These may be a gradient, a result, a residual or an argument of the forward call.
-    """
+    """Map each parameter of a backward kernel to the placements of the tensors passed for it."""
     returns = origin._schema.returns
     # In the schema, only residuals have names, so the results without a name are the outputs. The
     # first parameters of the backward kernel are the gradients of the outputs.
@@ -202,7 +198,6 @@ def _placed_by_name(
     return placed | {name: [grad] for name, grad in zip(gradients, grads, strict=False)}
 
 
-# Maps each kind of derived operator to the function that computes its rows.
 _OF_DERIVED: Mapping[str, Callable[..., list[Row]]] = {
     "inplace": _inplace,
     "out": _out,
@@ -226,8 +221,8 @@ def _is_replicated(row: Row) -> bool:
 def is_transposable(row: Row) -> bool:
     """Return whether each rank can compute the gradients of a call with these placements.
 
-    This is possible only if the reduction of all Partial tensors is a sum. With other reductions, a
-    rank lacks information, for example which rank had the maximum.
+    This requires that all Partial tensors are sums. With other reductions, a rank lacks
+    information, for example which rank had the maximum.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())

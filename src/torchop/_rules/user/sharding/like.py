@@ -17,7 +17,6 @@ from torchop.extend import OpOverload, Schema, short_repr
 def rule(
     op: OpOverload, schema: Schema, aten: object, names: Sequence[str], options: Mapping[str, Any]
 ) -> ShardingRule:
-    """Return a sharding rule that applies DTensor's rule for the ATen operator `aten`."""
     what = f"{op.name()}: the sharding rule {short_repr(aten)}"
     if not isinstance(aten, OpOverload) or aten.namespace != "aten":
         raise ShardingRuleError(

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from torchop._errors import ShardingRuleError
 from torchop.extend import short_repr, short_text
 
-# The reductions that DTensor can use to combine the partial results of the ranks.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 ANY, UNNAMED = "...", "."
 _SYNTAX = (
@@ -26,9 +25,9 @@ _SYNTAX = (
 
 
 class Operand(NamedTuple):
-    """An operand of a sharding rule: the names of a tensor's dimensions.
+    """The names of a tensor's dimensions.
 
-    If `is_list` is True, the operand describes each tensor in a list of tensors.
+    If `is_list` is True, they apply to each tensor in a list.
     """
 
     names: tuple[str, ...]
@@ -43,10 +42,7 @@ class Operand(NamedTuple):
 
         The dimensions that `...` matches are named `...0`, `...1` and so on. They are numbered from
         the right, as in broadcasting, so the last one has the same name in all tensors of the call.
-
-        Args:
-            ndim: the number of dimensions of the tensor.
-            width: the largest number of dimensions that `...` matches in any tensor of the call.
+        `width` is the largest number of dimensions that `...` matches in any tensor of the call.
         """
         if ANY not in self.names:
             return list(self.names) if ndim == len(self.names) else None
@@ -58,7 +54,6 @@ class Operand(NamedTuple):
         return [*self.names[:place], *dots, *self.names[place + 1 :]]
 
     def count_any(self, ndim: int) -> int:
-        """Return the number of dimensions that `...` matches in a tensor with `ndim` dimensions."""
         return ndim - len(self.names) + 1 if ANY in self.names else 0
 
 
@@ -66,9 +61,6 @@ class Sharding:
     """A parsed sharding rule. See `sharding` for the notation and the options.
 
     Attributes:
-        text: the rule as a string.
-        arguments: the operands of the tensor arguments.
-        results: the operands of the results.
         residuals: the operands after ';', for the residuals (kernel outputs that only the backward
             uses). None if the text has no ';'.
         whole: the names of dimensions that are never sharded.
@@ -183,7 +175,7 @@ class Sharding:
 
 
 def spaced(name: str) -> str:
-    """Return a hint if a name looks like several names without spaces, otherwise an empty str."""
+    """Return a hint if a name looks like several names without spaces, such as "bd"."""
     if not 1 < len(name) < 5 or not name.isalpha():  # longer names are probably words
         return ""
     return f" Separate names of dimensions by spaces. Did you mean {short_repr(' '.join(name))}?"

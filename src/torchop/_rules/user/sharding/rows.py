@@ -17,13 +17,7 @@ Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 
 
 class CallTensor(NamedTuple):
-    """An input tensor of a call.
-
-    Attributes:
-        operand: the index of the operand that describes the tensor in the sharding rule.
-        shape: the global shape.
-        is_mutated: whether the operator mutates the tensor.
-    """
+    """An input tensor of a call."""
 
     operand: int
     shape: Shape
@@ -31,8 +25,6 @@ class CallTensor(NamedTuple):
 
 
 class _Dimensions(NamedTuple):
-    """The names and sizes of a tensor's dimensions. `what` describes the tensor in messages."""
-
     names: list[str]
     shape: Shape
     what: str
@@ -46,14 +38,7 @@ def rows(
     The first row replicates all tensors. Each other row shards one dimension, or uses the linearity
     of the operator.
 
-    Args:
-        op: the name of the operator, for messages.
-        rule: a rule that fits the schema.
-        arguments: the input tensors of the call, including the tensors in lists.
-        results: the global shapes of the results.
-
-    Raises:
-        ShardingError: the shapes do not fit the rule.
+    `arguments` includes the tensors in lists. `results` contains the global shapes of the results.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # slow import
 
@@ -78,8 +63,7 @@ def rows(
         if not (all(has_it) or reduction) or any(name not in named.names for named in written):
             continue  # the dimension cannot be sharded
         size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
-        # If the dimension of a tensor has size 1 and is broadcast, it cannot be sharded, so
-        # replicate the tensor.
+        # A tensor whose dimension of size 1 is broadcast cannot be sharded, so replicate it.
         placed: list[Any] = [
             Shard(named.names.index(name))
             if name in named.names and not _is_broadcast(named, name, size)
@@ -132,7 +116,7 @@ def _size(
     inputs: Sequence[_Dimensions],
     exact: Sequence[_Dimensions],
 ) -> Any:
-    """Return the size of the dimension `name`. Raise if its size differs between tensors of a call.
+    """Return the size of a dimension. Raise if tensors of the call disagree on it.
 
     In an input, the dimension may have size 1 and be broadcast. But if a result or a mutated tensor
     (the tensors in `exact`) has size 1 where an input does not, the operator has reduced the

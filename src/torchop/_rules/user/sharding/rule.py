@@ -21,7 +21,7 @@ from torchop._schema.callables import Lambda, Registered
 from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
-# The default values of the options of `register_sharding`.
+# The defaults of the options of `register_sharding`
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 
 
@@ -72,7 +72,6 @@ def rows_of(rule: Sharding, op: OpOverload, call: Call) -> list[Row]:
 
 
 def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
-    """Return the rule for a call with residuals. Raise if `rule` has no operands for residuals."""
     saving = rule.saving(count)
     if saving is not None:
         return saving
@@ -80,8 +79,6 @@ def _with_residuals(op: OpOverload, rule: Sharding, count: int) -> Sharding:
 
 
 class _ShardingRule(Rule[ShardingRule]):
-    """The `torchop.Rule` that stores operators' sharding rules and registers them with DTensor."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         # Maps each operator to its registration with DTensor, or to None until DTensor is imported.
@@ -155,14 +152,13 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Register all rules with DTensor. This runs when DTensor is imported."""
+        """Register all rules with DTensor. Called when DTensor is imported."""
         try:
             dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
-            # Do not raise here: this runs while DTensor is imported, perhaps by a compiler in a
-            # program that shards nothing. The next registration of a sharding rule raises the
-            # error.
+            # Do not raise here, because a compiler may import DTensor in a program that shards
+            # nothing. The next registration of a sharding rule raises the error.
             self._unsupported = error
             return
         for op in list(self._registrations):
@@ -183,12 +179,11 @@ class _ShardingRule(Rule[ShardingRule]):
         return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
-        """Return an operator's registration with DTensor, or None if there is none."""
         return self._registrations.get(op)
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         origin, kind = op, ""
-        # A helper operator may have a helper operator too.
+        # A helper operator may itself have a helper operator.
         while (derived := self.origin(origin)) is not None:
             origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # the operator that users call
@@ -235,7 +230,7 @@ SHARDING = _ShardingRule("sharding")
 def _explained(op: OpOverload) -> Exception | None:
     """Return the error that DTensor should raise for an operator without a rule.
 
-    Return None if torchop did not define the operator, so that DTensor raises its own error.
+    If torchop did not define the operator, return None, and DTensor raises its own error.
     """
     is_ours = Operator(op, "sharding").handle is not None
     return SHARDING.missing_error(op) if is_ours else None
