@@ -12,8 +12,7 @@ from torchop import __version__
 def main() -> None:
     """Run the command line. Exit with 2 if the extra `cli` is not installed.
 
-    If an OSError is raised, for example because the disk is full, print it in one line without a
-    traceback, and exit with 1.
+    Print an OSError, for example because the disk is full, in one line without a traceback.
     """
     if not faulthandler.is_enabled():  # prints a traceback if an imported module crashes
         faulthandler.enable(sys.__stderr__ or sys.stderr)
@@ -33,7 +32,7 @@ def main() -> None:
         cli.main()
     except OSError as error:
         # Redirect the standard output to the null device. Otherwise Python would flush the buffered
-        # output at exit, which would raise the same error again.
+        # output at exit, and raise the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"torchop: {error}", file=sys.stderr)
         sys.exit(1)

@@ -90,10 +90,10 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 
 class _ShortErrors:
-    """Context manager that shortens PyTorch's errors about a string from the user.
+    """A context manager that shortens PyTorch's errors about a string from the user.
 
-    PyTorch's message quotes the whole string. If the position of the error is inside a multi-byte
-    character, the message is not valid UTF-8, so PyTorch raises a UnicodeDecodeError instead.
+    PyTorch's message quotes the whole string. If the error is inside a multi-byte character, the
+    message is not valid UTF-8, so PyTorch raises a UnicodeDecodeError instead.
     """
 
     def __enter__(self) -> None:
@@ -106,7 +106,7 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# Share one object, because each definition of an operator enters it several times.
+# Share one context manager, because each definition of an operator enters it several times.
 short_errors = _ShortErrors()
 
 
@@ -230,15 +230,14 @@ class NothingToAccelerateWarning(UserWarning):
     """A pattern or package for `accelerate` or `record` matches no usable operator."""
 
 
-# Returns whether Dynamo is tracing. `_compat.compilers` replaces this default, which returns False.
+# Returns whether Dynamo is tracing. The default returns False. `_compat.compilers` replaces it.
 dynamo_is_tracing: Callable[[], bool] = bool
 
 
 def _readable(error: Exception) -> str:
-    """Return the `repr` of a torchop exception, with unescaped line breaks.
+    """Return the `repr` of a torchop exception, without escaping its line breaks.
 
-    Dynamo appends the `repr` of an exception from a fake kernel to its own message. Python's
-    default `repr` would escape the line breaks.
+    Dynamo appends this `repr` to its own message if a fake kernel raises the exception.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
@@ -283,7 +282,6 @@ def _package(frame: types.FrameType) -> str:
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Add a note to an exception raised by a user's function."""
     add = getattr(error, "add_note", None)  # since Python 3.11
     if (add is None or dynamo_is_tracing()) and len(error.args) < 2:
         (text,) = error.args or ("",)
@@ -299,8 +297,6 @@ def add_note(error: Exception, note: str) -> None:
 
 
 class _Unescaped(str):
-    """A message that an exception's `repr` shows unescaped."""
-
     __slots__ = ()
 
     def __repr__(self) -> str:
@@ -308,8 +304,6 @@ class _Unescaped(str):
 
 
 class Place(NamedTuple):
-    """A source line of the user's program."""
-
     file: str
     line: int
     module: str
@@ -325,8 +319,5 @@ def users_place() -> Place:
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
-    """Issue a warning attributed to `place`, where the stack may have no user code.
-
-    This is the case in background threads, for example.
-    """
+    """Issue a warning attributed to `place`, for use where the stack has no user code."""
     warnings.warn_explicit(message, category, *place)

@@ -1,7 +1,7 @@
 """Hooks through which lower layers use `_native` and `_define`, which they must not import.
 
-`_native` and `_define` replace the variables of this module later. So always read a variable as an
-attribute, such as `_hooks.extension`, because `from torchop._hooks import extension` would copy the
+`_native` and `_define` replace the variables of this module later. So read a variable as an
+attribute, such as `_hooks.extension`. `from torchop._hooks import extension` would copy the
 default.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 class NoExtension:
     """Stands for the C++ extension while it is not loaded.
 
-    Defines those functions of `_native/_call_path.pyi` that lower layers call. Each returns the
-    value that makes the caller do the work in Python.
+    It has the functions of `_native/_call_path.pyi` that lower layers call. Each of them returns
+    the value that makes the caller do the work in Python.
     """
 
     Choice: Any = None
@@ -60,7 +60,7 @@ class NoExtension:
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# The class of operator handles, i.e. of the objects that `custom_op` returns. Set by `_define`.
+# The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
 # Creates a `Follower`, which observes a definition that adds rules to another package's operator.
 # Set by `_native`.

@@ -114,8 +114,6 @@ def direct_register_custom_op(
 
 
 class _Options(TypedDict, total=False):
-    """The keyword arguments of `register_custom_op`, for type checkers."""
-
     op_name: str | None
     mutates_args: str | Iterable[str] | None
     out_shape: int | str | None
@@ -234,7 +232,6 @@ def register_custom_op(
 def _register(
     name: OpName, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    """Define the operator, or return the existing one if this repeats an earlier registration."""
     existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
         return existing
@@ -264,7 +261,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module that called a public function of this module."""
+    """Return the name of the module that called the caller of this function."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -283,7 +280,6 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
-    """Convert device types and dispatch keys to device types. None means every device."""
     if keys is None:
         return (None,)
     return tuple(
@@ -307,7 +303,6 @@ def _device(name: OpName, key: str) -> str | None:
 
 
 def _argument(name: OpName, function: Callable[..., Any], place: object) -> str:
-    """Return the name of the argument at `place`, which is a name or a position."""
     parameters = list(inspect.signature(function).parameters)
     if isinstance(place, str) and place in parameters:
         return place

@@ -70,8 +70,7 @@ def _mark(context: ClassDefContext) -> bool:
     info.metadata[_MARK] = {}
     # Make CustomOp the metaclass, because mypy looks up missing attributes of a class there.
     info.metaclass_type = handle
-    # Remove the decorator. Otherwise mypy would check a call of the decorator with the class as its
-    # argument.
+    # Remove the decorator. Otherwise mypy would check a call of the decorator with the class.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -85,8 +84,8 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # A class with a schema string and a kernel per device has neither `forward` nor `signature`, so
-    # accept any arguments.
+    # A class with a string `schema` and kernels for devices has neither `forward` nor `signature`,
+    # so accept any arguments.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],

@@ -52,8 +52,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # Subclass the directive that is currently registered, because autodoc has two implementations
-    # of automodule, and an option in `conf.py` selects one of them.
+    # Subclass the current automodule directive, because autodoc has two implementations of it, and
+    # an option in `conf.py` selects one of them.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]

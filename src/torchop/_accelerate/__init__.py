@@ -1,4 +1,1 @@
-"""`torchop.accelerate`: make calls to operators of other packages native.
-
-A native call bypasses PyTorch's dispatcher.
-"""
+"""`torchop.accelerate`: make calls to operators of other packages bypass the dispatcher."""

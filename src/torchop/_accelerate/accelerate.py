@@ -1,8 +1,3 @@
-"""`accelerate`: make calls to operators of other packages native.
-
-A native call runs the kernel from C++, without PyTorch's dispatcher.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -30,8 +25,7 @@ from torchop.extend import OpName, warn
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# The accelerations that are in effect. An operator is accelerated as long as it matches one of
-# them.
+# The accelerations in effect. An operator is accelerated as long as it matches one of them.
 _active: list[Acceleration] = []
 # Maps each matching operator to the reason why it is not accelerated, or to None if it is.
 _problems: dict[OpName, str | None] = {}
@@ -250,7 +244,6 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
-    """Accelerate a newly defined operator if a pattern matches."""
     # An invalid name raises ValueError here. Ignore it, because PyTorch reports the mistake.
     with contextlib.suppress(ValueError), registration_lock:
         name = OpName.parse(qualname)

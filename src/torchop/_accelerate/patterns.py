@@ -59,12 +59,10 @@ def _is_helper(name: OpName) -> bool:
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """Return the value for the first pattern that matches the name, or None if none does."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """Return an error message if no registered operator matches a pattern, otherwise None."""
     names = defined_names()
 
     def holds_match(names: Iterable[OpName]) -> bool:
@@ -109,7 +107,6 @@ def all_names() -> Iterator[OpName]:
 
 
 def defined_names() -> set[OpName]:
-    """Return the names of all operators defined in Python."""
     return set(map(OpName.parse, operators.defined_in_python()))
 
 
@@ -126,7 +123,6 @@ def _instead_of(caller: str, value: object) -> str:
 
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
-    """Return a suggestion for a pattern that matches nothing, to append to a message."""
     meant = pattern.strip("^$").replace(".*", "*")
     is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
     if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):

@@ -10,7 +10,6 @@ from torchop._schema.naming import OpName
 
 
 def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """Return the error to raise instead of `error`, or None if `error` is not about arguments."""
     if type(error) is not RuntimeError:
         return None
     if dtensor.is_mixed(error):
@@ -38,8 +37,8 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     )
 
 
-# Patterns for the error messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h).
-# Some of the messages come from FunctionSchema::findErrorInKwargs.
+# Patterns for the error messages of createStackForSchema (torch/csrc/jit/python/pybind_utils.h) and
+# of FunctionSchema::findErrorInKwargs.
 _COUNT = re.compile(
     r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
     r"Declaration: (?P<schema>.*)"

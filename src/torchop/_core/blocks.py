@@ -1,5 +1,3 @@
-"""A base class for context managers that can also decorate functions."""
-
 from __future__ import annotations
 
 import contextlib
@@ -11,7 +9,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Block(contextlib.ContextDecorator):
-    """A context manager that can also decorate functions, except generators and coroutines.
+    """A context manager that can also decorate functions, but not generators or coroutines.
 
     A call to a generator or coroutine function returns before the function's body runs, so the
     context manager would exit too early.

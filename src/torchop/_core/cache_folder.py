@@ -12,7 +12,7 @@ REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `TORCHOP_CACHE_DIR`, or `torchop` in the user's cache directory.
+    """Return `TORCHOP_CACHE_DIR`, or by default `torchop` in the user's cache directory.
 
     Symbolic links in the parent path are resolved, so permission checks apply to the real folders.
     """

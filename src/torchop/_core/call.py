@@ -1,4 +1,4 @@
-"""Functions that find tensors in a call's arguments and results, and replace arguments."""
+"""Find the tensors in a call's arguments and results, and replace arguments."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values_by_name(
 def passed(
     places: Iterable[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of those arguments in `places` that the call passes.
+    """Return the (name, value) pairs of the arguments in `places` that the call passes.
 
     `places` contains (position, name) pairs, like `Schema.mutated_places`.
     """
@@ -75,26 +75,25 @@ def mutated_tensors(
 def returned_arguments(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-    """Return the arguments that an in-place or out= operator must return as its results."""
+    """Return the mutated arguments, which an in-place or out= operator must return as results."""
     if schema.form is Form.INPLACE:
         return (args[0],)
     return tuple(kwargs[name] for name in schema.mutated)
 
 
 def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of an in-place or out= operator: one argument, or a tuple of several."""
+    """Return the same as `returned_arguments`, but unpack a tuple of one."""
     returned = returned_arguments(schema, args, kwargs)
     return returned if len(returned) > 1 else returned[0]
 
 
 def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
-    """Return a call's results as a tuple."""
     count = len(schema.returns)
     return tuple(result) if count > 1 else (result,) * count
 
 
 def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
-    """Yield the tensors (or instances of `kind`) in `values`, including items of lists."""
+    """Yield the instances of `kind` in `values` and in lists among `values`."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -128,7 +127,7 @@ def named_inputs(
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors as `named_inputs` does, but from pairs of argument name and value."""
+    """Yield the same items as `named_inputs`, given (argument name, value) pairs."""
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
@@ -164,7 +163,7 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to a value, or to a list's items, but only to instances of `kind`."""
+    """Apply `change` to a value, or to the items of a list, if they are instances of `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)) and any(isinstance(item, kind) for item in value):
@@ -175,7 +174,6 @@ def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:
 def replace_all(
     args: Iterable[Any], kwargs: Mapping[str, Any], kind: Any, change: Callable[[Any], Any]
 ) -> Call:
-    """Apply `replaced` to each argument of a call, and return the new arguments."""
     positional = tuple([replaced(value, kind, change) for value in args])
     return positional, {name: replaced(value, kind, change) for name, value in kwargs.items()}
 
@@ -186,7 +184,6 @@ def map_arguments(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Any], Any],
 ) -> Call:
-    """Return a call's arguments, each replaced with `change(argument, value)`."""
     positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
     keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
     return positional, keywords
@@ -198,10 +195,7 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """Return a call's arguments, with each tensor replaced with `change(argument, tensor)`.
-
-    Tensors in lists are replaced too.
-    """
+    """Replace each tensor of a call with `change(argument, tensor)`, also in lists."""
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

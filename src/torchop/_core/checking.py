@@ -1,9 +1,8 @@
 """The hook through which `torchop.testing.checking` checks kernels and formulas.
 
-An operator's call plan contains the kernels that calls run. While any thread is inside a `with
-torchop.testing.checking()` block, plans contain wrappers that also check each call. At other times,
-calls have no overhead. To switch, all plans are invalidated when the first block is entered, and
-when the last block is exited.
+While any thread is inside a `with torchop.testing.checking()` block, call plans wrap each kernel in
+a check. At other times, checking costs nothing. All plans are invalidated when the first block is
+entered, and when the last block is exited.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torchop._schema.schema import Schema
 
 
 class Checker(Protocol):
-    """Wraps the functions of a call plan. The wrappers check calls made in a `checking` block."""
+    """Wraps the functions of a call plan, so that calls in a `checking` block are checked."""
 
     def kernel(
         self,
@@ -54,7 +53,7 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Invalidate `plan` whenever checking starts or stops. Only a weak reference is stored."""
+    """Invalidate `plan` whenever checking starts or stops. Stores only a weak reference to it."""
     with registration_lock:
         _plans.add(plan)
 
@@ -71,6 +70,7 @@ def checked(
 
     The wrapper does not check the first `leading` arguments, such as the dispatch keys. The caller
     must hold `registration_lock` until it has stored the plan that contains the returned function.
+    Otherwise, checking could start or stop in between, and the plan would stay outdated.
     """
     if checker is None:
         return kernel

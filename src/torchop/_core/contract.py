@@ -23,7 +23,7 @@ class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
     PyTorch itself does not check the number of results, and may read out of bounds if there are too
-    many. It reports other mistakes only as a failed C++ cast.
+    many. For results of a wrong type, it reports only a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -31,14 +31,14 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # If there are several results, accept None in place of a tensor, just as C++ kernels
-            # may return undefined tensors. If there is only one result, reject None, because it
-            # usually means that the `return` is missing.
+            # Accept None in place of one of several tensors, because C++ kernels may return
+            # undefined tensors there too. A single result must not be None, because a None usually
+            # means that the `return` is missing.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Return the result, or a tuple if the schema declares several. Raise if one is invalid."""
+        """Return the result, as a tuple if the schema declares several. Raise if it is invalid."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
@@ -62,7 +62,6 @@ class ResultCheck:
 
 @functools.cache
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    """Return the check for these return types. It is cached, because many operators share it."""
     return ResultCheck(returns)
 
 
@@ -84,14 +83,13 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# Strings have no `__float__`, so `hasattr` rejects them. `float` alone would parse them.
+# Check for `__float__` to reject strings, because `float` would parse them.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
 # Reject strings and None although they have a truth value, because returning them is a mistake.
-# None usually means that the `return` is missing.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -135,7 +133,7 @@ def _spell_returns(returns: Sequence[str]) -> str:
 
 
 def spell_result(result: Any) -> str:
-    """Return a description for messages, such as "a tuple of 2 (torch.Tensor, int)"."""
+    """Describe a result for error messages, such as "a tuple of 2 (torch.Tensor, int)"."""
     if isinstance(result, (tuple, list)):
         kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
         return f"a {type(result).__name__} of {len(result)} ({kinds})"
@@ -166,7 +164,6 @@ def _type_name(value: Any) -> str:
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Raise unless an in-place or out= operator returned the arguments that it mutates."""
     expected = returned_arguments(schema, args, kwargs)
     returned = result if isinstance(result, tuple) else (result,)
     if list(map(id, returned)) != list(map(id, expected)):
@@ -187,7 +184,8 @@ def alias_error(
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # If an input is passed twice, messages should name the first one, so add it last.
+    # If a tensor is passed twice, messages should name its first argument. `reversed` makes the
+    # first argument overwrite the others.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two outputs share memory, or an output and an input do"
@@ -218,7 +216,7 @@ def alias_error(
 
 
 def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
-    """Return the input shapes, for messages, because a kernel may alias only for some shapes."""
+    """Describe the input shapes, because some kernels return aliases only for some shapes."""
     shown = [
         f"{where.removeprefix('input ')} of shape {list(tensor.shape)}"
         f"{'' if tensor.numel() else ' (empty)'}"
@@ -230,7 +228,7 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return a number that identifies the storage of a tensor.
 
-    Sparse tensors and functorch wrappers have no storage, so return the `id` of the tensor itself.
+    Sparse tensors and functorch wrappers have no storage, so return the `id` of the tensor.
     """
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return id(tensor)
@@ -248,7 +246,6 @@ def version_of(tensor: Tensor) -> int | None:
 
 
 def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Return whether an output aliases an input or another output."""
     if _hooks.extension.is_evidently_fresh(args, kwargs, result):
         return False
     outputs = result if isinstance(result, tuple) else (result,)

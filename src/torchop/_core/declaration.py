@@ -1,5 +1,3 @@
-"""`Declaration`: the properties of an operator that are fixed when it is defined."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -16,8 +14,6 @@ Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class Site(NamedTuple):
-    """The source location where an operator was defined."""
-
     module: str
     qualname: str
     file: str
@@ -25,20 +21,20 @@ class Site(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], place: Place) -> Site:
-        """Return the location of `function`, or the caller's `place` if it has no code object."""
+        """Return where `function` is defined, or the caller's `place` if it has no code object."""
         code = getattr(function, "__code__", None)
         file, line = (code.co_filename, code.co_firstlineno) if code else (place.file, place.line)
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # For a partial or a callable object, `__module__` is the module of the class. It does
-            # not say where the operator is defined.
+            # A partial or a callable object has the `__module__` of its class, not of the code that
+            # defines the operator.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name. They stay the same if the module is reloaded."""
+        """The function's module and name, which stay the same if the module is reloaded."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -52,21 +48,20 @@ class Declaration(NamedTuple):
 
     Attributes:
         function: the kernel. It takes the arguments of the schema.
-        site: the source location of the definition.
         devices: the device types that `function` supports. `(None,)` means every device.
-        fake: a fake kernel whose signature was already checked, or None.
+        fake: a fake kernel whose signature was already checked.
         guard: checks the arguments of each call before any kernel runs.
-        effect: the declared side effect, or None; see `_rules.effect`.
+        effect: the declared side effect; see `_rules.effect`.
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
         launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`
             instead.
         residuals: the declared residuals (kernel outputs that only the backward uses), as a
-            `residuals.declared.Declared`. None if there are no residuals.
+            `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
         is_helper: True for an operator that replaces another one in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. Like the operators that inference
-            engines define themselves, they may return aliases of inputs, and use PyTorch's autograd
-            fallback if no formula is registered.
+        is_lenient: True for operators of `torchop.compat`. They may return aliases of inputs, and
+            use PyTorch's autograd fallback if no formula is registered, because the operators that
+            inference engines define themselves do this too.
     """
 
     name: OpName

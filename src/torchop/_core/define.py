@@ -19,26 +19,23 @@ from torchop._core.registry import deregister_existing
 Result = TypeVar("Result")
 
 
-# The function that creates a new operator's handle, i.e. the object that users call. The package
-# `_define` sets this variable. Importing the function would be circular, because handles import all
-# rules, and the rules import this package.
+# Creates the handle of a new operator, the object that users call. The package `_define` sets this
+# variable. An import would be circular, because handles import all rules, and rules import `_core`.
 make_handle: Any = None
 
 
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Register a validated operator with PyTorch.
 
-    If `custom_op` created an operator with the same name, the new operator replaces it. If `lib` is
-    closed, the new operator is deregistered.
-
-    Raises:
-        RuntimeError: an operator with the same name exists, and `custom_op` did not create it.
+    If `custom_op` created an operator with the same name, the new operator replaces it. Any other
+    operator with this name causes a RuntimeError. If `lib` is closed, the new operator is
+    deregistered.
     """
     name = declaration.name
 
     def build() -> Definition:
-        # This must not be a decorator, because warnings would then report the decorator's wrapper
-        # as the caller.
+        # Do not use `preserve_packet` as a decorator, because warnings would then report the
+        # decorator's wrapper as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
             return _define(declaration, lib)
 
@@ -54,12 +51,11 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     definition = Definition(declaration, library, lib)
     for definitions in _blocks:
         definitions.append(definition)
-    # This must come before any rule is registered. Then all rules are removed when the library is
-    # closed, even if the definition fails halfway, or if `torch.library.custom_op` replaces the
-    # operator.
+    # Add this callback before any rule is registered. Then closing the library removes all rules,
+    # even if the definition fails halfway, or if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # This must come after the kernels are installed, because other threads can call the operator
+    # Define the schema after the kernels are installed, because other threads can call the operator
     # from here on.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
@@ -107,8 +103,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         try:
             return build()
         except BaseException:
-            # ExitStack runs the callbacks in reverse order, and continues even if one of them
-            # raises.
+            # ExitStack runs all callbacks, in reverse order, even if one of them raises.
             with contextlib.ExitStack() as stack:
                 for definition in definitions:
                     stack.callback(definition.deregister, f"The definition of {what} failed.")
@@ -117,18 +112,15 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
             _blocks.pop()
 
 
-# Contains one list for each running call to `all_or_nothing`: the definitions that were created
-# during the call. Guarded by `registration_lock`.
+# The definitions created by each running call to `all_or_nothing`, one list for each call. Guarded
+# by `registration_lock`.
 _blocks: list[list[Definition]] = []
 
 
 def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Arrange that an operator is deregistered when `library` is closed.
-
-    The library gets only a weak reference to the definition.
-    """
+    """Deregister the operator when `library` is closed. The library gets only a weak reference."""
     reference = weakref.ref(definition)
 
     def deregister() -> None:

@@ -1,4 +1,4 @@
-"""`Definition`: an operator with its rules and its call plan.
+"""An operator with its rules and its call plan.
 
 A rule holds the registrations for one subsystem of PyTorch, such as the kernels or the backward
 formula. The call plan is compiled from all rules, and calls read only the plan. A registration
@@ -25,17 +25,13 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The initial value of mappings in rules. A registration never changes a mapping, but creates a new
-# one, because call plans reference the old mapping.
+# The initial value of mappings in rules. Registrations replace these mappings and never modify
+# them, because call plans reference the old ones.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
-    """The rule of one operator for one subsystem of PyTorch, such as autograd.
-
-    The subclasses are in the package `_rules`, next to their registration function, checks,
-    dispatcher kernels and errors.
-    """
+    """The rule of one operator for one subsystem of PyTorch. See `_rules` for the subclasses."""
 
     __slots__ = ("definition",)
 
@@ -46,8 +42,8 @@ class CompiledRule(Generic[Compiled]):
         """Set attributes of the rule, then call `install` to add missing dispatcher kernels.
 
         If `install` raises, restore the attributes. A call in another thread may reach a new
-        dispatcher kernel before this method returns. But it first needs a new plan, and waits for
-        `registration_lock` to compile one, so it never sees a partial update.
+        dispatcher kernel before this method returns. But that call first needs a new plan, and
+        waits for `registration_lock` to compile one, so it never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -82,11 +78,11 @@ class CompiledRule(Generic[Compiled]):
         yield from ()
 
     def compile(self) -> Compiled:
-        """Return an immutable object for the call plan, with the data that calls need."""
+        """Return the data that calls need. It becomes part of the immutable call plan."""
         raise NotImplementedError
 
     def kernels(self) -> Collection[str | None]:
-        """Return the device types for which the rule has kernels; None means every device."""
+        """Return the device types for which the rule has kernels. None means every device."""
         return ()
 
     def repr_text(self) -> str | None:
@@ -116,12 +112,12 @@ kinds: tuple[type[CompiledRule[Any]], ...] = ()
 # An installer registers a new operator's dispatcher kernels and its rules for modes. It may return
 # a function, which is called after the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
-# The package `_rules` sets this variable too.
+# All installers. The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """Observes a call plan. `attach` runs when it is compiled, `outdate` when it is invalidated."""
+    """Observes a call plan: `attach` runs when it is compiled, `outdate` when it is invalidated."""
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
@@ -130,10 +126,10 @@ class Follower(Protocol):
 class Definition:
     """An operator with its rules and its call plan.
 
-    If `custom_op` created the operator, the operator has one definition, and all its dispatcher
-    kernels are registered when it is defined. An operator of another package has one definition for
-    each library that registers rules for it, and each dispatcher kernel is registered when a rule
-    first needs it.
+    An operator that `custom_op` created has one definition, which registers all dispatcher kernels
+    when the operator is defined. An operator of another package has one definition for each library
+    that registers rules for it, and these definitions register a dispatcher kernel only when a rule
+    needs it.
     """
 
     __slots__ = (
@@ -163,18 +159,18 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. Afterwards, the message of the error that calls
+        # None while the operator is registered. After that, the message of the error that calls
         # raise.
         self.deregistration_reason: str | None = None
         # The reference is weak, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Compiled graphs guard on this number. It is incremented when a registration changes
-        # something that compilers bake into graphs.
+        # Compiled graphs guard on this number. A registration increments it if it changes something
+        # that compilers bake into graphs.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Rules are created on first use, because a program never calls most operators of a package.
-        # This is a list, because a dict would need three times as much memory.
+        # Rules are created on first use, because a program never calls most of its operators. A
+        # dict would need three times as much memory as this list.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         # The dispatcher kernels that this definition registered, by dispatch key.
@@ -186,12 +182,10 @@ class Definition:
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        """The kernel passed to `custom_op`, or None for operators of other packages."""
         return self.declaration.function
 
     @property
     def is_ours(self) -> bool:
-        """True if the operator was created by `custom_op`."""
         return self.declaration.function is not None
 
     @property
@@ -201,7 +195,6 @@ class Definition:
 
     @property
     def convention(self) -> Convention:
-        """Converts between the arguments of the author's functions and of the schema."""
         return self.declaration.convention
 
     @property
@@ -231,7 +224,6 @@ class Definition:
 
     @property
     def library(self) -> torch.library.Library:
-        """The library that owns this definition's dispatcher kernels."""
         library = self._held_library
         if library is None or library.m is None:
             raise OperatorGoneError(
@@ -246,15 +238,15 @@ class Definition:
 
     @property
     def callers_library(self) -> torch.library.Library | None:
-        """The library passed to `custom_op` as `lib`. None if it was omitted or was freed."""
+        """The library passed to `custom_op` as `lib`. None if it was omitted or freed."""
         return None if self._callers_library is None else self._callers_library()
 
     @property
     def overload(self) -> OpOverload:
         """The operator's OpOverload.
 
-        It is cached only if `custom_op` created the operator, because operators of other packages
-        may be redefined.
+        Only overloads of operators created by `custom_op` are cached, because operators of other
+        packages may be redefined.
         """
         if self._overload is not None:
             return self._overload
@@ -273,8 +265,7 @@ class Definition:
     def install(self) -> list[Callable[[], None]]:
         """Register a new operator's dispatcher kernels and its rules for modes.
 
-        Returns:
-            Functions to call once the schema is defined in the dispatcher.
+        The caller must call the returned functions once the schema is defined in the dispatcher.
         """
         return [finish for install in installers if (finish := install(self)) is not None]
 
@@ -286,8 +277,7 @@ class Definition:
     def plan(self) -> CallPlan:
         """The call plan. The first call after a registration compiles it.
 
-        Registrations do not compile it, because compiling the plans of all operators of a package
-        would slow down its import.
+        Compiling it in each registration would slow down the import of packages.
         """
         plan = self._plan
         if plan is None:
@@ -306,13 +296,12 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return `plan[kind]`, but faster. The backward uses this."""
+        """Return `plan[kind]`, but faster, for the backward."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
     @property
     def has_plan(self) -> bool:
-        """True if a plan was compiled since the last registration."""
         return self._plan is not None
 
     def outdate_plan(self) -> None:
@@ -335,13 +324,12 @@ class Definition:
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
     def implement_temporarily(self, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
-        """Register a kernel at a dispatch key, and return a function that removes it."""
+        """Register a kernel at a dispatch key, and return a function that removes the kernel."""
         remove = libraries.implement_temporarily(self.library, self.name.local, key, kernel)
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
         return remove
 
     def check_defined(self) -> None:
-        """Raise OperatorGoneError if the operator was deregistered or replaced."""
         if self.deregistration_reason is not None:
             raise OperatorGoneError(self.deregistration_reason)
 

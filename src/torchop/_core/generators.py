@@ -1,4 +1,4 @@
-"""Find the random number generators that an operator may use in a call."""
+"""Find the random number generators that a call may use."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torchop._core.call import tensors_in
 
 
 class Generator(NamedTuple):
-    """Functions that get, set and measure the state of a random number generator."""
-
     get: Callable[[], Tensor]
     set: Callable[[Tensor], object]
     size: Callable[[], int]
@@ -24,10 +22,10 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are the default generators of the CPU, of all devices that occur in the arguments, and of
-    the first `count` accelerator devices, and also any generators that are passed as arguments.
+    These are the default generators of the CPU, of all devices in the arguments, and of the first
+    `count` accelerator devices, and any generators among the arguments.
     """
-    # Use the methods of the generator, because modes would trace torch.get_rng_state and
+    # Call the generator's methods, because modes would trace torch.get_rng_state and
     # torch.set_rng_state.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
@@ -44,7 +42,6 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
 
 
 def devices_of(values: Sequence[Any]) -> Iterator[torch.device]:
-    """Yield each device in `values`, and the device of each tensor in `values`."""
     yield from (tensor.device for tensor in tensors_in(values))
     yield from (value for value in values if isinstance(value, torch.device))
 

@@ -1,4 +1,4 @@
-"""Libraries that own operators and rules. When a library is closed, both are deregistered."""
+"""Libraries that own operators and rules, and deregister them when closed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# The class that `process_library` instantiates. `_define.library` sets it to `torchop.Library`,
-# because that module imports this one.
+# `_define.library` sets this variable to `torchop.Library`, because that module imports this one.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
@@ -41,7 +40,7 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# A library stores its definitions for other packages' operators, by name, in this attribute.
+# The attribute in which a library stores its definitions for operators of other packages, by name.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -55,18 +54,17 @@ def process_definitions(namespace: str) -> Mapping[str, Any]:
 
 
 def all_process_definitions() -> list[str]:
-    """Return the operator names in `process_definitions`, for all namespaces."""
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
 
 
-# A library stores the source locations of operators, by name, in this attribute.
+# The attribute in which a library stores the source locations of its operators, by name.
 _PLACES = "_torchop_places"
 
 
 def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Record the running line of the user's code as the place that defines an operator."""
+    """Record the current line of the user's code as the place that defines an operator."""
     library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
 
 
@@ -78,7 +76,6 @@ def process_place(name: OpName) -> Place | None:
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:
-    """Raise unless `lib` is None or an open library."""
     if lib is None:
         return
     if not isinstance(lib, torch.library.Library):
@@ -91,7 +88,6 @@ def check_library(what: object, lib: torch.library.Library | None) -> None:
 
 
 def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
-    """Raise if the operator cannot be defined in the caller's library."""
     check_library(name, lib)
     if lib is None:
         return

@@ -1,13 +1,11 @@
-"""The process-wide lock for registrations."""
-
 from __future__ import annotations
 
 import os
 import threading
 
-# Each registration holds this lock, because it changes several of PyTorch's registries. These are
-# plain dicts and sets without locks. RLock itself is immutable, and the C++ extension replaces
-# `__enter__`, so the lock is an instance of a subclass.
+# Each registration holds this lock, because it changes several of PyTorch's registries, and these
+# are plain dicts and sets without locks. The lock is an instance of a subclass, because the C++
+# extension replaces `__enter__`, and RLock itself is immutable.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
 
 

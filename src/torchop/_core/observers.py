@@ -14,9 +14,9 @@ from torchop._schema.schema import Schema
 
 
 def call_signature(op: OpOverload) -> inspect.Signature:
-    """Return the signature of an operator, with the author's parameters instead of the schema's.
+    """Return the parameters of an operator as its author wrote them.
 
-    The two differ if the operator takes structured arguments, such as dataclasses.
+    They differ from the schema's if the operator takes structured arguments, such as dataclasses.
     """
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:

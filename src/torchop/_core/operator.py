@@ -1,5 +1,3 @@
-"""`Operator`: the properties of an operator of any package, for tools."""
-
 from __future__ import annotations
 
 import functools

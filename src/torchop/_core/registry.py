@@ -1,4 +1,4 @@
-"""Look up the definition of an operator, given a handle, a name, an OpOverload or a packet."""
+"""Look up the definition of an operator from a handle, a name, an OpOverload or a packet."""
 
 from __future__ import annotations
 
@@ -49,12 +49,8 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
     """Return the definition that must store a new rule for an operator.
 
-    An operator created by `custom_op` has one definition. Another package's operator has one
-    definition for each library that registers rules for it.
-
     `lib` is the library that owns the registration. The default is the library that the operator
-    belongs to, or for operators of other packages, a library that is never closed. Error messages
-    start with `caller`, the name of the calling function.
+    belongs to, or for operators of other packages, a library that is never closed.
     """
     if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
         op._definition.check_defined()
@@ -71,7 +67,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
-    """Return the name of an operator. Error messages start with `caller`, the calling function."""
+    """Return an operator's name. Error messages start with `caller`, the calling function."""
     if isinstance(op, str):
         return OpName.parse(op)
     if isinstance(op, CustomOpDef):
@@ -115,7 +111,7 @@ def own_definition(op: Any, name: OpName) -> Definition | None:
 
 
 def overload_of(op: OpLike, caller: str) -> OpOverload:
-    """Return the current OpOverload of an operator. Raise if the operator was deregistered."""
+    """Return an operator's current OpOverload. Raise if the operator was deregistered."""
     name = op_name(op, caller)
     definition = own_definition(op, name)
     if definition is not None:
@@ -126,7 +122,6 @@ def overload_of(op: OpLike, caller: str) -> OpOverload:
 
 
 def own_definitions() -> dict[str, Definition]:
-    """Return the definitions of all operators created by torchop's `custom_op`, by name."""
     names = map(OpName.parse, registries.published_handles())
     definitions = {str(name): own_definition(None, name) for name in names}
     return {name: d for name, d in definitions.items() if d is not None}
@@ -140,18 +135,15 @@ def definitions_of(name: OpName) -> list[Definition]:
 
 
 def known_names() -> set[str]:
-    """Return the names of all operators that have a handle, or rules registered through torchop."""
     return {*registries.published_handles(), *all_process_definitions()}
 
 
 def find_schema(name: OpName) -> Schema:
-    """Return the schema of an operator, or raise OperatorNotFoundError."""
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # Treat an operator as in-place or out= only if it has both the tag and a matching schema.
-    # PyTorch also uses the tags for operators with other schemas, for example operators that write
-    # into a list.
+    # An operator is in-place or out= only if it has both the tag and a matching schema, because
+    # PyTorch also tags operators with other schemas, for example operators that write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -175,8 +167,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    The dispatcher's own record is used only as the last resort. It names the line that created the
-    library, and this line may be in torchop or PyTorch.
+    The dispatcher's own record is the last resort. It names the line that created the library,
+    which may be in torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -197,7 +189,6 @@ def defining_module(name: OpName) -> str | None:
 
 
 def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeError:
-    """Return the error for the definition of an operator that already exists."""
     return RuntimeError(
         f"{name} cannot be defined at {site}: it exists already, registered at "
         f"{registration_site(name)}. Rename one of them{advice}."
@@ -205,9 +196,8 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """Return the definition that stores a library's rules for an operator."""
     schema = find_schema(name)
-    # Store the definitions in the library, because they must live as long as it does.
+    # The definitions must live as long as the library, so store them in it.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -227,7 +217,7 @@ def deregister_existing(name: OpName, site: Site) -> None:
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        # Check this before warning about the redefinition. If it raises, nothing is redefined.
+        # This may raise, so call it before warning that the operator is redefined.
         deregistration.refuse_running([name])
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
@@ -273,18 +263,16 @@ def _deregister_torch_operator(name: OpName, library: torch.library.Library, sit
 
 
 def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:
-    """Raise if the name belongs to an operator that cannot be replaced.
+    """Return the (definition, library) of the operator to replace, or (None, None) if none exists.
 
-    Only operators created by torchop's or PyTorch's `custom_op` can be replaced.
-
-    Returns:
-        (definition, library) of the operator to replace. The definition is None if PyTorch's
-        `custom_op` created the operator, and both are None if there is no operator to replace.
+    Only operators created by torchop's or PyTorch's `custom_op` can be replaced. Raise if the name
+    belongs to another operator. The definition is None if PyTorch's `custom_op` created the
+    operator.
     """
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # Call `has_entry` first, because `is_registered` is slow: it makes TorchScript index all new
+    # Call `has_entry` first, because `is_registered` is slow. It makes TorchScript index all new
     # operators.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):

@@ -1,4 +1,4 @@
-"""`Rule`: the base class for new kinds of registrations, such as inverses or cost formulas.
+"""The base class for new kinds of registrations, such as inverses or cost formulas.
 
 A `Rule` stores the registered values of all operators. Calls do not use these values, so a
 registration does not invalidate call plans. In contrast, a `CompiledRule` belongs to one operator,
@@ -27,21 +27,19 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Functions that return True for names that a rule must not have. For example, the name must not
-# clash with a member that a class decorated with `torchop.operator` may have.
+# Functions that return True for a name that a rule must not have, such as the name of a member that
+# a class decorated with `torchop.operator` may have.
 reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """A registered value, with the operator and the definition that it was registered for."""
-
     definition: Definition
     op: OpOverload
     value: Any
 
 
 class Origin(NamedTuple):
-    """The operator from which another operator was derived, and the kind of derivation."""
+    """The operator that another operator was derived from, and the kind of derivation."""
 
     op: OpOverload
     kind: str
@@ -189,10 +187,7 @@ class Rule(Generic[Value]):
         return typing.cast(Value, NotImplemented)
 
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first value.
-
-        An override may add the operator to a registry.
-        """
+        """Called when an operator gets its first value, for example to add it to a registry."""
 
     def replaced(self, op: OpOverload) -> None:
         """Called when a value is replaced. An override may drop caches of the old value."""
@@ -280,7 +275,6 @@ class Rule(Generic[Value]):
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
-        """Return an operator's registered or derived value, or NotImplemented if it has none."""
         entry = self._entry(op)
         if entry is not None:
             return entry.value
@@ -324,14 +318,14 @@ class Rule(Generic[Value]):
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """Return `op` and all operators whose value is computed from the value of `op`."""
+        """Return `op` and the operators whose value is computed from the value of `op`."""
         if not self._derives_values:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
     def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Replace an operator's entries. Call `attach`, `replaced` or `detach` as required."""
+        """Replace an operator's entries, and call `attach`, `replaced` or `detach` as required."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
         self._store(op._name, entries)
@@ -393,9 +387,9 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
-    """Return (rule, operator) for each value that `op` inherits from its origin.
+    """Return (rule, operator) for each value that `op` inherits from the operator it derives from.
 
-    The result includes the operators that inherit the value from `op`, directly or indirectly.
+    The result includes the operators that in turn inherit the value from `op`.
     """
     return [
         (rule, each)
@@ -439,12 +433,10 @@ def get_rule(name: str) -> Rule[Any]:
 
 
 def rule_names() -> tuple[str, ...]:
-    """Return the names of all rules created so far."""
     return tuple(_rules)
 
 
 def registered_rules(definition: Definition) -> list[str]:
-    """Return the names of all rules that have a value registered through `definition`."""
     return [
         name.replace("_", " ")
         for name, rule in list(_rules.items())

@@ -1,9 +1,3 @@
-"""`operator`: define an operator and its rules with a class.
-
-First, `read_class` collects and checks the members of the class. Then the operator is defined in
-the same way as by `custom_op`, and the rules are registered through its handle.
-"""
-
 from __future__ import annotations
 
 import functools
@@ -38,8 +32,6 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """The type of the decorator. Type checkers use it to infer the handle's signature."""
-
         # The overloads overlap on purpose: type checkers use the first one that matches.
         @typing.overload
         def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
@@ -165,7 +157,6 @@ class ClassReading(NamedTuple):
 
 
 def read_class(op_name: str, cls: Any) -> ClassReading:
-    """Collect and check the members of a class, before the operator is defined."""
     if not isinstance(cls, type):
         raise TypeError(
             f"operator({short_repr(op_name)}) must decorate a class, got {short_repr(cls)}; for a "
@@ -220,8 +211,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    Members that are None are omitted. So a class can set an inherited member to None to remove it,
-    as with `__hash__ = None`.
+    A class can set an inherited member to None to remove it, as with `__hash__ = None`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -256,10 +246,9 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the function that defines the operator: `forward`, or a function that raises.
+    """Return the member `forward`, or a function that raises if there is no such member.
 
-    A class without `forward` gets a function that raises. It has the signature of the member
-    `signature`, or of a kernel.
+    The function that raises has the signature of the member `signature`, or of a kernel.
     """
     if "forward" in members:
         if "signature" in members:
@@ -290,7 +279,7 @@ def _function(
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
-    if code is not None:  # messages locate the operator by this code object
+    if code is not None:  # error messages locate the operator by this code object
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
@@ -300,8 +289,7 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. Copy the function instead of wrapping it,
-    because a wrapper would add a frame to every call.
+    The handle takes these attributes from the function. A wrapper would add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

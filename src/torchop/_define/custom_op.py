@@ -1,5 +1,3 @@
-"""`custom_op` and `triton_op`: turn a function into an operator."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,21 +17,17 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default value of required arguments. Without it, Python itself would raise the error for a
-# missing argument, and would not show how to write the decorator.
+# The default value of required arguments. Without it, Python's error for a missing argument would
+# not show how to write the decorator.
 MISSING: Any = object()
 
 
 class TritonOptions(TypedDict, total=False):
-    """The keyword arguments of `triton_op`, for type checkers."""
-
     mutates_args: Required[str | Iterable[str]]
     schema: str | None
 
 
 class Options(TritonOptions, total=False):
-    """The keyword arguments of `custom_op`, for type checkers."""
-
     device_types: DeviceTypes
     tags: Tags
     effects: Effect
@@ -151,7 +145,6 @@ def custom_op(
 
 
 def _missing_arguments(caller: str, name: object) -> TypeError:
-    """Return the error for missing arguments, as in `@custom_op` without parentheses."""
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
     return TypeError(
         f"{caller} needs the name of the operator, and mutates_args, the tensor arguments that the "
@@ -221,7 +214,7 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # Do this before the operator is defined, because this function of PyTorch may raise.
+        # Call this function of PyTorch before the operator is defined, because it may raise.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

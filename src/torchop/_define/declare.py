@@ -25,7 +25,6 @@ from torchop._schema.naming import OpName
 
 
 def new_name(name: object, lib: torch.library.Library | None) -> OpName:
-    """Parse the name of a new operator. Raise if it is invalid or `lib` cannot define it."""
     op_name = OpName.parse_new(name)
     if lib is not None:
         check_callers_library(op_name, lib)
@@ -49,12 +48,8 @@ def declare(
 ) -> Declaration:
     """Check a function and the options of `custom_op`, and return the operator's declaration.
 
-    All checks that are possible before the operator exists are made here.
-
-    Args:
-        place: the line of the user's code that defines the operator.
-        launches: whether the function launches Triton kernels, as a `triton_op` does.
-        is_lenient: True for operators of `torchop.compat`; see `Declaration`.
+    Makes all checks that are possible before the operator exists. `place` is the line of the user's
+    code that defines the operator, and `launches` is True for a `triton_op`.
     """
     what = f"custom_op({str(name)!r})"
     check_callable(what, function)
@@ -92,7 +87,7 @@ def declare(
 
 
 def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function to let `wrap_triton` launch kernels directly instead of tracing them."""
+    """Wrap a function so that `wrap_triton` launches kernels directly, without tracing them."""
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
@@ -105,8 +100,6 @@ def _launching(function: Callable[..., Any]) -> Callable[..., Any]:
 def define_operator(
     declared: Declaration, lib: torch.library.Library | None, priority: Sequence[str] = ()
 ) -> Any:
-    """Define an operator, set the priority order of providers, and return the handle."""
-
     def build() -> Any:
         handle = define(declared, lib).handle
         handle.set_priority(priority)

@@ -1,5 +1,3 @@
-"""`CustomOp`: the handle of an operator, the object that users call."""
-
 from __future__ import annotations
 
 import functools
@@ -36,13 +34,11 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """A descriptor for `__signature__` that returns the signature of the author's function."""
-
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
                 # TorchScript would compare the returned signature with the parameters of
-                # `__call__`, but these are only `*args` and `**kwargs`.
+                # `__call__`, which are only `*args` and `**kwargs`.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -87,18 +83,17 @@ class CustomOp(Registrations, Generic[P, R]):
 
     # The C++ extension (csrc/handle.cpp) uses these slots to store a vectorcall function and an
     # `Entry`, the object that runs native calls. Python code must not read `_native_call`, because
-    # it contains a raw pointer instead of an object.
+    # the slot contains a raw pointer instead of an object.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # CustomOpDef.__init__ is not called, because it would define the operator again.
+        # Do not call CustomOpDef.__init__, because it would define the operator again.
         function = definition.authors_function
         self._definition = definition
-        # This does not use functools.wraps, because partials and callable objects have no
-        # `__name__`.
+        # Do not use functools.wraps, because partials and callable objects have no `__name__`.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
@@ -110,8 +105,8 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # This is an attribute instead of a method, because for a method with a ParamSpec, Jedi
-        # shows (*args, **kwargs) as the parameters.
+        # This is an attribute, because for a method with a ParamSpec, Jedi shows (*args, **kwargs)
+        # as the parameters.
         __call__: Callable[P, R]
     else:
 
@@ -153,8 +148,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Like functions, handles are copied and pickled by reference. A pickle contains the name of the
-    # operator and the name of the module that defines it.
+    # Like functions, handles are copied and pickled by reference. A pickle contains the names of
+    # the operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -178,8 +173,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Do not cache the overload here. Dynamo would guard on the cache, so it would recompile
-        # once the first call has filled the cache. torch.ops caches the overload anyway.
+        # Do not cache the overload here. Dynamo would guard on the cache, and recompile once the
+        # first call has filled it. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
@@ -227,7 +222,6 @@ class CustomOp(Registrations, Generic[P, R]):
     if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            """Return the method `register_<name>` of a `torchop.Rule`."""
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
                 # Dynamo does not support AttributeError(name=..., obj=...). Python sets both here.
@@ -326,7 +320,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # The private attributes of PyTorch's CustomOpDef, which PyTorch and other packages read.
+    # Private attributes of PyTorch's CustomOpDef, which PyTorch and other packages read.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)
@@ -348,7 +342,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
-    """Return the handle of an operator. Import `module` if the operator does not exist yet."""
+    """Return the handle of an operator. If the operator does not exist yet, import `module`."""
     if registries.published_handle(name) is None:
         try:
             __import__(module)
@@ -369,7 +363,6 @@ _unpickle.__module__ = "torchop"  # so pickles stay loadable if this module move
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Create the handle of an operator. Its calls become native once the extension is loaded."""
     make = switch.new_handle_type() if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -402,7 +395,7 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # Dynamo's global table would keep the class alive, so remove it from the table.
+    # Dynamo's global table would otherwise keep the class alive.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

@@ -1,5 +1,3 @@
-"""`Library`: a group of operators and kernels that are deregistered together."""
-
 from __future__ import annotations
 
 import functools
@@ -71,8 +69,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # Check the arguments in __new__ instead of __init__. PyTorch's __init__ records the line of its
-    # caller, which would then be our __init__ instead of the user's code.
+    # Check the arguments in __new__, because PyTorch's __init__ records the line of its caller. If
+    # we had an __init__, this caller would be our __init__ instead of the user's code.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -134,8 +132,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Remove the namespace, because PyTorch's `define` would record the name as "ns::ns::name".
-        # Then `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
+        # Remove the namespace. With it, PyTorch's `define` would record the name as "ns::ns::name",
+        # and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -234,12 +232,10 @@ class Library(OwnLibrary):
 
 
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
-    """Define an operator in a library of torchop or PyTorch, and return the result of `define`.
+    """Define an operator in a library of torchop or PyTorch.
 
-    Args:
-        library: the library that owns the operator.
-        schema: the schema, starting with the operator's name. `define` checks that it is valid.
-        define: a function that defines the operator in the dispatcher and returns its name.
+    `define` is the function that defines the operator in the dispatcher. It checks the schema and
+    returns the name of the operator.
     """
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
@@ -310,7 +306,7 @@ def checked_kernel(
                 # Set `run` before `check`, because another thread that sees the new `check` must
                 # not use the old `run`.
                 check, checked_schema = check_now, current_schema
-        # A kernel that receives a keyset redispatches the call explicitly, so do not change the
+        # A kernel that receives a keyset redispatches the call itself, so do not change the
         # dispatcher's state around it.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
@@ -330,8 +326,6 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """Wrap a fallback, to check that its results fit the schema of the called operator."""
-
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         op: OpOverload = args[1 if with_keyset else 0]

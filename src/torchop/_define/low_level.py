@@ -1,5 +1,3 @@
-"""`define` and `impl`: define operators from schemas, and register kernels for any operator."""
-
 from __future__ import annotations
 
 import functools
@@ -177,8 +175,8 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# `library` may be a plain `torch.library.Library`. If so, the functions below add what
-# `torchop.Library` does: they check the results of kernels, and make calls raise an error once the
+# If `library` is a plain `torch.library.Library`, the functions below add two features of
+# `torchop.Library`: they check the results of kernels, and make calls raise an error once the
 # library is closed.
 
 

@@ -1,5 +1,3 @@
-"""`maybe_out`: combine a functional and an out= operator into one Python function."""
-
 from __future__ import annotations
 
 import inspect

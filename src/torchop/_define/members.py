@@ -17,8 +17,8 @@ from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
 from torchop._rules.autograd.formula import Derived
 
-# A function that registers the value of a member. It takes the operator's handle, the value, and
-# all members of the class. Its result is ignored.
+# A function that registers the value of a member. It receives the operator's handle, the value, and
+# all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
@@ -26,8 +26,8 @@ class Member(NamedTuple):
     """A member that a class decorated with `torchop.operator` may have.
 
     Attributes:
-        registers: a function that registers the member's value with the operator. None if another
-            member's registration uses the value as an argument.
+        registers: registers the member's value with the operator. None if another member's
+            registration uses the value as an argument.
         takes: a phrase for error messages that describes the valid values.
         accepts: returns whether a value is valid. A static method is passed as a plain function.
         needs: the names of other members. If there are any, the class must have at least one of
@@ -153,10 +153,7 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority"
 
 
 def is_device_type(name: str) -> bool:
-    """Return whether `name` is a device type.
-
-    If it is, the class's member with this name is the kernel for this device.
-    """
+    """Return whether a class's member with this name is the kernel for a device type."""
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:
@@ -171,7 +168,6 @@ def is_reserved(name: str) -> bool:
 
 
 def known_names() -> list[str]:
-    """Return the names that an error about an unknown member may suggest."""
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
 
 

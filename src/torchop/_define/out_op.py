@@ -1,5 +1,3 @@
-"""`out_op`: define the functional, out= and in-place forms of an operator from one kernel."""
-
 from __future__ import annotations
 
 import functools
@@ -50,8 +48,6 @@ R = TypeVar("R", default=Any)  # the result of a kernel: a Tensor or a tuple of 
 
 
 class Options(TypedDict, Generic[Function], total=False):
-    """Keyword arguments of `out_op`, for type checkers."""
-
     like: str | None
     allocate: Function | Lambda | None
     inplace: bool
@@ -193,9 +189,9 @@ def out_op(
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-            # Let Inductor replace the functional form with forms that save an allocation. The
-            # in-place form saves none if the operator is not elementwise, because it then allocates
-            # a temporary result.
+            # Let Inductor replace the functional form with forms that save an allocation. An
+            # in-place form that is not elementwise saves none, because it allocates a temporary
+            # result.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -235,8 +231,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Let Inductor replace the functional operator with a form that writes into a buffer."""
-    # Inductor's table holds `overload`, so use weak references. Otherwise the forms could not be
-    # freed.
+    # Inductor's table holds `overload`, so strong references would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -252,17 +247,16 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
 
 def _kernels_of(form: Definition) -> object:
-    """Return a form's kernels by device, to compare them with the kernels of another form."""
+    """Return a form's kernels by device, for comparison with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
         # Each call chooses a kernel, so two forms may run different kernels. Return the form
-        # itself, which does not equal the result for any other form.
+        # itself, because it does not equal the result for another form.
         return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
-    """Return the functional operator's signature, and the names of the kernel's outputs."""
     signature = signatures.signature(kernel)
     where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
@@ -296,7 +290,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with this signature. It has the kernel's name, for error messages."""
+    """Return a function with this signature and the kernel's name, which error messages show."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -351,8 +345,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The type includes `Any` instead of None, because type checkers would otherwise demand a
-        # check for None even after inplace=True.
+        # The type is `Any` instead of None, because type checkers would otherwise demand a check
+        # for None even after inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

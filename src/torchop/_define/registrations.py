@@ -1,7 +1,6 @@
 """The methods of operator handles that register rules, such as `register_fake`.
 
-Each method is also a function in `_rules`. The function takes the operator as its first parameter,
-so it becomes a method when it is assigned to a class attribute.
+Each method is also a function in `_rules`, whose first parameter is the operator.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SameAs(Generic[Function]):
     """A decorator that replaces a stub method with a function.
 
-    This is a workaround for Pyright, for methods that the base class `CustomOpDef` also declares.
-    If the function were assigned to a class attribute, Pyright would use the types of the base
-    class. If this decorator were a function, Pyright would lose the type variables.
+    This is a workaround for Pyright. If a function were assigned to a class attribute that the base
+    class `CustomOpDef` also declares, Pyright would use the types of the base class. If this
+    decorator were a function, Pyright would lose the type variables.
     """
 
     def __init__(self, function: Function) -> None:
@@ -36,8 +35,6 @@ class SameAs(Generic[Function]):
 
 
 class Registrations(Handle):
-    """The methods of operator handles that register rules."""
-
     @SameAs(kernels.register_kernel)
     def register_kernel(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Types of the C++ extension `_call_path`, whose sources are in `csrc`."""
+"""Types of the C++ extension `_call_path`. The headers in `csrc` describe most functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -162,32 +162,18 @@ def make_backward(
     contiguous: CodeType,  # code of the wrapper in `with_contiguous_grads`
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
-
-# Returns the state of the random number generators and ambient settings as one tensor, or None if
-# Python must create the tensor.
 def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...
 
-# 1 if creating a node requires autograd.Function.apply (PyTorch 2.11 and 2.12), with `take_node` in
-# the forward. 0 if calling the node class is enough.
-nodes_come_from_apply: int
-# The backend keys that native calls support, such as "CPU".
-backends: tuple[str, ...]
+nodes_come_from_apply: int  # 0 or 1
+backends: tuple[str, ...]  # dispatch keys, such as "CPU"
 
-# Overrides `kernel` at a key with a C++ kernel, which calls `kernel` only if necessary. Returns a
-# function that removes the C++ kernel, or None if another kernel is at the key.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> Callable[[], None] | None: ...
 def take_node(ctx: Any, /) -> object: ...
-
-# Returns C++ versions of `_records` and `_returned` in _rules/residuals/handover.py.
 def make_handover(
     returned: type, recording: dict[int, tuple[Any, bool]], /
 ) -> tuple[Callable[[], bool], Callable[[Any, tuple[Any, ...]], Any]]: ...
 def switch_off(blocks: int, /) -> None: ...  # opens this many blocks; a negative number closes them
 def make_lock_enter(lock: Any, /) -> Callable[[], bool]: ...
-
-# Keeps calls to operators out of the dispatcher until the result is freed.
 def hold_calls(names: Iterable[str], /) -> object: ...
-
-# Makes new calls to operators raise, and waits for calls in the dispatcher.
 def end_calls(names: Iterable[str], /) -> None: ...
 def running() -> list[Entry]: ...  # the entries of the native calls on this thread

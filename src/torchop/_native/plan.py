@@ -1,9 +1,4 @@
-"""Compile call plans for the C++ extension.
-
-A call plan contains everything that native calls to an operator need: the parameters, the kernels,
-the checks and conversions of results, and how to record gradients. An operator's entry, a C++
-object, receives the operator's calls and runs them according to the plan.
-"""
+"""Compile call plans for the C++ extension, and own the entries that run calls."""
 
 from __future__ import annotations
 
@@ -42,9 +37,9 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# For each type in a schema, the conversion that the dispatcher applies to a result. If the result
-# is an instance of a subclass, such as an IntEnum, the dispatcher reads the underlying value and
-# does not call methods that the subclass overrides.
+# For each type in a schema, the conversion that the dispatcher applies to a result. For an instance
+# of a subclass, such as an IntEnum, the dispatcher reads the underlying value and does not call
+# methods that the subclass overrides.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -60,8 +55,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 class NativeCalls:
     """Owns an operator's entry, the C++ object that receives all calls, and compiles call plans.
 
-    The subclass `OwnCalls` is for operators created by `torchop.custom_op`. The subclass
-    `table.calls.TableCalls` is for all other operators.
+    `OwnCalls` is for operators created by `torchop.custom_op`, `table.calls.TableCalls` for others.
     """
 
     __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
@@ -82,14 +76,12 @@ class NativeCalls:
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
     def outdate(self) -> None:
-        """Make the next native call compile a new plan."""
         self.entry.plan = None
 
     def _compile(self) -> Plan:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Make calls to an OpOverload go to the entry."""
         # Set `dispatch`, the function for calls that are not native, before the entry receives
         # calls from other threads.
         self.entry.dispatch = overload_functions.replaced_function(overload)
@@ -106,7 +98,7 @@ class NativeCalls:
         gradient: Gradient = None,
         **more: Any,
     ) -> Plan:
-        """Create a `Plan` for this operator. The arguments are described in `_call_path.pyi`.
+        """Create a `Plan`. See `_call_path.pyi` for the arguments.
 
         If `gradient` is a tuple, the first item is the autograd.Function for which calls create
         nodes. If it is a string, it says why only the dispatcher can record gradients.
@@ -147,11 +139,6 @@ def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
 
 
 class OwnCalls(NativeCalls):
-    """Native calls to an operator that `torchop.custom_op` created.
-
-    The call plan is compiled from the Python plan of the operator's `Definition`.
-    """
-
     __slots__ = ("_definition",)
 
     def __init__(self, native: Any, definition: Definition) -> None:
@@ -161,15 +148,15 @@ class OwnCalls(NativeCalls):
     def attach(self) -> None:
         """Make calls through `torch.ops` native too. The caller must hold `registration_lock`.
 
-        This happens when the operator is first used, not when it is defined, because creating an
-        `OpOverload` takes longer than everything else in a definition.
+        This happens when the operator is first used, because creating an `OpOverload` would take
+        longer than everything else in a definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries all overloads in order. A call to this overload can only be native if
-            # the overloads before it have entries too, so create these.
+            # A packet tries its overloads in order. A call to this overload can be native only if
+            # the earlier overloads have entries too, so create these.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
@@ -191,13 +178,12 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        # If the Python plan was compiled before the extension was loaded, `attach` was not called
-        # yet.
+        # If the Python plan was compiled before the extension was loaded, `attach` has not been
+        # called yet.
         self.attach()
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
-        """Convert a definition's Python plan to a plan for the extension."""
         definition, schema = self._definition, self._schema
         kernels = plan[KernelRule]
         dispatched = definition.dispatcher_kernels
@@ -223,12 +209,10 @@ class OwnCalls(NativeCalls):
 
 
 def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
-    """Return the argument `gradient` of `NativeCalls._plan`: how native calls record gradients."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The first call that records a gradient goes through the dispatcher, where it creates the
-    # autograd.Function.
+    # The first call that records a gradient creates the autograd.Function, in the dispatcher.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
@@ -236,12 +220,11 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
 
 
 def is_returnable(schema: Schema) -> bool:
-    """Return whether `_CONVERSIONS` supports all result types of the schema."""
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Return a text about the argument or result whose type native calls do not support."""
+    """Return a phrase that names the argument or result whose type native calls do not support."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"
@@ -252,13 +235,12 @@ def unknown_type(schema: Schema, plan: Plan) -> str:
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Return a function that calls `function`, and converts the result as the dispatcher would."""
+    """Return a function that calls `function` and converts the result as the dispatcher would."""
     convert = _conversion(schema)
     return lambda *args: convert(function(*args))
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:
-    """Return a function that converts a valid result of an operator as the dispatcher would."""
     each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
     if not each:
         return lambda result: None

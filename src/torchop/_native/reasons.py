@@ -1,8 +1,3 @@
-"""The reasons why a call is native or falls back to the dispatcher, with their texts.
-
-C++ reports a reason as the number in csrc/reasons.h. This module maps the number to a text.
-"""
-
 from __future__ import annotations
 
 import enum
@@ -13,7 +8,10 @@ if TYPE_CHECKING:
 
 
 class Reason(enum.IntEnum):
-    """Why a call is native or falls back. The order must be the same as in csrc/reasons.h."""
+    """Why a call is native or falls back to the dispatcher.
+
+    C++ reports a reason as a number, so the order must be the same as in csrc/reasons.h.
+    """
 
     text: str  # a format string, in which callers replace `{why}` with details of the call
 

@@ -31,28 +31,26 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, or None if it is not loaded. This is set after calls to all existing
-# operators were made native.
+# The extension module, or None if it is not loaded. Set only after calls to all existing operators
+# were made native.
 _native: Any = None
 # The callbacks that `request` received before the extension was loaded.
 _waiting: list[Callable[[], None]] = []
-# The subclass of the handle class whose calls run in C++. (A handle is the object that
-# `torchop.custom_op` returns.) The list is empty until the extension is loaded. It never has more
-# than one item, because the extension can create the class only once.
+# The class of new handles, whose calls run in C++. (A handle is the object that `torchop.custom_op`
+# returns.) The list has one item, or none until the extension is loaded. The extension can create
+# the class only once.
 _native_handle_types: list[type] = []
 
 
 def native_module() -> Any | None:
-    """Return the extension module, or None if it is not loaded."""
     return _native
 
 
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    If the value of TORCHOP_NATIVE is invalid, this does not raise. Instead, defining the first
-    operator raises the error. So `python -m torchop` can import torchop and report the error in one
-    line.
+    If the value of TORCHOP_NATIVE is invalid, defining the first operator raises the error instead.
+    So `python -m torchop` can import torchop and report the error in one line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
@@ -61,9 +59,8 @@ def start() -> None:
 def obtain() -> None:
     """Load the extension, or start to compile it. Calling this again has no effect.
 
-    Calling this under `torch.jit.trace` has no effect either, because tracing runs a function twice
-    and compares the Python frames of operator calls. If calls became native between the two runs,
-    the frames would differ.
+    It does nothing under `torch.jit.trace`, which runs a function twice and compares the Python
+    frames of operator calls. If calls became native between the two runs, the frames would differ.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -75,7 +72,7 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension when Dynamo is imported. Do not raise, because the import would fail."""
+    """Load the extension when Dynamo is imported. An error here would make the import fail."""
     try:
         _obtain()
     except NativeBuildWarning as problem:  # the user's filters turn the warning into an error
@@ -85,7 +82,7 @@ def _obtain_for_dynamo() -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Load the extension, compile it first if needed, and return whether it is loaded."""
+    """Load the extension, compiling it first if needed, and return whether it is loaded."""
     is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
     return is_there
@@ -94,20 +91,19 @@ def wait(timeout: float | None = None) -> bool:
 class _FirstUse:
     """Loads the extension when an operator is first used.
 
-    Until then, this object is the `Follower` of all definitions, i.e. it is notified when an
-    operator is used. Defining an operator does not load the extension, because a program may import
-    a package with hundreds of operators and call none of them.
+    Until then, this object is the `Follower` of all definitions, so it is notified of the first
+    use. Defining an operator does not load the extension, because a program may import a package
+    with hundreds of operators and call none of them.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # The original `__call__` of the handle class. Until an operator is first used,
-        # `_first_call` replaces it.
+        # The original `__call__` of the handle class, while `_first_call` replaces it.
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
-        """Make the first call to an operator, or the import of Dynamo, load the extension."""
+        """Let the first call to an operator, or the import of Dynamo, load the extension."""
         if self._first_call is not None or self.is_over:
             return
         api.mode()  # raises if the environment variable is invalid
@@ -128,15 +124,13 @@ class _FirstUse:
             self._first_call = _hooks.handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Stop waiting for the first use, and restore the handle class's original `__call__`."""
         with registration_lock:
-            # If other code has replaced `__call__` in the meantime, leave its replacement in place.
+            # If other code has replaced `__call__` in the meantime, keep its replacement.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
     def attach(self) -> None:
-        """Load the extension, because the operator was called through `torch.ops`."""
         obtain()
 
     def outdate(self) -> None:
@@ -147,12 +141,10 @@ _first_use = _FirstUse()
 
 
 def new_handle_type() -> Any:
-    """Return the class for new handles: the native class once the extension is loaded."""
     return _hooks.handle_type if _native is None else _native_handle_types[0]
 
 
 def make_native(definition: Definition) -> None:
-    """Make calls to a new operator native, now or once the extension is loaded."""
     if _native is None:
         definition.follower = _first_use
         _first_use.wait()
@@ -202,20 +194,20 @@ def _ready(module: ModuleType) -> None:
 
 
 def _prepare(module: ModuleType) -> None:
-    """Connect the extension with PyTorch, with Dynamo, and with torchop's lower layers.
+    """Connect the extension with PyTorch, Dynamo and torchop's lower layers.
 
-    It must be possible to call this again after an error.
+    This may be called again after an error.
     """
-    # The extension reads PyTorch's C++ objects for Python kernels, whose layout in memory is not
-    # public. It finds out the layout from two operators whose kernels are known.
+    # The memory layout of PyTorch's C++ objects for Python kernels is not public. The extension
+    # determines this layout from two operators with known kernels.
     with libraries.probe_operators() as probes:
         if not module.probe_kernels(*probes):
             raise ImportError(
                 "this version of torchop does not support how this PyTorch stores Python kernels"
             )
     if not _native_handle_types:
-        # Copy `__call__` and the properties into the new type, because Dynamo looks them up only in
-        # a handle's own type and not in base classes.
+        # Copy `__call__` and the properties into the new type, because Dynamo looks for them only
+        # in a handle's own type and not in base classes.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -233,9 +225,9 @@ def _prepare(module: ModuleType) -> None:
 def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
     """Make an OpOverload or packet count running calls. C++ calls this before the first call.
 
-    When an operator is deregistered, torchop waits for the counted calls of other threads. Only
-    calls to operators that torchop defined are counted. Otherwise a registration and another
-    package's kernel could wait for each other.
+    Deregistering an operator waits for the counted calls of other threads. Only calls to operators
+    that torchop defined are counted, because a registration and another package's kernel could
+    otherwise wait for each other.
     """
     packet = vars(op).get("_overloadpacket", op)
     if vars(packet).get("_qualified_op_name") in deregistration.defined:
@@ -247,8 +239,8 @@ def _adopt(definition: Definition, native: Any) -> OwnCalls:
     calls = definition.follower
     if not isinstance(calls, OwnCalls):
         calls = definition.follower = OwnCalls(native, definition)
-    # If the operator takes structured arguments, the handle flattens them in Python, and then calls
-    # the OpOverload, which is native.
+    # If the operator takes structured arguments, the handle flattens them in Python, and calls the
+    # OpOverload, which is native.
     if definition.structure is None:
         native.adopt(definition.handle, calls.entry)
     return calls

@@ -1,8 +1,7 @@
 """Derive the in-place and out= forms of a functional operator.
 
 A form calls the functional operator, and copies the result into its argument. Compilers trace these
-two steps, so they need no special support for forms. The forms use the backward formula and the
-fake kernel of the functional operator.
+two steps, so they need no special support for forms.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def derive_form(
     lib: torch.library.Library | None,
     outputs: Sequence[str] | None = None,
 ) -> Definition:
-    """Define the in-place or out= form of `functional`; see `CustomOp.derive_inplace`."""
     if functional.structure is not None:
         raise SchemaError(
             f"{functional}: forms cannot be derived from an operator with structured arguments or "
@@ -61,7 +59,7 @@ def derive_form(
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because the results are computed before the outputs are
+        # An output may also be an input, because the results are computed before any output is
         # written.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
@@ -69,7 +67,6 @@ def derive_form(
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Raise SchemaError if an operator with this schema cannot have this form."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
         problem = (
             "forms need a functional operator, which mutates nothing and returns fresh tensors"
@@ -88,10 +85,7 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the names of the outputs, after checking them.
-
-    The default is `out`, or `out0`, `out1` and so on if there are several results.
-    """
+    """Check the names of the outputs. The default is `out`, or `out0`, `out1` and so on."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -123,8 +117,8 @@ def define_member(
     kernel runs. The form gets `tags` in addition to its own tag.
     """
     # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
-    # with an overload that has this tag, but would pass wrong arguments for most signatures.
-    # Instead, `_compat.planned_outputs` registers a correct replacement.
+    # with any overload that has this tag, but passes wrong arguments for most signatures. Instead,
+    # `_compat.planned_outputs` registers a correct replacement.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
@@ -184,7 +178,7 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Pass a clone, because the formula may save the input for the backward, but `x` is
+        # Pass a clone, because the formula may save the input for the backward, and `x` is
         # overwritten below.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)

@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
 This kernel writes its results into output arguments, which are checked before it runs. If PyTorch's
-own operators would reject an output too, the error message is the same as PyTorch's.
+own operators reject an output too, the error message is PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Tensor metadata, which must be equal for a result and for the output it is written into."""
+    """Tensor metadata, which must be equal for a result and the output it is written into."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -43,13 +43,13 @@ def metadata(tensor: Tensor) -> Metadata:
 def described_results(
     allocate: Callable[..., tuple[Tensor, ...]], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Metadata]:
-    """Run `allocate` on meta tensors to compute the metadata of a call's results."""
+    """Run `allocate` on meta tensors to compute the metadata of the results."""
     meta_kwargs = {name: _to_meta(value) for name, value in kwargs.items()}
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # The results are on the meta device only because `allocate` received meta tensors. With the
-        # real inputs, they would be on the device of the inputs.
+        # A result is on the meta device only because `allocate` received meta tensors. With the
+        # real inputs, the result would be on the device of the inputs.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -97,11 +97,10 @@ def check_outputs(
     *,
     may_be_an_input: bool,
 ) -> None:
-    """Raise if an output is None, or if it overlaps an input.
+    """Raise if an output is None, or if it overlaps an input (unless `may_be_an_input`).
 
-    If `may_be_an_input` is True, outputs may overlap inputs. Tensors that no operator may mutate,
-    such as expanded tensors, need no check here, because the mutation rule has already rejected
-    them.
+    Outputs that no operator may mutate, such as expanded tensors, need no check here, because the
+    mutation rule has already rejected them.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -115,7 +114,7 @@ def check_outputs(
 
 
 def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return a cache key for a call, with the metadata of all tensors and the other arguments."""
+    """Return a cache key for a call, with the metadata of its tensors and all other arguments."""
     key: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
@@ -140,13 +139,7 @@ Kernel = Callable[..., Any]
 
 
 class WritingKernels:
-    """Creates the kernels of the three forms from a kernel that writes into output arguments.
-
-    Attributes:
-        name: the name of the functional operator.
-        outputs: the names of the kernel's output parameters.
-        elementwise: whether an output may also be an input.
-    """
+    """Creates the kernels of the three forms from a kernel that writes into output arguments."""
 
     def __init__(
         self,
@@ -163,13 +156,12 @@ class WritingKernels:
         # For a single name, `itemgetter` returns the value itself and not a tuple.
         get: Callable[..., Any] = operator.itemgetter(*outputs)
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
-        self.elementwise = elementwise
+        self.elementwise = elementwise  # whether an output may also be an input
         self._schema = functional
         self._allocate = bind(allocate, functional)
-        self._like = like  # the position of the argument to allocate results from, or None
+        self._like = like  # the position of the argument `like` of `out_op`, or None
 
     def out(self, kernel: Kernel) -> Kernel:
-        """Return the kernel of the out= form, which returns the caller's outputs."""
         outputs_in, check = self._outputs_in, self._check_written
         name = self.outputs[0]
 
@@ -192,7 +184,6 @@ class WritingKernels:
     def _check_written(
         self, outputs: Sequence[Tensor], shapes: Sequence[torch.Size], returned: Any
     ) -> None:
-        """Raise if a kernel resized an output, or returned something other than the outputs."""
         for name, shape, output in zip(self.outputs, shapes, outputs, strict=True):
             if output.shape != shape:
                 raise ResultError(
@@ -210,7 +201,6 @@ class WritingKernels:
                 )
 
     def functional(self, kernel: Kernel) -> Kernel:
-        """Return the kernel of the functional form, which allocates and returns the outputs."""
         write = self.out(kernel)
 
         @functools.wraps(kernel)
@@ -221,7 +211,6 @@ class WritingKernels:
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
     def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
-        """Return the kernel of the in-place form, which overwrites the first argument."""
         write, (output,) = self.out(kernel), self.outputs
 
         @functools.wraps(kernel)
@@ -239,9 +228,9 @@ class WritingKernels:
         """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # The in-place form needs no guard in two cases. If it copies the result (see `overwrite`),
-        # it checks the metadata itself. And if the result is allocated like the first argument, it
-        # always fits this argument.
+        # The in-place form needs no guard in two cases. If it copies the result, `overwrite` checks
+        # the metadata. If the result is allocated like the first argument, it always fits this
+        # argument.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
         # The `_call_key` of the last valid call. A call with the same key does not run `allocate`
@@ -279,7 +268,6 @@ class WritingKernels:
         return guard
 
     def _results(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        """Run `allocate`, and check that it returns one tensor for each output."""
         result = self._allocate(*args, **kwargs)
         results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         count = len(self.outputs)
@@ -299,6 +287,6 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    """Allocate `count` results with `torch.empty_like`, like the argument at position `place`."""
+    """Allocate `count` results with the metadata of the argument at position `place`."""
     results = tuple(torch.empty_like(args[place]) for _ in range(count))
     return results if count > 1 else results[0]

@@ -18,8 +18,7 @@ from torchop._schema.text import lettered_alias, with_write, write, write_result
 def form_name(name: OpName, form: Form) -> OpName:
     """Return the name of an operator's in-place or out= form, by PyTorch's convention.
 
-    The forms of `add` are named `add_` and `add.out`. The forms of `add.Scalar` are named
-    `add_.Scalar` and `add.Scalar_out`.
+    For example, the forms of `add.Scalar` are named `add_.Scalar` and `add.Scalar_out`.
     """
     if form is Form.INPLACE:
         return name._replace(name=f"{name.name}_")
@@ -27,7 +26,6 @@ def form_name(name: OpName, form: Form) -> OpName:
 
 
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
-    """Return the schema of the in-place form, which mutates and returns the first argument."""
     first, *others = functional.written_arguments
     alias = lettered_alias(0)
     arguments = [with_write(first, alias), *others]
@@ -35,7 +33,6 @@ def inplace_schema(name: OpName, functional: Schema) -> Schema:
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
-    """Return the schema of the out= form, which has one keyword-only output for each result."""
     arguments = functional.written_arguments
     if not functional.keyword_only:
         arguments.append("*")
@@ -55,7 +52,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Set the name, docstring and signature of a form's kernel, based on `original`.
+    """Set the name, docstring and signature of the kernel of an in-place or out= form.
 
     `original` is the handle of the functional operator.
     """
@@ -80,7 +77,6 @@ def identified(
 
 
 def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Sequence[str]) -> Kernel:
-    """Give a kernel the signature of `original` without the output parameters."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):
@@ -96,7 +92,6 @@ def with_outputs(
     annotation: Any = Tensor,
     default: Any = inspect.Parameter.empty,
 ) -> inspect.Signature:
-    """Return a signature with the outputs added as keyword-only parameters."""
     parameters = list(signature.parameters.values())
     end = len(parameters)
     if parameters and parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:

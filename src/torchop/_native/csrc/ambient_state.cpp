@@ -1,5 +1,3 @@
-// ambient_state.cpp: pack the states of the random number generators and the ambient settings into
-// one tensor. See ambient_state.h.
 #include "ambient_state.h"
 
 #include <algorithm>
@@ -29,7 +27,6 @@ namespace {
 
 using Bytes = std::vector<uint8_t>;
 
-// The accelerators that the program uses: their number and their type.
 struct Accelerators {
   int64_t count;
   at::DeviceType type;
@@ -39,9 +36,9 @@ struct Accelerators {
   }
 };
 
-// Returns whether this file can pack the random state for a call with this argument. It cannot if
-// the argument is a generator, or is on a device other than the CPU and these accelerators. Tensor
-// subclasses are not supported either, because they may contain anything.
+// Returns whether this file can pack the random state for a call with this argument. Generators are
+// not supported, nor are values on devices other than the CPU and these accelerators, nor tensor
+// subclasses, which may contain anything.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -53,8 +50,8 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
 }
 
 // Returns whether autocast is disabled, and the default dtype and device were not changed. Reads
-// the excluded keys, as at::autocast::is_autocast_enabled does. To call that function, we would
-// have to include ATen/autocast_mode.h, which doubles the time to parse the extension.
+// the excluded keys, as at::autocast::is_autocast_enabled does. We do not call that function,
+// because its header ATen/autocast_mode.h would double the time to parse the extension.
 bool settings_are_plain() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
@@ -62,8 +59,8 @@ bool settings_are_plain() {
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section of the packed tensor. Appends the length of the section as a little-endian
-// uint32 ("<I" in Python's struct), and the first byte of the section.
+// Starts a section of the packed tensor. Appends the section's length as a little-endian uint32
+// ("<I" in Python's struct), and the first byte.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
     to.push_back(uint8_t(size >> (8 * byte)));
@@ -84,16 +81,14 @@ const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends a section that contains the state of a generator. The first byte of the section is 1,
-// which means that a state follows.
+// Appends the state of a generator. The first byte of the section is 1 because a state follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
   to.insert(to.end(), bytes_of(state), bytes_of(state) + size);
 }
 
-// Returns the packed generator states of all accelerators. Throws if a device graph is being
-// captured.
+// Throws if a device graph is being captured.
 Bytes packed_states(const Accelerators& accelerators) {
   Bytes states;
   for (int64_t index = 0; index < accelerators.count; ++index) {
@@ -105,8 +100,8 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator. To find out whether the state has changed, comparing these
-// members is ten times as fast as calling get_state().
+// The state of the CPU generator. Comparing these members to find out whether the state has changed
+// is ten times as fast as calling get_state().
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -136,8 +131,8 @@ struct State {
 struct Latest {
   PyObject* packed;
   State state;
-  // A copy of the data in `packed`. A compiled graph may reuse the memory of a saved tensor, so the
-  // data in `packed` may be overwritten.
+  // A copy of the data in `packed`, which a compiled graph may overwrite, because it may reuse the
+  // memory of a saved tensor.
   Bytes bytes;
 
   bool is_unmodified() const {
@@ -199,8 +194,8 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // From here on, call no PyTorch operators, because modes and transforms that are active would
-  // intercept them.
+  // From here on, call no PyTorch operators, because active modes and transforms would intercept
+  // them.
   Bytes accelerator_states;
   try {
     accelerator_states = packed_states(accelerators);
@@ -212,8 +207,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   if (PyObject* same = unchanged(args[1], std::move(accelerator_states), now, cpu_state);
       C10_LIKELY(same != nullptr))
     return same;
-  // The format is the same as in `_pack` in replay.py: first the generator states, then the
-  // settings.
+  // The same format as in `_pack` in replay.py: first the generator states, then the settings.
   Bytes bytes;
   append_state(bytes, cpu_state);
   bytes.insert(bytes.end(), now->accelerator_states.begin(), now->accelerator_states.end());

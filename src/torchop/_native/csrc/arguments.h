@@ -19,7 +19,7 @@
 
 namespace torchop {
 
-// One parameter of an operator's schema. The objects are owned by the call plan (plan.h).
+// A parameter of an operator's schema. The call plan (plan.h) owns the objects.
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the parameter is required
@@ -28,25 +28,23 @@ struct Parameter {
   Kind kind;
 };
 
-// All parameters of an operator's schema. Keyword-only parameters come last.
+// The parameters of an operator's schema. Keyword-only parameters come last.
 struct Parameters {
   // The value of `pass_through_count` if every call must copy its arguments to a new array.
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
-  size_t positional = 0; // number of parameters that are not keyword-only
-  // If a call has exactly this many positional arguments and no keyword arguments, we pass the
-  // caller's argument array to the kernel as it is, without copying it.
+  size_t positional = 0;
+  // Calls with exactly this many positional arguments and no keyword arguments pass the caller's
+  // argument array to the kernel without copying it.
   size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
-  // If true, calls leave out arguments that equal their default (positional arguments only at the
-  // end), and the Python function uses its own defaults. The dispatcher calls Python kernels in the
-  // same way (parseIValuesToPyArgsKwargs).
+  // True if calls leave out arguments that equal their default (positional arguments only at the
+  // end), as the dispatcher does when it calls Python kernels (parseIValuesToPyArgsKwargs).
   bool drops_defaults = false;
-  bool has_device_string_defaults = false; // true if any parameter has `is_device_string`
-  // Names of the keyword-only parameters, for vectorcall; nullptr if there are none.
-  PyObject* keyword_names = nullptr;
+  bool has_device_string_defaults = false;
+  PyObject* keyword_names = nullptr; // of keyword-only parameters; nullptr if there are none
 
   size_t size() const {
     return all.size();
@@ -78,8 +76,8 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // Assigns an argument or a default to each parameter. If the arguments do not match the schema,
-  // returns Reason::Binding, and the dispatcher raises the error. `args` must outlive this object.
+  // If the arguments do not match the schema, returns Reason::Binding, and the dispatcher raises
+  // the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.pass_through_count && keywords == nullptr)) {
@@ -113,7 +111,7 @@ class Values {
 
   // Returns whether the kernel would receive the default of a device parameter. Such a call cannot
   // be native, because the dispatcher passes the string from the schema, such as "cpu", but our
-  // default is a torch.device. Also sets `rejected_parameter`.
+  // default is a torch.device.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -125,9 +123,9 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. Because the kernel may modify lists, passes copies of them if
-  // we read the lists again later: the aliasing check reads tensor lists, and setup_context reads
-  // all lists (`all_are_read_later`).
+  // Calls a kernel with the values. The kernel may modify lists, so passes copies of lists that we
+  // read again later: the aliasing check reads tensor lists, and setup_context reads all lists
+  // (`all_are_read_later`).
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
@@ -143,7 +141,6 @@ class Values {
     }
   }
 
-  // Calls `visit(PyObject* tensor)` for each tensor in the argument at `index`, skipping None.
   template <class Visitor>
   void each_tensor_of(size_t index, Visitor&& visit) const {
     PyObject* value = values_[index];
@@ -163,12 +160,10 @@ class Values {
     return parameters_;
   }
 
-  // Returns the index of the argument that prevents a native call.
   size_t rejected_parameter() const {
     return rejected_;
   }
 
-  // Returns the positional values as a new tuple, or nullptr with an exception set.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
     for (size_t index = 0; result && index < parameters_.positional; ++index)
@@ -176,7 +171,6 @@ class Values {
     return result;
   }
 
-  // Returns the keyword-only values as a new dict, or nullptr with an exception set.
   THPObjectPtr keyword_only() const {
     THPObjectPtr result(PyDict_New());
     for (size_t index = parameters_.positional; result && index < parameters_.size(); ++index) {
@@ -197,7 +191,7 @@ class Values {
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
     const size_t count = count_passed(), positional = parameters_.positional;
-    size_t named = 0; // number of keyword-only arguments to pass
+    size_t named = 0;
     for (size_t index = positional; index < parameters_.size(); ++index)
       named += !is_default(index);
     if (named == 0)
@@ -266,7 +260,6 @@ class Values {
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
-  // The slow path of `bind`, for calls with keyword arguments, omitted arguments or lists.
   __attribute__((noinline)) Reason
   complete(PyObject* const* args, size_t count, PyObject* keywords) {
     const size_t size = parameters_.size();
@@ -287,8 +280,7 @@ class Values {
     return Reason::Native;
   }
 
-  // Allocates an array for `size` values, and makes `values_` point to it. The array has a free
-  // slot before the first value, as PY_VECTORCALL_ARGUMENTS_OFFSET requires.
+  // Leaves a free slot before the first value, as PY_VECTORCALL_ARGUMENTS_OFFSET requires.
   PyObject** reserve(size_t size) {
     PyObject** buffer = inline_buffer_.data();
     if (C10_UNLIKELY(size >= inline_size)) {
@@ -300,8 +292,8 @@ class Values {
     return buffer_;
   }
 
-  // Stores the keyword arguments. Returns false if a keyword is unknown, or is the name of a
-  // parameter before `first`. Those parameters already have positional arguments.
+  // Stores the keyword arguments. Returns false if a keyword is unknown, or if it names a parameter
+  // before `first`, which already has a positional argument.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
     size_t guess = first; // most callers pass keyword arguments in schema order
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
@@ -315,7 +307,6 @@ class Values {
     return true;
   }
 
-  // Returns the index of the parameter called `name`, or the number of parameters if there is none.
   size_t find(PyObject* name, size_t first) const {
     const size_t size = parameters_.size();
     for (size_t index = first; index < size; ++index) {
@@ -365,7 +356,7 @@ class Values {
   }
 
   // Replaces the value at `index` by an int, float or str, as the dispatcher does. Returns false if
-  // we do not support the conversion. The call must then fall back to the dispatcher.
+  // only the dispatcher supports the conversion.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -383,11 +374,10 @@ class Values {
   Reason inspect_list(size_t index, TensorSummary& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    // torch.Size is a subclass of tuple. Accept it too, because callers often pass `tensor.shape`.
+    // Accept torch.Size too, because callers often pass `tensor.shape`.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return reject(index, Reason::ArgumentType);
-    // Keys of tensors in Tensor[]? arguments are treated separately, at the end of
-    // `inspect_values`.
+    // `inspect_values` treats the keys of tensors in Tensor[]? arguments separately.
     const bool is_optional_list = kind.holds_tensors() && kind.is_optional;
     const DispatchKeySet keys = seen.keys;
     PyObject* list = copy_of(value);
@@ -420,12 +410,10 @@ class Values {
     return reason;
   }
 
-  // Returns the reason for rejecting a value that should be a plain tensor.
   static Reason reason_of(PyObject* value) {
     return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
-  // Copies a list or tuple to a new list. Throws if there is not enough memory.
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
     // Lock the list, because without the GIL another thread may modify it.
@@ -445,7 +433,7 @@ class Values {
   PyObject** buffer_ = nullptr; // our own array; nullptr if `values_` is the caller's array
   size_t flags_ = 0;
   size_t rejected_ = 0;
-  DispatchKeySet optional_list_keys_; // keys of tensors in arguments of type Tensor[]?
+  DispatchKeySet optional_list_keys_;
   std::array<PyObject*, inline_size + 1> inline_buffer_;
   std::unique_ptr<PyObject*[]> heap_buffer_;
   c10::SmallVector<PyObject*, 4> copies_; // owned references to converted values and copied lists

@@ -1,5 +1,5 @@
-// autograd.cpp: create autograd nodes for native calls. Like autograd.Function.apply, we
-// instantiate the Python class of the node and fill in the C++ fields. See autograd.h.
+// autograd.cpp: like autograd.Function.apply, we instantiate the Python class of a node and fill in
+// the C++ fields.
 #include "autograd.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -34,9 +34,8 @@ __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
     throw_python_error();
 }
 
-// RAII guard that disables grad mode and forward grad mode, as autograd.Function does during
-// `forward`. We could use AutoGradMode and AutoFwGradMode, but they would read the thread-local
-// state six times.
+// Disables grad mode and forward grad mode, as autograd.Function does during `forward`.
+// AutoGradMode and AutoFwGradMode would read the thread-local state six times.
 class WithoutGrad {
  public:
   WithoutGrad() {
@@ -56,9 +55,9 @@ class WithoutGrad {
   const bool forward_ = state_.get_fw_grad_mode();
 };
 
-// Raises if an attribute that a method of `ctx` has set is not a tuple, for example the argument of
-// `ctx.mark_dirty`. The methods do not check their arguments. In PyTorch,
-// torch/csrc/autograd/python_function.cpp checks the attributes later, with the same messages.
+// Raises if an attribute that a method of `ctx` has set, such as the argument of `ctx.mark_dirty`,
+// is not a tuple. The methods themselves do not check this. The messages are the same as in
+// PyTorch's torch/csrc/autograd/python_function.cpp.
 __attribute__((noinline)) void check_tuple(PyObject* marks, const char* attribute) {
   TORCH_CHECK(
       PyTuple_Check(marks),
@@ -101,8 +100,7 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // Like PyTorch, count mark_dirty as a write. It invalidates tensors that were saved for
-    // backward.
+    // Like PyTorch, count mark_dirty as a write, which invalidates tensors saved for backward.
     impl_of(item)->bump_version();
   }
   return tensors;
@@ -152,8 +150,7 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
 
 // Attaches all kinds of results to the node, by calling `_wrap_outputs`. If a result is one of the
 // inputs, the node must not become the input's grad_fn, so `_wrap_outputs` returns a view of the
-// input. This function is `noinline`, because otherwise the attribute `flatten` of `record` would
-// inline it.
+// input. `noinline`, because the attribute `flatten` of `record` would inline it.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -191,8 +188,8 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// Attaches the results to the node. Also sets `attached` to the node that the results are attached
-// to in the end (see `wrap_outputs` in python_node.h).
+// `attached` becomes the node that the results are attached to in the end (see `wrap_outputs` in
+// python_node.h).
 THPObjectPtr connect_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -240,8 +237,8 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. Outputs are saved without their grad_fn. Their grad_fn is this node,
-// so saving it would create a reference cycle.
+// Saves tensors on the node. Outputs are saved without their grad_fn, which is this node, because
+// it would create a reference cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -254,7 +251,6 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
-// Returns the result of `Gradient::before_kernel`, or nullptr if there is no such function.
 THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) {
   if (C10_LIKELY(gradient.before_kernel == nullptr))
     return {};
@@ -265,8 +261,8 @@ THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) 
       gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// Calls `Gradient::setup_context`. The last argument `seen` is the result of `call_before_kernel`,
-// and is left out if it is nullptr.
+// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`. If it is nullptr,
+// it is not passed.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -289,8 +285,8 @@ THPObjectPtr compute_recorded(const Residuals& residuals, c10::function_ref<PyOb
   return checked(compute());
 }
 
-// Saves residuals that `setup_with_residuals` did not accept. Python code converts them or raises
-// an error.
+// Saves residuals that `setup_with_residuals` did not accept. Python converts them or raises an
+// error.
 __attribute__((noinline, cold)) void save_in_python(
     const Residuals& residuals,
     const Gradient& gradient,
@@ -322,8 +318,8 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// Must return the same result as torch._C._any_requires_grad, because torch.library calls that
-// function to decide whether to record a gradient.
+// Must return the same as torch._C._any_requires_grad, which torch.library calls to decide whether
+// to record a gradient.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -404,8 +400,9 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   const torch::autograd::variable_list tensors = take_saved_tensors(fields);
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
-  // Store the residuals' guard in the field `non_differentiable`, because nothing reads this field
-  // from here on. An attribute of `ctx` could store the guard too, but that would allocate a dict.
+  // Store the guard of the residuals (see `Guard` in residuals.h) in the field
+  // `non_differentiable`, which nothing reads from here on. Storing it in an attribute of `ctx`
+  // would allocate a dict.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);

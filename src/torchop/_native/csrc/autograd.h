@@ -13,17 +13,17 @@ namespace torchop {
 
 // How native calls to an operator record gradients. The call plan owns all objects here.
 //
-// An operator's gradient formula was registered either with torchop or with torch.library.
-// "torch.library's formulas" below are the latter.
+// A gradient formula was registered either with torchop or with torch.library. "torch.library's
+// formulas" below are the formulas that were registered with torch.library.
 struct Gradient {
-  // A Python object that creates a node (see NewNode in python_node.h). If it is nullptr, calls
-  // that record a gradient fall back to the dispatcher.
+  // Creates a node (see NewNode in python_node.h). If it is nullptr, calls that record a gradient
+  // fall back to the dispatcher.
   PyObject* node_maker = nullptr;
   // True for torch.library's formulas if the operator has tensor lists that may contain None. In
   // that case, `wants_gradient` decides whether a call records a gradient.
   bool skips_optional_lists = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
-  // Called before the kernel: before_kernel(inputs, keyword_only_inputs). The result is passed to
+  // before_kernel(inputs, keyword_only_inputs) is called before the kernel. The result is passed to
   // setup_context as the last argument. If it is NotImplemented, the call falls back to the
   // dispatcher. nullptr for most formulas.
   PyObject* before_kernel = nullptr;
@@ -32,7 +32,7 @@ struct Gradient {
   // torch/_library/autograd.py creates: the arguments as the dispatcher passes them (without
   // trailing defaults), and an additional input for `ctx._pt_metadata`.
   bool as_dispatched = false;
-  // True if the kernel may return an argument. If false, `is_valid_result` rejects such a result.
+  // If this is false, `is_valid_result` rejects results that are arguments.
   bool may_return_inputs = false;
   // For torch.library's formulas, if the operator has tensor lists: inputs(args) returns the inputs
   // as a flat list, and a function that computes `ctx._pt_metadata` from the result. Otherwise
@@ -56,8 +56,6 @@ PyObject* take_node(PyObject*, PyObject* ctx);
 // tensors in a list that contains None.
 bool wants_gradient(const Values& values);
 
-// Calls `Gradient::before_kernel`, and returns whether the result is NotImplemented, i.e. whether
-// the call must fall back to the dispatcher.
 bool needs_dispatcher(const Gradient& gradient, const Values& values);
 
 // Runs the kernel by calling `compute`, and attaches the results to a new autograd node. If the

@@ -1,5 +1,3 @@
-// autograd_fallback.cpp: run native calls inside PyTorch's autograd fallback. See
-// autograd_fallback.h.
 #include "autograd_fallback.h"
 
 #include <ATen/core/List.h>
@@ -24,8 +22,8 @@ struct Computation {
   THPObjectPtr result;
 };
 
-// Converts a result of the kernel to an IValue for PyTorch's autograd fallback. The fallback reads
-// only results of type Tensor and Tensor[], so all other results become None.
+// Converts a result to an IValue for PyTorch's autograd fallback. The fallback reads only results
+// of type Tensor and Tensor[], so all other results become None.
 c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
@@ -42,8 +40,7 @@ c10::IValue as_ivalue(PyObject* value, const c10::Argument& declared) {
 }
 
 // Returns the result at `index` (borrowed), or nullptr if it is missing. The schema has `count`
-// results. If the kernel returned fewer, we treat them as the last ones, like values on the
-// dispatcher's stack.
+// results. If the kernel returned fewer, they are the last ones, as on the dispatcher's stack.
 PyObject* result_at(PyObject* results, size_t index, size_t count) {
   if (!PyTuple_Check(results))
     return index + 1 == count ? results : nullptr;
@@ -51,8 +48,8 @@ PyObject* result_at(PyObject* results, size_t index, size_t count) {
   return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
-// The kernel of every FallbackOperator. PyTorch's autograd fallback redispatches to it. It runs the
-// native call in the Computation whose address is on top of the stack.
+// The kernel of every FallbackOperator, to which PyTorch's autograd fallback redispatches. It runs
+// the native call in the Computation whose address is on top of the stack.
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
   // `FallbackOperator::call` pushed this pointer, and keeps the Computation alive until it returns.
   auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
@@ -79,13 +76,13 @@ c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
 
 FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
     : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
-  // An OperatorHandle can only be created as a copy of another one, so `handle_` starts as a copy
-  // of the real operator's handle. Make it point to our definition.
+  // An OperatorHandle can only be created as a copy of another one, so `handle_` is first a copy of
+  // the real operator's handle. Make it point to our definition.
   const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
   definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
   auto& dispatcher = c10::Dispatcher::singleton();
-  // registerKernel reads the dispatcher's fallback kernels and does not lock, so we must hold the
-  // dispatcher's lock.
+  // Hold the dispatcher's lock, because registerKernel reads the dispatcher's fallback kernels and
+  // does not lock.
   std::lock_guard<std::mutex> lock(member_of(DispatcherGuard{}, dispatcher)->mutex);
   definition_.op.registerKernel(
       dispatcher,
@@ -101,8 +98,7 @@ PyObject* FallbackOperator::call(
   c10::List<at::Tensor> tensors;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     const Kind& kind = values.parameters().all[index].kind;
-    // PyTorch's autograd fallback does not look into arguments of type Tensor?[], so leave them
-    // out.
+    // PyTorch's autograd fallback does not look into arguments of type Tensor?[].
     if (kind.holds_tensors() && !kind.items_are_optional)
       values.each_tensor_of(
           index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });

@@ -1,6 +1,5 @@
 // autograd_fallback.h: run native calls (calls without the dispatcher) to operators that have no
-// kernel at the Autograd keys. For these operators, the dispatcher would run PyTorch's autograd
-// fallback.
+// kernel at the Autograd keys. The dispatcher would run PyTorch's autograd fallback for them.
 #pragma once
 
 #include <Python.h>
@@ -13,21 +12,22 @@
 
 namespace torchop {
 
-// A private copy of an operator. We use it to call PyTorch's autograd fallback.
+// A private copy of an operator, for calls to PyTorch's autograd fallback.
 //
 // If an input requires grad, the fallback (basicAutogradNotImplementedFallback in
 // torch/csrc/autograd/autograd_not_implemented_fallback.cpp) attaches hooks or nodes to the
-// results. They make backward warn or raise an error. The details differ between releases, so we
-// call the fallback instead of reimplementing it. If we passed the real operator to it, it would
-// redispatch, and we would have to convert all arguments. The copy has the same name and returns,
-// but takes a list of the input tensors and runs the native call as its kernel. It is not
-// registered with the dispatcher.
+// results, which make backward warn or raise an error. The details differ between releases, so we
+// call the fallback instead of reimplementing it. The fallback redispatches to the operator that we
+// pass to it. With the real operator, we would have to convert all arguments. The copy has the same
+// name and returns, but takes a list of the input tensors and runs the native call as its kernel.
+// It is not registered with the dispatcher.
 class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
-  // Calls `compute` inside the fallback to run the kernel, and returns the result (new reference).
-  // If the kernel raises a Python exception, either returns nullptr or throws python_error.
+  // Runs the kernel by calling `compute` inside the fallback, and returns the result (new
+  // reference). If the kernel raises a Python exception, either returns nullptr or throws
+  // python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;
 

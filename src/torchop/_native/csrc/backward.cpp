@@ -1,9 +1,6 @@
-// backward.cpp: run a backward formula for the autograd engine without an additional Python frame.
-// See backward.h.
-//
-// If the gradients that a formula returns are certainly valid, we return them directly. Otherwise,
-// Python functions check and convert the gradients, and explain errors. See `make_backward` in
-// _call_path.pyi for these functions.
+// backward.cpp: if the gradients that a formula returns are certainly valid, we return them
+// directly. Otherwise, Python functions (see `make_backward` in _call_path.pyi) check and convert
+// them, and explain errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -31,14 +28,13 @@ struct Unpacked {
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// Finds the cached tensors of a node. If the node's formula is running several times, finds the
-// tensors of the innermost run.
+// If the node's formula is running several times, finds the tensors of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
 }
 
-// RAII guard that marks the formula of a node as running, so that its saved tensors are cached.
+// Marks the formula of a node as running, so that its saved tensors are cached.
 class Unpacking {
  public:
   explicit Unpacking(PyObject* ctx) : ctx_(ctx) {
@@ -46,8 +42,7 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Destroy the tensors last, after the cache was updated, because destroying them may run Python
-    // code.
+    // Destroy the tensors after the cache is updated, because destroying them may run Python code.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -77,8 +72,8 @@ PyObject* part(PyObject* parts, Part which) {
 }
 
 // Returns the formula in the operator's current plan, like `definition.compiled(rule)` in Python.
-// Reads the attribute `_plan` if possible, because `plan` is a property, and calling a Python
-// function is slow.
+// First tries the attribute `_plan`, because `plan` is a property, and calling a Python function is
+// slow.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -92,8 +87,8 @@ THPObjectPtr formula_of(PyObject* parts) {
   return checked(PyObject_GetItem(compiled.get(), part(parts, Part::Rule)));
 }
 
-// Calls the Python function `failed`, which may replace the current exception by raising a better
-// one. If `failed` returns instead, restores the current exception.
+// Calls the Python function `failed`, which may raise a better exception than the current one. If
+// it returns, the current exception stays set.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -114,9 +109,8 @@ __attribute__((noinline, cold)) void explain_error(
   Py_XDECREF(traceback);
 }
 
-// Returns whether all gradients are certainly valid and need no check in Python. The gradient of an
-// argument without tensors must be None. Any other gradient must be None or a tensor that fits the
-// input.
+// Returns whether all gradients are certainly valid. The gradient of an argument without tensors
+// must be None. Any other gradient must be None or a tensor that fits the input.
 bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   const Py_ssize_t count = PyTuple_GET_SIZE(hold_tensors);
   if (!are_plain_gradients(gradients, count))
@@ -128,8 +122,8 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether a gradient is contiguous, so that `with_contiguous_grads` (see below) would not
-// copy it.
+// Returns whether a gradient is contiguous, so `with_contiguous_grads` (see below) would not copy
+// it.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -142,8 +136,7 @@ bool is_contiguous(PyObject* gradient) {
 
 // `with_contiguous_grads` (contiguous_grads.py) wraps a backward function, and makes all gradients
 // contiguous before it calls the function. If `backward` is such a wrapper (recognized by its code
-// object), but the gradients are contiguous already, returns the wrapped function. Otherwise
-// returns `backward`.
+// object), but the gradients are contiguous already, returns the wrapped function.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -172,8 +165,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If the operator has no formula, `backward` is None, and this call raises a TypeError. The
-    // Python function `failed` (see `explain_error`) replaces it by a better error.
+    // If the operator has no formula, `backward` is None, and this call raises a TypeError, which
+    // the Python function `failed` (see `explain_error`) replaces by a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -198,7 +191,7 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
     // Unpacking may run saved-tensor hooks, and even another backward pass. Both may invalidate
-    // `found`, so we look it up again.
+    // `found`, so look it up again.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()
             ? PyObject_CallOneArg(part(parts, Part::Guarded), ctx)

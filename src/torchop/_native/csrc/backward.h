@@ -7,8 +7,7 @@
 namespace torchop {
 
 // Returns C++ implementations of the attributes `apply` and `saved_tensors` of an operator's node
-// class. _call_path.pyi describes the items of the tuple `parts`. The Python implementation of the
-// two attributes is in _rules/autograd/function.py.
+// class (in Python: _rules/autograd/function.py). _call_path.pyi describes the tuple `parts`.
 PyObject* make_backward(PyObject*, PyObject* parts);
 
 } // namespace torchop

@@ -1,5 +1,4 @@
 // bypass.cpp: override torchop's Python kernels at Autograd and ADInplaceOrView with C++ kernels.
-// See bypass.h.
 //
 // Calls go through the dispatcher if, for example, a profiler or a mode is active, or an argument
 // is a tensor subclass. torchop's Python kernels at these two keys usually only bump versions and
@@ -28,7 +27,6 @@ namespace {
 
 using Arguments = c10::ArrayRef<c10::IValue>;
 
-// Calls `visit(tensor)` for each defined tensor in an argument, including tensors in lists.
 template <class Visitor>
 void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   if (value.isTensor()) {
@@ -55,13 +53,12 @@ bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return false;
-  // For a view, also call `requires_grad()`, because the view may inherit requires_grad from its
-  // base.
+  // A view may inherit requires_grad from its base, so call `requires_grad()` too.
   return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
-// Returns whether an argument requires grad or may have a tangent. If so, the call may need
-// torchop's Python kernel at Autograd.
+// Returns whether the call may need torchop's Python kernel at Autograd, because an argument
+// requires grad or may have a tangent.
 bool may_need_autograd(Arguments arguments) {
   // Inside a dual level, any tensor may have a tangent. Don't read the tangents to find out.
   // Reading a tangent creates a view, and subclasses and modes would see that.
@@ -77,7 +74,6 @@ bool may_need_autograd(Arguments arguments) {
   return needed;
 }
 
-// Calls `visit(tensor)` for each tensor that the operator mutates.
 template <class Visitor>
 void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& visit) {
   for (size_t index = 0; index < arguments.size(); ++index) {
@@ -91,8 +87,7 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
 // nothing and returns false, because the Python kernel must check whether the write is allowed.
 // `count_versions` in call.cpp and in _rules/mutation/kernels.py must bump the same tensors.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // Bump either all versions or none. If this function returns false, the Python kernel bumps all
-  // of them.
+  // Bump all versions or none. If this function returns false, the Python kernel bumps all of them.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -110,8 +105,8 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // Inside a `with torchop.native.disabled():` block, call the Python kernel, because the user
-    // wants the same kernels to run as without the extension.
+    // Inside `with torchop.native.disabled():`, the user wants the same kernels to run as without
+    // the extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -137,9 +132,8 @@ class Bypass final : public c10::OperatorKernel {
   DispatchKey key_;
 };
 
-// RAII guard that suppresses PyTorch's warning about overriding a kernel. PyTorch issues this
-// warning just once per process. `set_warnAlways` ensures that it is still issued if a user
-// overrides a kernel later.
+// Suppresses PyTorch's warning about overriding a kernel. PyTorch issues this warning just once per
+// process. `set_warnAlways` ensures that it is still issued if a user overrides a kernel later.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -169,8 +163,8 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Removes a bypass. Python code calls this function explicitly, because free-threaded Python may
-// run the capsule's destructor much later.
+// Python code calls this explicitly, because free-threaded Python may run the capsule's destructor
+// much later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   if (registration->kernel.has_value()) {

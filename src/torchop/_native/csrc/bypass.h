@@ -10,11 +10,10 @@ namespace torchop {
 
 // bypass(name, overload, key, kernel) overrides a Python kernel at Autograd or ADInplaceOrView with
 // a C++ kernel, called a bypass, that calls `kernel` only if necessary. Returns a function that
-// removes the bypass. Returns None if `kernel` is not the operator's kernel at this key.
+// removes the bypass, or None if `kernel` is not the operator's kernel at this key.
 PyObject* bypass(PyObject*, PyObject* args);
 
-// If a kernel is a bypass, returns the Python function that it overrides. Otherwise returns
-// nullptr.
+// Returns the Python function that a bypass overrides, or nullptr for other kernels.
 PyObject* bypassed_function(const c10::OperatorKernel& functor);
 
 } // namespace torchop

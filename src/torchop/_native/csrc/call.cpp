@@ -1,5 +1,3 @@
-// call.cpp: decide whether a call can be native (`decide`), and run native calls (`try_call`). See
-// call.h.
 #include "call.h"
 
 #include <algorithm>
@@ -16,8 +14,8 @@ namespace torchop {
 
 namespace {
 
-// Returns the item of the plan's `kernels` for a kernel in the dispatch table, or nullptr. A linear
-// search is fast enough, because a plan has few kernels.
+// Finds the plan's item for a kernel in the dispatch table. A plan has few kernels, so a linear
+// search is fast enough.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -26,8 +24,8 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   return nullptr;
 }
 
-// Returns whether several elements of the tensor share the same memory, as in an expanded tensor.
-// Like at::has_internal_overlap, checks only for dimensions of stride 0.
+// Returns whether elements of the tensor share memory, as in an expanded tensor. Like
+// at::has_internal_overlap, checks only for dimensions of stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -38,10 +36,9 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Returns whether a kernel is certainly allowed to mutate the tensor. This is not certain if
-// elements of the tensor overlap, if the tensor is an inference tensor and inference mode is off,
-// or if the mutation must be recorded in the tensor's history. The Python kernels then check the
-// tensor, and raise an error if necessary.
+// Returns whether a kernel is certainly allowed to mutate the tensor. It may not be if elements of
+// the tensor overlap, if the tensor is an inference tensor and inference mode is off, or if the
+// mutation must be recorded in the tensor's history. The Python kernels then check the tensor.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -70,8 +67,8 @@ bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
   return alone;
 }
 
-// Returns whether all mutations that a call makes are certainly allowed. `grad` is true if grad
-// mode is enabled and an input requires grad.
+// Returns whether all mutations of a call are certainly allowed. `grad` is true if grad mode is
+// enabled and an input requires grad.
 __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
@@ -87,8 +84,8 @@ __attribute__((noinline)) bool mutation_is_plain(
   return plain;
 }
 
-// Calls the Python function `Plan::finish`, which checks and converts a result that
-// `is_valid_result` did not accept. Steals the reference to `made`.
+// Calls `Plan::finish`, which checks and converts a result that `is_valid_result` did not accept.
+// Steals the reference to `made`.
 __attribute__((noinline, cold)) PyObject* finish(
     const Plan& plan, const Values& values, PyObject* made) {
   THPObjectPtr result(made);
@@ -133,8 +130,8 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   return *found; // created by another thread
 }
 
-// Bumps the versions of the mutated tensors. Like torch.library, we do this before we call the
-// kernel, because a kernel may write and then raise. `count_versions` in bypass.cpp and in
+// Bumps the versions of the mutated tensors. Like torch.library, does this before the kernel runs,
+// because a kernel may write and then raise. `count_versions` in bypass.cpp and in
 // _rules/mutation/kernels.py must bump the same tensors.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
@@ -153,8 +150,7 @@ Decision decide(
     return decision;
   };
   // The order of these checks matters. `always_dispatches` comes first, because `plan.op` may be
-  // empty if it is true. `inspect` comes after `bind`, because it reads the values that `bind`
-  // sets.
+  // empty if it is true. `inspect` reads the values that `bind` sets.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -240,8 +236,8 @@ PyObject* try_call(
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it runs the kernel. So if creating the node raises, nothing
-    // has been mutated.
+    // `record` creates the node before it runs the kernel, so nothing was mutated if creating the
+    // node raises.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -266,7 +262,8 @@ PyObject* try_call(
     result = run(plan, values, function, is_unusual, saved);
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
-    // OpOverload dispatches calls with keyword arguments only in C++, so convert their results too.
+    // OpOverload runs calls with keyword arguments in the C++ dispatcher, which converts the
+    // results, so convert the results of native calls too.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

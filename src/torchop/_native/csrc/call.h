@@ -1,5 +1,4 @@
-// call.h: decide whether a call can be native, i.e. run without the dispatcher, and run native
-// calls.
+// call.h: decide whether a call can be native, i.e. run without the dispatcher, and run it.
 #pragma once
 
 #include <Python.h>
@@ -8,7 +7,6 @@
 
 namespace torchop {
 
-// How to run a call: whether it is native, which kernel it runs, and whether it records a gradient.
 struct Decision {
   Reason reason = Reason::Native;
   const Plan::Kernel* kernel = nullptr;
@@ -19,8 +17,6 @@ struct Decision {
   Route route;
 };
 
-// Binds the arguments of a call to the operator's parameters in `values`. Then decides whether the
-// call can be native, and selects the kernel.
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 

@@ -1,11 +1,9 @@
-// choice.cpp: select one of several providers' kernels for each call, and cache the selections. See
-// choice.h.
+// choice.cpp: select one of several providers' kernels for each call, and cache the selections.
 //
 // Selections are made in Python. A selection depends on the open `torchop.priority` blocks, on
 // `torch.use_deterministic_algorithms`, and on the metadata and values that a provider's function
 // `supports` may read from the arguments. All of these are part of the cache key. If anything else
-// changes, for example because a provider is added, the call plan is replaced by a new one with a
-// new Choice object.
+// changes, for example because a provider is added, a new call plan has a new Choice object.
 #include "choice.h"
 
 #include <structmember.h>
@@ -25,7 +23,7 @@ namespace torchop {
 
 namespace {
 
-// If the cache contains this many selections, it is cleared. Without a limit, it could grow
+// If the cache contains this many selections, it is cleared. Otherwise the cache could grow
 // forever, because each new combination of settings adds a selection.
 constexpr size_t max_selections = 64;
 
@@ -38,8 +36,8 @@ struct Selection {
   PyObject* function; // the kernel for all calls; nullptr if the kernel depends on the arguments
 };
 
-// The selections that were made in Python, and, if a selection depends on the arguments, the
-// kernels that were selected for calls. Guarded by the critical section in `call_choice`.
+// The selections, and for selections that depend on the arguments, the kernels that were selected
+// for calls. Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
   SeenCalls table; // the subject of each key is an index into `selections`
@@ -68,8 +66,8 @@ void release(Cache& cache) {
   cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
 }
 
-// Clears the cache. Replaces it with an empty one before releasing the references, because
-// releasing them may run Python code that calls this Choice.
+// Replaces the cache with an empty one before releasing the references, because releasing them may
+// run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
   Cache before;
   std::swap(before, choice.cache);
@@ -88,8 +86,7 @@ size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic)
   return no_index;
 }
 
-// Makes a selection in Python, and adds it to the cache. If the cache is full, clears it first.
-// Returns the index of the selection.
+// If the cache is full, clears it first. Returns the index of the new selection.
 size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
   THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
       choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
@@ -108,7 +105,7 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   return choice.cache.selections.size() - 1;
 }
 
-// Calls Python to select the kernel for a call that is not in the cache, and caches the result.
+// Calls Python to select the kernel for a call that is not in the cache, and caches the kernel.
 // Returns a new reference.
 __attribute__((noinline, cold)) PyObject* select_in_python(
     Choice& choice,
@@ -137,7 +134,7 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
   THPObjectPtr function = checked(
       PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // The Python code that just ran may have modified the cache, so look up the index again.
+  // This Python code may have modified the cache, so look up the index again.
   position = index_of(choice, settings, is_deterministic);
   if (is_known && position != no_index) {
     key.set_subject(position);

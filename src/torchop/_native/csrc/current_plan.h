@@ -1,5 +1,5 @@
-// current_plan.h: get an operator's current call plan (plan.h) for a call, and keep the plan alive
-// until the call returns.
+// current_plan.h: get an operator's call plan (plan.h) for a call, and keep it alive during the
+// call.
 #pragma once
 
 #include "entry.h"
@@ -7,7 +7,6 @@
 
 namespace torchop {
 
-// Returns whether a plan exists and is up to date.
 inline bool is_usable(PyObject* plan) {
   return plan != nullptr && !is_outdated(plan_of(plan));
 }
@@ -50,8 +49,7 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // Must be called if the thread is being terminated. It prevents the destructor from touching
-  // Python objects.
+  // Call this if the thread is being terminated, so that the destructor touches no Python objects.
   void abandon() {
     may_touch_objects_ = false;
   }
@@ -101,9 +99,7 @@ class CurrentPlan {
 
 #else
 
-// RAII guard that gets the plan for a call, and compiles one if necessary. It owns a reference to
-// the plan. If the operator was deregistered or the plan could not be compiled, the guard converts
-// to false, and an exception is set.
+// The same RAII guard for builds with the GIL. It owns a reference to the plan.
 class CurrentPlan {
  public:
   // No Python code may run between the last check and taking the reference, because it might
@@ -125,8 +121,6 @@ class CurrentPlan {
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
 
-  // Must be called if the thread is being terminated. It prevents the destructor from touching
-  // Python objects.
   void abandon() {
     plan_ = nullptr;
   }

@@ -1,13 +1,12 @@
-// disabled.h: count the open `with torchop.native.disabled():` blocks. Inside such a block, all
-// calls go through the dispatcher.
+// disabled.h: count the open `with torchop.native.disabled():` blocks, whose calls all go through
+// the dispatcher.
 #pragma once
 
 #include "thread.h"
 
 namespace torchop {
 
-// The number of open blocks in all threads. While it is 0, a call need not look up the number for
-// the current thread.
+// The number of open blocks in all threads. While it is 0, calls skip the lookup for their thread.
 inline std::atomic<int> disabled_blocks{0};
 
 // Returns the number of open blocks in this thread. In a thread of the autograd engine, this is the
@@ -21,7 +20,7 @@ inline bool is_disabled() {
   return C10_UNLIKELY(disabled_blocks.load(std::memory_order_relaxed) != 0) && open_here() > 0;
 }
 
-// Opens `by` blocks in this thread, or closes `-by` blocks if `by` is negative.
+// Opens `by` blocks in this thread, or closes blocks if `by` is negative.
 inline void change_blocks(int by) {
   // When a thread ends, PyTorch acquires the GIL to free the stored object. If the interpreter is
   // being finalized, this would abort the process. So for the number 0 we store an object that all

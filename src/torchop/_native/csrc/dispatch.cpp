@@ -1,5 +1,3 @@
-// dispatch.cpp: read the dispatch tables of operators, including kernels that were registered from
-// Python. See dispatch.h.
 #include "dispatch.h"
 
 #include <cstring>
@@ -18,7 +16,7 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
 
-// A kernel that was registered from Python is an object of the class PythonKernelHolder
+// A kernel that was registered from Python is a PythonKernelHolder
 // (torch/csrc/utils/python_dispatch.cpp). No header declares this class, so `probe_kernels` finds
 // out the address of the vtable and the offset of the Python function.
 const void* holder_vtable = nullptr;
@@ -77,8 +75,8 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// Finds the address of PythonKernelHolder's vtable and the offset of the function, by looking for
-// `function` in the CPU kernel of `op`.
+// Finds PythonKernelHolder's vtable and the offset of the function, by looking for `function` in
+// the CPU kernel of `op`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -104,8 +102,6 @@ bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-// Checks that the dispatch key and the flags are at the offsets that we expect, by reading them
-// from two kernels whose key and flags are known.
 bool probe_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
@@ -161,7 +157,6 @@ bool is_plain(c10::BackendComponent backend) {
   }
 }
 
-// Calls `visit(BackendComponent)` for each supported backend.
 template <class Visitor>
 void each_plain_backend(Visitor&& visit) {
   for (uint8_t number = 1; number <= c10::num_backends; ++number) {
@@ -224,8 +219,7 @@ Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
   // Remove the keys that have a fallthrough kernel, as DispatchKeyExtractor does. A few operators
-  // have a different mask for each backend. For these, the loop below skips the fallthrough
-  // kernels.
+  // have a different mask for each backend. For these, the loop skips the fallthrough kernels.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -258,8 +252,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // Check that the kernel takes only the arguments, because the same function may also be
-        // registered at this key with `with_keyset=True`.
+        // The same function may also be registered at this key with `with_keyset=True`, so check
+        // that the kernel takes only the arguments.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;

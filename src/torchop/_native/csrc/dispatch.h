@@ -1,8 +1,6 @@
 // dispatch.h: find out from an operator's dispatch table which kernels the dispatcher would run for
-// a call.
-//
-// We read the table again in each call and cache nothing, because PyTorch does not notify us of
-// changes to a table.
+// a call. We read the table again in each call and cache nothing, because PyTorch does not notify
+// us of changes.
 #pragma once
 
 #include <Python.h>
@@ -31,21 +29,19 @@ using c10::DispatchKeySet;
 extern PyTypeObject* tensor_type;
 extern PyTypeObject* parameter_type;
 
-// The properties of a call's tensor arguments that affect dispatch, combined for all tensors.
 struct TensorSummary {
   DispatchKeySet keys;
   bool requires_grad = false;
   bool tangent = false;
 };
 
-// Returns whether a value is a Tensor or a Parameter. Excludes all other subclasses, because they
-// might override `__torch_function__` or `__torch_dispatch__`.
+// Returns false for other subclasses of Tensor, which might override `__torch_function__` or
+// `__torch_dispatch__`.
 inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
-// Returns whether a value is an instance of Tensor. Unlike isinstance, this function does not read
-// `__class__`, so it never runs Python code.
+// Unlike isinstance, this does not read `__class__`, so it never runs Python code.
 inline bool is_tensor(PyObject* value) {
   return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
@@ -54,15 +50,14 @@ inline at::TensorImpl* impl_of(PyObject* tensor) {
   return THPVariable_Unpack(tensor).unsafeGetTensorImpl();
 }
 
-// Returns the autograd metadata of a tensor, or nullptr if it has none. The cast is safe because
-// AutogradMeta is the only class in PyTorch that implements AutogradMetaInterface.
+// Returns nullptr if the tensor has no autograd metadata. The cast is safe because AutogradMeta is
+// the only class in PyTorch that implements AutogradMetaInterface.
 inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImpl& impl) {
   return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
 }
 
 // Adds the properties of a plain tensor to `seen`. If `below_autograd` is true, the Autograd keys
-// are excluded, so requires_grad and tangents have no effect on the call, and we save the time to
-// read them.
+// are excluded, so requires_grad and tangents have no effect on the call, and are not read.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -81,12 +76,10 @@ inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   }
 }
 
-// Returns whether a kernel in a dispatch table is a Python function (a `PythonKernelHolder`).
 bool is_python_kernel(const c10::KernelFunction& kernel);
 
-// Returns the function of a Python kernel (borrowed), or nullptr for other kernels. If torchop has
-// overridden a Python kernel with a bypass (a C++ kernel, see bypass.h), returns the overridden
-// function.
+// Returns the function of a Python kernel (borrowed), or nullptr for other kernels. For a bypass (a
+// C++ kernel that overrides a Python kernel, see bypass.h), returns the overridden function.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
 // Returns basicAutogradNotImplementedFallback, the kernel that PyTorch runs at the Autograd keys if
@@ -95,10 +88,9 @@ PyObject* python_function(const c10::KernelFunction& kernel);
 const c10::KernelFunction& autograd_fallback_kernel();
 
 // Determines the memory layout of PyTorch's class PythonKernelHolder by inspecting two kernels,
-// because no header declares the class. The operators `plain` and `with_keys` have a single kernel
-// each, `function`, which is registered for CPU. For `with_keys`, it is registered with
-// `with_keyset=True`. Returns false if the layout is not as expected. The extension must then make
-// no native calls.
+// because no header declares the class. Each operator has a single kernel `function`, for CPU. The
+// kernel of `with_keys` is registered with `with_keyset=True`. Returns false if the layout is not
+// as expected. The extension must then make no native calls.
 bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
@@ -108,19 +100,17 @@ bool probe_kernels(
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
 // Returns the dispatch table of an operator. It is valid as long as the operator is registered.
-// Registrations in other threads may modify it at any time. See lifetime.h.
+// Registrations in other threads may modify it at any time (see lifetime.h).
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
 // torchop's own kernels in an operator's dispatch table. A native call skips these kernels, because
-// it does their work itself. They are Python functions that are borrowed from the call plan, or
-// nullptr.
+// it does their work itself. They are Python functions borrowed from the call plan, or nullptr.
 struct OwnKernels {
   PyObject* autograd = nullptr;
   PyObject* version_counter = nullptr;
   PyObject* backend_select = nullptr;
 };
 
-// The kernels that the dispatcher would run for a call, as found by `find_route`.
 struct Route {
   Reason reason = Reason::Kernel;
   bool through_autograd = false;        // the call would run OwnKernels::autograd
@@ -139,22 +129,18 @@ bool skips_torch_functions() {
     return false;
 }
 
-// Returns whether torch.jit.trace is recording the operators that this thread calls.
 inline bool is_traced() {
   return c10::impl::tls_local_dispatch_key_set().included_.has(DispatchKey::Tracer);
 }
 
-// Returns the reason why this thread cannot make native calls at present, or Reason::Native if it
-// can.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // BackendSelect and ADInplaceOrView are included by default. Any other key was included by a
-  // mode, functorch, torch.jit.trace or the Python dispatcher, which must be able to intercept the
-  // call.
+  // mode, functorch, torch.jit.trace or the Python dispatcher, which must see the call.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
-  // If the key Dense is excluded, the dispatcher finds no kernel for most calls. Let it raise the
-  // error.
+  // If Dense is excluded, the dispatcher finds no kernel for most calls, so let the dispatcher
+  // raise the error.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
@@ -162,8 +148,7 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // keys, but a native call would not.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
-  // Check for profilers as the dispatcher does. at::hasCallbacks() would acquire a lock and take 40
-  // ns.
+  // Check for profilers as the dispatcher does. at::hasCallbacks() would take a lock and 40 ns.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
@@ -180,18 +165,15 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 // (such as Sparse or Conjugate).
 bool has_plain_keys(const at::TensorImpl& impl);
 
-// Returns the reason why a call with these tensors cannot be native, or Reason::Native if it can.
-// All tensors must be dense, without tangents, and on the same supported backend.
+// Returns the reason why a call with these tensors cannot be native, or Reason::Native. All tensors
+// must be dense, without tangents, and on the same supported backend.
 Reason tensors_reason(const TensorSummary& seen);
 
-// Returns the dispatch keys of the backends that native calls support, such as CPU, CUDA and
-// PrivateUse1.
 std::vector<DispatchKey> plain_backend_keys();
 
 // Finds the kernel that would compute the result. Follows the dispatcher from kernel to kernel, but
 // skips the kernels in `own` and PyTorch's autograd fallback, because these only redispatch.
-// `Route::reason` is Native if the kernel that we find is a Python kernel that a native call can
-// run. This function runs no kernels.
+// `Route::reason` is Native if a native call can run the kernel. Runs no kernels.
 Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 
 } // namespace torchop

@@ -1,5 +1,3 @@
-// entry.cpp: receive all calls to an operator. If possible, a call runs natively with the
-// operator's call plan. Otherwise, it falls back to the dispatcher.
 #include "entry.h"
 
 #include <cxxabi.h>
@@ -69,8 +67,7 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. We release this mutex before we call the observer, because the observer may
-// replace itself.
+// Guards `observer`. Release it before calling the observer, which may replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -113,10 +110,10 @@ __attribute__((noinline, cold)) bool call_observer(
 }
 
 // If the call found a kernel in the dispatch table that is not in the plan, clears the plan, so
-// that the next call compiles a new one. PyTorch does not tell us when another package registers a
-// kernel, so we find out only in a call. The new plan may not support the kernel either, and
-// compiling a plan in every call would be slow. We therefore clear the plan only after 1, 2, 4, 8,
-// ... such calls.
+// that the next call compiles a new one. PyTorch does not notify us when another package registers
+// a kernel, so we find out only in a call. The new plan may not support the kernel either, and
+// compiling a plan in every call would be slow. So the plan is cleared only after 1, 2, 4, 8, ...
+// such calls.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
   const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
@@ -124,7 +121,6 @@ __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, 
     release_plan(entry.plan.exchange(nullptr));
 }
 
-// Raises an OperatorGoneError whose cause is the current exception.
 __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry) {
   PyObject *type, *cause, *traceback, *error;
   PyErr_Fetch(&type, &cause, &traceback);
@@ -138,8 +134,7 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// Calls the dispatcher. This function is `noinline`, because otherwise the attribute `flatten` of
-// `call_entry` would inline it.
+// `noinline`, because the attribute `flatten` of `call_entry` would inline it.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
@@ -152,8 +147,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   PyObject* result = nullptr;
   {
-    // An Operator without an Entry counts the call itself, for all overloads of the packet. So
-    // don't count the call here if `dispatch` is such an Operator.
+    // An Operator without an Entry counts the call itself, for all overloads of the packet, so do
+    // not count the call twice.
     const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
     const DispatcherCall call(
         is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
@@ -162,8 +157,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
   }
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // The call failed, and the operator was deregistered in the meantime. The dispatcher may have
-  // raised an internal assert, so raise a better error.
+  // The operator was deregistered in the meantime, so the dispatcher may have raised an internal
+  // assert. Raise a better error.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -201,11 +196,10 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
   // No C++ exception may leave this function, because the caller is C code. HANDLE_TH_ERRORS would
-  // also construct a PyWarningHandler. That takes longer than the rest of this function, and is not
+  // also construct a PyWarningHandler, which takes longer than the rest of this function. It is not
   // needed, because no code here issues C++ warnings.
   try {
-    // True in a call to an OpOverloadPacket, because PyTorch always runs such calls in the C++
-    // dispatcher.
+    // True in a call to an OpOverloadPacket, which PyTorch always runs in the C++ dispatcher.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
     result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
@@ -343,8 +337,6 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs) returns whether a call with these arguments would be native, and which
-// kernel it would run, without running it. See _call_path.pyi.
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);

@@ -10,9 +10,8 @@
 
 namespace torchop {
 
-// Everything that a call to an operator needs: the call plan, and the function that calls the
-// dispatcher. The handle and the objects in torch.ops share one Entry. Each registration resets
-// `plan` (see plan.h), so the next call compiles a new plan.
+// The handle and the objects in torch.ops share one Entry. Each registration resets `plan` (see
+// plan.h), so the next call compiles a new plan.
 struct Entry {
   PyObject_HEAD
 
@@ -50,20 +49,16 @@ PyObject* call_entry(
 // runs Python code, so the new plan may be outdated again when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Returns whether the operator was deregistered. A deregistered operator's dispatch table has been
-// freed, so it must not be read.
+// The dispatch table of a deregistered operator was freed, so it must not be read.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }
 
-// Raises OperatorGoneError. The message gives the reason if the operator was deregistered through
-// torchop.
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
 // If the current exception is a RuntimeError, asks the Python method `callee._explain_refusal` for
-// a better exception, and raises that one if it is not None. If `callee` is a handle, the method
-// returns an ArgumentError if an argument was wrong. If it is an OpOverloadPacket, the method
-// returns an OperatorGoneError if an overload was deregistered during the call.
+// a better exception, and raises that one if it is not None. `callee` is a handle or an
+// OpOverloadPacket.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee);
 
 bool add_entry_type(PyObject* module);

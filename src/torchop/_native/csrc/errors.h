@@ -1,4 +1,3 @@
-// errors.h: propagate Python exceptions as C++ exceptions.
 #pragma once
 
 #include <Python.h>
@@ -8,13 +7,12 @@
 
 namespace torchop {
 
-// Throws the current Python exception as a C++ exception. This is a separate function because a
-// throw expression compiles to a lot of code.
+// This is a separate function, because a throw expression compiles to a lot of code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }
 
-// Wraps a new reference in a THPObjectPtr. If it is nullptr, throws the current Python exception.
+// Wraps a new reference. If it is nullptr, throws the current Python exception.
 inline THPObjectPtr checked(PyObject* object) {
   if (object == nullptr)
     throw_python_error();

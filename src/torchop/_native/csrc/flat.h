@@ -1,5 +1,5 @@
-// flat.h: flatten an operator's inputs and results for autograd. After flattening, each tensor in a
-// list is a separate input or output of the autograd node.
+// flat.h: flatten an operator's inputs and results for autograd, so that each tensor in a list is a
+// separate input or output of the autograd node.
 #pragma once
 
 #include <Python.h>
@@ -18,8 +18,8 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Returns the gradient edge of a tensor. Faster than torch::autograd::impl::gradient_edge, because
-// that function makes three calls to check whether the tensor is a view.
+// Faster than torch::autograd::impl::gradient_edge, which makes three calls to check whether the
+// tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
@@ -35,14 +35,14 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
 
 // The inputs of an autograd node. If the operator has list arguments, `edges` and the other vectors
 // have one item per tensor in a list, but `need_grad` contains nested lists. The functions for rare
-// cases are `noinline`. Otherwise the attribute `flatten` of `record` (autograd.cpp) would inline
+// cases are `noinline`, because the attribute `flatten` of `record` (autograd.cpp) would inline
 // them.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // only compiled autograd reads these
-  // The tensors themselves. Only needed if the kernel may return an input; otherwise empty.
+  // The tensors themselves, or empty unless the kernel may return an input.
   torch::autograd::variable_list variables;
   // How to restore the list arguments. Both are nullptr if there are none. `layout` is for gradient
   // formulas that were registered with torchop, and contains the length of each list. `metadata` is
@@ -68,7 +68,6 @@ struct Inputs {
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
 
-  // Adds all positional arguments. Used for gradient formulas that were registered with torchop.
   void add_all(const Values& values) {
     const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
@@ -86,9 +85,9 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // Adds the arguments that the dispatcher would pass. Used for formulas that were registered with
-  // torch.library. Like torch/_library/autograd.py, also adds an input for the metadata. We pass
-  // None for it, and the backward returns None for it.
+  // Adds the arguments that the dispatcher would pass, for torch.library's formulas. Like
+  // torch/_library/autograd.py, also adds an input for the metadata. We pass None for this input,
+  // and the backward returns None for it.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -97,8 +96,6 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  // Adds the flat inputs that the function `Gradient::inputs` returns. Used for torch.library's
-  // formulas if the operator has tensor lists.
   __attribute__((noinline)) void add_flattened(const Values& values, PyObject* flatten) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(flatten, args.get()));
@@ -157,7 +154,6 @@ inline PyObject* output(PyObject* result, size_t index) {
   return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-// The outputs of an autograd node. Each tensor in a list is a separate output.
 struct Outputs {
   THPObjectPtr flat;
   // For each result, the length of the list, or None if the result is not a list. If no result is a
@@ -175,8 +171,6 @@ struct Outputs {
       flat = std::move(result);
   }
 
-  // Puts the outputs back into lists. `connected` contains the same tensors as `flat`, but attached
-  // to the node.
   THPObjectPtr restored(THPObjectPtr connected) const {
     return layout ? restore_lists(connected.get()) : std::move(connected);
   }

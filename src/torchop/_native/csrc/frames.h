@@ -1,23 +1,23 @@
 // frames.h: prevent Dynamo from tracing kernels, i.e. the Python functions that native calls run.
 //
 // Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so it would also
-// trace the kernels that native calls run. torchop's own functions are protected because their code
-// objects are marked as not to be traced. Kernels cannot be marked, because their authors may want
-// to compile the same functions themselves. So native calls disable the callback instead.
+// trace the kernels that native calls run. torchop's own functions are marked as not to be traced.
+// Kernels cannot be marked, because their authors may want to compile the same functions
+// themselves. So native calls disable the callback instead.
 #pragma once
 
 #include <Python.h>
 
 namespace torchop {
 
-// The function torch._C._dynamo.eval_frame.set_eval_frame. Owned. Set when the extension is loaded.
+// torch._C._dynamo.eval_frame.set_eval_frame. Owned. Set when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
 // The main interpreter. PyTorch does not support subinterpreters, so there is no other one.
 inline PyInterpreterState* interpreter = nullptr;
 
-// RAII guard that disables Dynamo's callback in this thread. If Dynamo was never used, this costs
-// just one comparison.
+// RAII guard that disables Dynamo's callback in this thread. Costs one comparison if Dynamo was
+// never used.
 class WithoutDynamo {
  public:
   WithoutDynamo() {

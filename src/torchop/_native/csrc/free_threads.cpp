@@ -1,5 +1,3 @@
-// free_threads.cpp: keep a list of the threads that make native calls, to find out whether a
-// replaced plan is still in use. See free_threads.h.
 #include "free_threads.h"
 
 #ifdef Py_GIL_DISABLED
@@ -15,10 +13,8 @@ namespace torchop {
 namespace {
 
 struct Threads {
-  // Guards all members, and the arrays in all Thread objects. Must not be held while Python code
-  // runs.
+  // Guards all members, and the arrays in all Thread objects. Must not be held while Python runs.
   std::mutex mutex;
-  // All living threads that have made native calls.
   std::vector<Thread*> all;
   std::vector<PyObject*> plans; // replaced plans that calls may still be using; owned
   size_t count = 0;             // the number of threads that were ever added to `all`
@@ -26,7 +22,7 @@ struct Threads {
 
 Threads& threads() {
   // Hold the mutex during a fork, because the child needs a consistent copy of the data. The child
-  // has just one thread, the one that called fork, so remove all others.
+  // has just the thread that called fork, so remove all others.
   static auto* made = [] {
     pthread_atfork(
         [] { threads().mutex.lock(); },
@@ -42,7 +38,7 @@ Threads& threads() {
   return *made;
 }
 
-// Returns whether a running call in any thread uses the plan. The caller must hold the mutex.
+// Returns whether a running call uses the plan. The caller must hold the mutex.
 bool is_in_use(PyObject* plan) {
   for (const Thread* each : threads().all) {
     for (size_t call = 0; call < each->capacity; ++call) {
@@ -53,7 +49,7 @@ bool is_in_use(PyObject* plan) {
   return false;
 }
 
-// A thread-local object of this class removes the thread from `Threads::all` when the thread ends.
+// Removes a thread from `Threads::all` when the thread ends.
 struct Registered {
   ~Registered() {
     const std::lock_guard<std::mutex> lock(threads().mutex);
@@ -135,8 +131,7 @@ void release_plan(PyObject* plan) {
 }
 
 PyObject* new_reference(const PlanPointer& plan) {
-  // While we hold the mutex, `free_plans` cannot free the plan, so it is still alive when we take
-  // the reference.
+  // While we hold the mutex, `free_plans` cannot free the plan before we take the reference.
   const std::lock_guard<std::mutex> lock(threads().mutex);
   return Py_XNewRef(plan.load());
 }

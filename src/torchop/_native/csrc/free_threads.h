@@ -38,14 +38,12 @@ inline constexpr bool has_gil = false;
 // Releases the reference to a replaced plan as soon as no call uses the plan. May run Python code.
 void release_plan(PyObject* plan);
 
-// Returns a new reference to the current plan, or nullptr.
 PyObject* new_reference(const PlanPointer& plan);
 
-// The number of replaced plans that could not be freed yet, because running calls may still use
-// them.
+// The number of replaced plans that running calls may still use.
 inline std::atomic<size_t> plans_to_free = 0;
 
-// Frees all replaced plans that no call uses any longer. May run Python code.
+// Frees the replaced plans that no call uses any longer. May run Python code.
 void free_plans();
 
 // RAII guard that marks this thread as reading a dispatch table. Destroy it soon, because
@@ -70,8 +68,8 @@ class TableRead {
 // check these members and do not read the table.
 void wait_for_table_reads();
 
-// Makes an object immortal, so that CPython no longer counts references to it. Does nothing if this
-// thread owns the object.
+// Makes an object immortal, so that CPython no longer counts references to it, unless this thread
+// owns the object.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
 // Must be called whenever a kernel or handle is called. Threads that call the same object contend
@@ -84,8 +82,8 @@ inline void note_call(PyObject* callee) {
     make_immortal(here, callee);
 }
 
-// Counts native calls, and calls that fell back to the dispatcher for each reason. The counts are
-// distributed over several parts, because otherwise all threads would contend for one cache line.
+// Counts native calls, and calls that fell back for each reason. The counts are distributed over
+// several parts, because otherwise all threads would contend for one cache line.
 class Counters {
  public:
   static constexpr size_t size() {

@@ -1,5 +1,3 @@
-// gradients.cpp: compare gradients with the shapes, devices and dtypes of a node's inputs, to find
-// out whether autograd would accept the gradients unchanged.
 #include "gradients.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -10,8 +8,8 @@ namespace torchop {
 
 namespace {
 
-// Returns an owning pointer to the node in `THPFunction::cdata`. The member is a std::weak_ptr in
-// PyTorch 2.11 and 2.12, and is itself an owning pointer in later releases.
+// Returns an owning pointer to the node in `THPFunction::cdata`, which is a std::weak_ptr in
+// PyTorch 2.11 and 2.12, and itself an owning pointer in later releases.
 template <typename N>
 std::shared_ptr<N> node_of(const std::weak_ptr<N>& node) {
   return node.lock();
@@ -24,8 +22,7 @@ const Pointer& node_of(const Pointer& node) {
 bool fits(const at::Tensor& gradient, const torch::autograd::InputMetadata& input) {
   if (input.is_tensor_subclass() || input.is_nested_tensor() || gradient.is_nested())
     return true; // leave the check to autograd
-  // The dtypes need not be equal, because autograd casts the gradient (validate_outputs in
-  // engine.cpp).
+  // The dtypes may differ, because autograd casts the gradient (validate_outputs in engine.cpp).
   return gradient.sym_sizes().equals(input.shape_as_dim_vector()) &&
       gradient.device() == input.device() &&
       gradient.is_complex() == c10::isComplexType(c10::typeMetaToScalarType(input.dtype()));

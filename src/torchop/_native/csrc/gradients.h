@@ -7,7 +7,6 @@
 
 namespace torchop {
 
-// Returns whether `gradients` is a tuple of `count` items, each of which is a plain tensor or None.
 inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
     return false;
@@ -21,9 +20,8 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
 
 // Returns whether each gradient has the same shape and device as the corresponding input of the
 // node `ctx`, and is complex if and only if the input is. Other gradients must be converted or
-// rejected. For example, if a gradient has the shape of a broadcast input, autograd sums it. All
-// gradients must be plain tensors or None. Returns true for inputs that only autograd can check,
-// such as nested tensors.
+// rejected. All gradients must be plain tensors or None. Returns true for inputs that only autograd
+// can check, such as nested tensors.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

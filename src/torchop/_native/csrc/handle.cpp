@@ -70,8 +70,9 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   PyMemberDef* entry = call == nullptr ? nullptr : remove_descriptor(python_class, "_native_entry");
   if (entry == nullptr)
     return nullptr;
-  // Change the slot's type to an integer, because it contains a function pointer. Otherwise,
-  // CPython's traverse, clear and dealloc functions would treat it as a pointer to a Python object.
+  // The slot `_native_call` contains a function pointer, so change its type to an integer.
+  // Otherwise, CPython's traverse, clear and dealloc functions would treat it as a pointer to a
+  // Python object.
   call->type = T_PYSSIZET;
   call_offset = call->offset;
   entry_offset = entry->offset;

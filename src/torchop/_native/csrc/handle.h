@@ -1,7 +1,5 @@
 // handle.h: run calls to operator handles in C++. A handle is the `torchop.CustomOp` object that
-// `torchop.custom_op` returns.
-//
-// See handle.cpp for the design.
+// `torchop.custom_op` returns. See handle.cpp for the design.
 #pragma once
 
 #include <Python.h>
@@ -14,8 +12,8 @@ namespace torchop {
 // called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
-// adopt(handle, entry) changes the class of a handle to the class that `make_handle_type` created.
-// After that, calls to the handle go to `entry`.
+// adopt(handle, entry) changes a handle's class to the class that `make_handle_type` created. After
+// that, calls to the handle go to `entry`.
 PyObject* adopt(PyObject*, PyObject* args);
 
 } // namespace torchop

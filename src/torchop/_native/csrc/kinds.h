@@ -1,5 +1,4 @@
-// kinds.h: the types of arguments that native calls support, and the conversions between types. A
-// native call runs the kernel without the C++ dispatcher.
+// kinds.h: the types of arguments that native calls (calls without the dispatcher) support.
 //
 // The dispatcher converts arguments to the types in the schema, for example a tuple to a list, an
 // int to a float, or a string to a device. Native calls convert lists, numbers and strings in the
@@ -35,8 +34,7 @@ enum class Base : uint8_t {
   Number,
   Generator,
   NoneType,
-  // A Python object that PyTorch passes through as it is. The dispatcher does not check the
-  // object's class, so native calls do not check it either.
+  // A Python object that PyTorch passes through without checking its class.
   Object,
   Any, // accepts any value; the dispatcher's conversion depends on the type of the value
 };
@@ -104,7 +102,7 @@ inline bool is_negative_zero(PyObject* value) {
   return number == 0.0 && std::signbit(number);
 }
 
-// Returns whether a string can be encoded as UTF-8. The dispatcher requires this. Strings with lone
+// Returns whether a string can be encoded as UTF-8, as the dispatcher requires. Strings with lone
 // surrogates cannot be encoded.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
@@ -194,8 +192,8 @@ inline bool has_plain_float(PyObject* value) {
 }
 
 // These functions convert a value to exactly int, float or str. Like the dispatcher, they do not
-// call methods that a subclass overrides. They return a new reference, or nullptr if the value
-// cannot be converted. In that case, an exception may be set.
+// call methods that a subclass overrides. They return a new reference. If the value cannot be
+// converted, they return nullptr, perhaps with an exception set.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -211,10 +209,9 @@ inline PyObject* plain_str(PyObject* value) {
   return is_utf8(value) ? PyUnicode_FromObject(value) : nullptr;
 }
 
-// Converts a value to int, float or str as the dispatcher does. An int or bool becomes a float, a
-// bool becomes an int, and an instance of a subclass, such as an IntEnum, becomes an instance of
-// the base class. Returns a new reference. If the call must fall back to the dispatcher instead,
-// returns nullptr without an exception.
+// Converts a value to int, float or str as the dispatcher does, for example an IntEnum to an int.
+// Returns a new reference, or nullptr without an exception if the call must fall back to the
+// dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
   // If a subclass of float or str defines `__torch_function__`, the call must fall back, because
   // `__torch_function__` may handle it.

@@ -1,5 +1,3 @@
-// lifetime.cpp: count the calls that are in the dispatcher, and wait for them before a dispatch
-// table changes. See lifetime.h.
 #include "lifetime.h"
 
 #include <pthread.h>
@@ -25,25 +23,23 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// We wait this long for a call in the dispatcher. If the call takes longer, it is probably running
-// a kernel, and so has already read the table.
+// How long to wait for a call in the dispatcher. If the call takes longer, it is probably running a
+// kernel, and so has already read the table.
 constexpr milliseconds timeout{1000};
 
-// All Lifetime objects. The keys are the addresses of the operators' definitions in the dispatcher.
-// This map is never destroyed, because operators are still deregistered while the process exits.
+// All Lifetime objects, by the addresses of the operators' definitions in the dispatcher. Never
+// destroyed, because operators are still deregistered while the process exits.
 struct Lifetimes {
   std::mutex mutex; // guards `all`; must not be held while Python code runs
   std::unordered_map<const void*, LifetimePointer> all;
 };
 
-// A call by this thread that is in the dispatcher.
 struct Call {
   Lifetime* lifetime;
   std::atomic<size_t>* number = nullptr; // the counter that counts this call, or nullptr
 };
 
 thread_local std::vector<Call> called_here;
-// The number of table changes that this thread is making.
 thread_local const auto changes_here = std::make_shared<std::atomic<size_t>>(0);
 
 size_t count_here(const std::atomic<size_t>& number) {
@@ -59,8 +55,8 @@ size_t inside_here(const Lifetime& lifetime) {
 }
 
 Lifetimes& lifetimes() {
-  // A forked child has just one thread, the one that called fork. So in the child, reset the
-  // counters to the calls of this thread.
+  // A forked child has just the thread that called fork, so in the child, reset the counters to the
+  // calls of this thread.
   static auto* made = [] {
     pthread_atfork(
         [] { lifetimes().mutex.lock(); },
@@ -92,8 +88,8 @@ class Listener final : public c10::OpRegistrationListener {
     const std::lock_guard<std::mutex> lock(lifetimes().mutex);
     if (auto found = lifetimes().all.extract(place_of(op)); !found.empty()) {
       found.mapped()->exists.store(false);
-      // Leak `registration`. The destructor would acquire the dispatcher's lock, but PyTorch
-      // already holds it when it calls this function.
+      // Leak `registration`. The destructor would acquire the dispatcher's lock, which PyTorch
+      // already holds when it calls this function.
       if (found.mapped().use_count() == 1 && found.mapped()->registration.has_value())
         (void)new LifetimePointer(found.mapped());
     }
@@ -103,13 +99,11 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// Register the listener when the extension is loaded, because it must exist before any call is
-// counted.
+// The listener must exist before any call is counted, so register it when the extension is loaded.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Releases the GIL and waits until `holds()` is true. Returns false if that takes longer than
-// `limit`.
+// Releases the GIL and waits until `holds()`. Returns false if that takes longer than `limit`.
 template <class Condition>
 bool wait_until(milliseconds limit, Condition&& holds) {
   if (C10_LIKELY(holds()))

@@ -41,10 +41,8 @@ struct Lifetime {
 
 using LifetimePointer = std::shared_ptr<Lifetime>;
 
-// The number of operators that were deregistered in this process, by any package.
-inline std::atomic<size_t> deregistered_operators = 0;
+inline std::atomic<size_t> deregistered_operators = 0; // counts deregistrations by any package
 
-// Returns the Lifetime of a registered operator. Creates it if necessary.
 LifetimePointer lifetime_of(const c10::OperatorHandle& op);
 
 // Returns the Lifetime of each registered operator in `names`. If an operator has no Lifetime yet,
@@ -87,9 +85,9 @@ class Change {
 // thread may be waiting until no call is in the dispatcher.
 PyObject* make_lock_enter(PyObject*, PyObject* lock);
 
-// hold_calls(names) prevents calls to the given operators from entering the dispatcher until the
-// returned object is freed, so that the operators' tables can be changed safely. Returns None if
-// none of these operators was ever called.
+// hold_calls(names) keeps calls to these operators out of the dispatcher until the returned object
+// is freed, so that the operators' tables can be changed safely. Returns None if none of these
+// operators was ever called.
 PyObject* hold_calls(PyObject*, PyObject* names);
 
 // end_calls(names) makes new calls to the given operators raise, and waits until no call to them is

@@ -41,7 +41,8 @@ PyObject* probe_kernels(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// Parses a dispatch key. Unlike c10::parseDispatchKey, supports all keys, for example AutogradMTIA.
+// Parses the name of a dispatch key. Unlike c10::parseDispatchKey, supports all keys, for example
+// AutogradMTIA.
 DispatchKey key_of(const char* name) {
   const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
   for (uint16_t number = 0; number <= end; ++number) {
@@ -52,8 +53,8 @@ DispatchKey key_of(const char* name) {
   return c10::parseDispatchKey(name);
 }
 
-// Parses the arguments (operator name, overload name, key). Returns the kernel at this key in the
-// operator's dispatch table, or nullptr if there is none.
+// Returns the kernel for `args`, a tuple (operator name, overload name, key), or nullptr if there
+// is none.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
@@ -175,8 +176,8 @@ PyMethodDef functions[] = {
 };
 
 // Checks that autograd nodes have the size that the extension was compiled for. The size may differ
-// if PyTorch was rebuilt with other headers, but has the same version and commit. The extension's
-// file name contains a key that detects all other differences.
+// if PyTorch was rebuilt with other headers, but has the same version and commit. The key in the
+// extension's file name detects all other differences.
 bool check_node_layout() {
   if (has_node_layout())
     return true;
@@ -205,8 +206,6 @@ bool find_tensor_types() {
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 
-// Adds the attribute `backends`, a tuple with the names of the backends' dispatch keys that native
-// calls support.
 bool add_backends(PyObject* module) {
   THPObjectPtr names(PyList_New(0));
   for (const DispatchKey key : plain_backend_keys()) {

@@ -1,11 +1,10 @@
 // operator.cpp: make calls through torch.ops native.
 //
-// An Operator is an object that replaces the C++ function in the attribute `_op` of an OpOverload
-// or OpOverloadPacket. In a call to an OpOverloadPacket, PyTorch tries the overloads in the order
-// of their definition, until the arguments match a schema. We therefore create one Operator per
-// overload and link them by `next`. If PyTorch would certainly skip an overload (see resolution.h),
-// the call goes to the next Operator. If we cannot tell, the call falls back to PyTorch's function,
-// and PyTorch tries all overloads.
+// In a call to an OpOverloadPacket, PyTorch tries the overloads in the order of their definition,
+// until the arguments match a schema. We therefore create one Operator per overload and link them
+// by `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes to the
+// next Operator. If we cannot tell, the call falls back to PyTorch's function, which tries all
+// overloads.
 #include "operator.h"
 
 #include <c10/util/flat_hash_map.h>
@@ -191,8 +190,7 @@ PyMemberDef operator_members[] = {
 } // namespace
 
 bool has_operator(PyObject* owner) {
-  // In free-threaded Python, we would need the mutex to read `owners`, and all calls would contend
-  // for it. So just return true.
+  // In free-threaded Python, all calls would contend for the mutex, so just return true.
   return !has_gil || owners.find(owner) != owners.end();
 }
 

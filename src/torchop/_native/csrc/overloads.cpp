@@ -85,15 +85,15 @@ THPObjectPtr replaced_function(PyObject* self) {
   return {};
 }
 
-// Returns whether it is certain that the object's `_op` is PyTorch's function, and that
-// `before_first_call` has run for the object.
+// Returns whether the object's `_op` is certainly PyTorch's function, and `before_first_call` has
+// run for the object.
 bool is_stock(PyObject* self) {
   return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
       prepared.objects.count(self) != 0;
 }
 
-// Runs `before_first_call` if necessary. Then calls the Operator in `_op`, or the original tp_call
-// if there is none.
+// Runs `before_first_call` if necessary. Then calls the Operator in `_op`, or else the original
+// tp_call.
 template <size_t Index>
 __attribute__((noinline)) PyObject* call_replaced_or_first(
     PyObject* self, PyObject* args, PyObject* keywords) {
@@ -133,7 +133,6 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   return call_replaced_or_first<Index>(self, args, keywords);
 }
 
-// The original tp_call of CustomOpDef.
 ternaryfunc original_handle_call = nullptr;
 
 constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
@@ -144,8 +143,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
     // If other code has assigned to `__call__` of the OpOverload class, our function is no longer
-    // in the slot. In that case, call the original `CustomOpDef.__call__`, which runs the newly
-    // assigned function.
+    // in the slot. In that case, the original `CustomOpDef.__call__` runs the newly assigned
+    // function.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -154,8 +153,8 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// Replaces tp_call of a class. The store is atomic because other threads may read the slot at the
-// same time. They get either the old or the new function, and both work.
+// The store is atomic because other threads may read the slot at the same time. They read either
+// the old or the new function, and both work.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);
 }

@@ -1,5 +1,4 @@
-// plan.cpp: the Python type Plan, which wraps an operator's call plan (plan.h). _call_path.pyi
-// explains the arguments of the constructor.
+// plan.cpp: the Python type Plan. _call_path.pyi explains the arguments of the constructor.
 #include "plan.h"
 
 #include "types.h"
@@ -10,8 +9,8 @@ PyTypeObject* plan_type = nullptr;
 
 namespace {
 
-// Returns the version tag of a dict, a number that changes whenever the dict is modified. Returns 0
-// in Python 3.12 and later, where version tags are deprecated.
+// Returns a number that changes whenever the dict is modified. Returns 0 in Python 3.12 and later,
+// where version tags are deprecated.
 uint64_t version_of(PyObject* dictionary) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
@@ -20,7 +19,7 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a source (see Plan::Source) is unchanged. Looking up the key runs no Python code,
+// Returns whether a source of the plan is unchanged. Looking up the key runs no Python code,
 // because all keys are strings or None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
@@ -100,7 +99,6 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
   return true;
 }
 
-// Makes calls leave out arguments that equal their default. See `Parameters::drops_defaults`.
 void drop_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
   for (size_t index = 0; index < parameters.size(); ++index) {
     Parameter& parameter = parameters.all[index];
@@ -271,8 +269,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // `all_recordings` needs a reference of its own, because it is still used after the plan is
-    // freed.
+    // `all_recordings` needs a reference of its own, because it outlives the plan.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};

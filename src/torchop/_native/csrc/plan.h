@@ -1,5 +1,5 @@
-// plan.h: an operator's call plan. It contains everything that a native call (a call without the
-// dispatcher) needs to know, such as the kernels and the compiled gradient formula.
+// plan.h: an operator's call plan, with everything that a native call (a call without the
+// dispatcher) needs, such as the kernels and the compiled gradient formula.
 #pragma once
 
 #include <Python.h>
@@ -56,32 +56,31 @@ struct Plan {
     PyObject* container;
     PyObject* key;
     PyObject* value;
-    // The version tag that the dict had when we last found `value` in it, or 0 if unknown.
+    // The version tag of the dict when we last found `value` in it, or 0 if unknown.
     mutable uint64_t version = 0;
   };
   std::vector<Source> sources;
   // True if the operator was not defined with torchop, so other code may register kernels for it at
   // any time. See `recompile_for_unknown_kernel` in entry.cpp.
   bool is_foreign = false;
-  // The operator. Empty if it was not registered when the plan was compiled. Only valid while
+  // Empty if the operator was not registered when the plan was compiled. Only valid while
   // `lifetime->exists` is true.
   std::optional<c10::OperatorHandle> op;
   LifetimePointer lifetime;
-  // True if no call to the operator can be native. The reason is that the operator was not
-  // registered when the plan was compiled, that it has no kernel that native calls can run, or that
-  // a parameter has an unsupported type.
+  // True if no call to the operator can be native, because the operator was not registered when the
+  // plan was compiled, has no kernel that native calls can run, or has a parameter of an
+  // unsupported type.
   bool always_dispatches = false;
   // The index of the first parameter whose type native calls do not support, or -1.
   Py_ssize_t unknown_parameter = -1;
-  // The Python function finish(args, kwargs, result) checks and converts a result that
-  // `is_valid_result` did not accept.
+  // finish(args, kwargs, result) checks and converts a result that `is_valid_result` did not
+  // accept.
   PyObject* finish = nullptr;
-  // The Python function convert(result) makes the same conversions as the C++ dispatcher. It is
-  // called after `finish`, but not if OpOverload would dispatch the call in Python, where no
-  // conversions are made. nullptr if OpOverload never dispatches the operator in Python.
+  // convert(result) makes the same conversions as the C++ dispatcher. It is called after `finish`,
+  // but not if OpOverload would dispatch the call in Python, where no conversions are made. nullptr
+  // if OpOverload never dispatches the operator in Python.
   PyObject* convert = nullptr;
-  // A copy of the operator that is used to call PyTorch's autograd fallback (see
-  // autograd_fallback.h). Created when the first call needs it. Owned.
+  // Created when the first call needs it. Owned. See autograd_fallback.h.
   mutable std::atomic<FallbackOperator*> fallback_operator = nullptr;
   // Owns all objects that the other members reference. This is a tuple because tuples have no
   // tp_clear, so the garbage collector cannot empty it while a call uses the plan.
@@ -100,7 +99,7 @@ inline Plan& plan_of(PyObject* object) {
 
 extern PyTypeObject* plan_type;
 
-// Returns whether the plan is out of date because a source has changed. Runs no Python code.
+// Returns whether a source has changed. Runs no Python code.
 bool is_outdated(const Plan& plan);
 
 bool add_plan_type(PyObject* module);

@@ -1,7 +1,7 @@
 // python_node.h: handle differences between PyTorch releases in the autograd nodes of Python
 // functions (`THPFunction`).
 //
-// To find out whether PyTorch's headers declare a member, the functions here use `requires`. They
+// The functions here use `requires` to find out whether PyTorch's headers declare a member. They
 // are templates because outside of a template, naming a member that does not exist is a compile
 // error.
 #pragma once
@@ -32,7 +32,6 @@ using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
-// Creates an autograd node without inputs and outputs, and the `ctx` that belongs to it.
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
@@ -127,8 +126,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  // `_wrap_outputs` expects the tensors that forward saved. There are none, because tensors are
-  // saved in setup_context.
+  // `_wrap_outputs` expects the tensors that forward saved. There are none, because setup_context
+  // saves all tensors.
   const std::unordered_set<at::TensorImpl*> saved_in_forward;
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
@@ -149,8 +148,7 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
     return wrap();
 }
 
-// Calls the hooks for new nodes, which exist since PyTorch 2.14. Call this function only once the
-// node is complete.
+// Calls the hooks for new nodes (since PyTorch 2.14). The node must be complete.
 template <class Ptr>
 void call_creation_hooks(const Ptr& node) {
   if constexpr (requires { fire_node_creation_hooks(node); }) {

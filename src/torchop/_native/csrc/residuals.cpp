@@ -1,5 +1,3 @@
-// residuals.cpp: check the residuals that a kernel returned, and pass them to setup_context. See
-// residuals.h.
 #include "residuals.h"
 
 #include <memory>
@@ -32,7 +30,6 @@ bool have_own_memory(
   return are_separate;
 }
 
-// Returns whether any attribute of `ctx` is a tensor, or a list or tuple that contains a tensor.
 bool has_tensor_attributes(PyObject* ctx) {
   PyObject** attributes = _PyObject_GetDictPtr(ctx); // unlike `ctx.__dict__`, creates no dict
   PyObject* value;
@@ -47,8 +44,6 @@ bool has_tensor_attributes(PyObject* ctx) {
   return found;
 }
 
-// Creates a guard for the residuals at the positions `found.places`. If it is the operator's first
-// guard, also stores it in `first_guard`.
 __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residuals, Guard found) {
   THPObjectPtr places = checked(PyTuple_New(Py_ssize_t(found.places.size())));
   Py_ssize_t index = 0;
@@ -63,7 +58,6 @@ __attribute__((noinline, cold)) THPObjectPtr make_guard(const Residuals& residua
   return made;
 }
 
-// Returns the offset of a `__slots__` entry in instances of a class.
 Py_ssize_t find_slot(PyObject* type, const char* name) {
   THPObjectPtr slot = checked(PyObject_GetAttrString(type, name));
   TORCH_CHECK(Py_IS_TYPE(slot.get(), &PyMemberDescr_Type), name, " is no slot");
@@ -112,8 +106,8 @@ bool setup_with_residuals(
   static PyObject* const names = PyTuple_Pack(1, name);
   if (saved == nullptr || !have_own_memory(residuals, values, result, saved))
     return false;
-  // Create the NamedTuple of residuals with tp_alloc, because its `__new__` is a Python function
-  // and therefore slow.
+  // Create the NamedTuple of residuals with tp_alloc, because its `__new__` is a slow Python
+  // function.
   auto* type = reinterpret_cast<PyTypeObject*>(residuals.residuals_class);
   THPObjectPtr named = checked(type->tp_alloc(type, residuals.count));
   for (Py_ssize_t index = 0; index < residuals.count; ++index)

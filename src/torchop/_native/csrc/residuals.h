@@ -51,8 +51,8 @@ struct Residuals {
   PyObject* mark; // mark(ctx, saved) finds the residuals anywhere in `ctx`, and guards them
 };
 
-// Returns whether some call in progress on this thread has asked its kernel for residuals. If so,
-// the dict `recording` contains the id of the thread.
+// Returns whether a call in progress on this thread has asked its kernel for residuals. If so, the
+// dict `recording` contains the id of the thread.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -64,11 +64,9 @@ inline bool thread_records(PyObject* recording) {
 // without residuals find it here. Owned; nullptr until the first operator with residuals is called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
-// RAII guard that remembers this thread's item in the dict `recording`, and restores it when the
-// guard is destroyed. The GIL must be held.
+// RAII guard that restores this thread's item in the dict `recording`. The GIL must be held.
 class Recording {
  public:
-  // Does nothing if `recording` is nullptr.
   explicit Recording(PyObject* recording) : recording_(recording) {
     if (recording_ == nullptr)
       return;
@@ -90,7 +88,6 @@ class Recording {
   Recording(const Recording&) = delete;
   Recording& operator=(const Recording&) = delete;
 
-  // Asks the kernel that is called next for residuals.
   void start(const Residuals& residuals) {
     if (PyDict_SetItem(recording_, thread_.get(), residuals.recording_state) < 0)
       throw_python_error();
@@ -110,8 +107,6 @@ class Recording {
   THPObjectPtr thread_, before_;
 };
 
-// The offsets of the attributes `output` and `saved` (`__slots__`) in objects of the class
-// `Residuals::type`.
 inline std::atomic<Py_ssize_t> output_slot, saved_slot;
 
 inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
@@ -133,11 +128,11 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
 }
 
 // make_handover(type, recording) returns C++ implementations of `_records` and `_returned` in
-// handover.py. `torchop.records_gradient` and `torchop.residuals` call these functions.
+// handover.py.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals. If the number of residuals is wrong, or one
-// of them is not a tensor with memory of its own, returns false without calling setup_context.
+// Calls the author's setup_context with the residuals. Returns false without calling it if the
+// number of residuals is wrong, or one of them is not a tensor with memory of its own.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,

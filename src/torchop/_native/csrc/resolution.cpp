@@ -1,11 +1,10 @@
-// resolution.cpp: decide whether PyTorch would skip an overload in a call to an OpOverloadPacket.
-//
-// PyTorch tries the overloads in order (getOpWithStack in torch/csrc/jit/python/pybind_utils.cpp).
-// For each overload, it converts the arguments in schema order until a conversion fails. This is
-// hard to predict, for two reasons. First, PyTorch converts more values than one would expect, for
-// example a one-element tensor to a number, and any number to a bool. Second, some values, such as
-// an invalid device string, raise an error that ends the call. So we say that an overload is
-// skipped only if all arguments before the first mismatch certainly convert.
+// resolution.cpp: PyTorch tries the overloads in order (getOpWithStack in
+// torch/csrc/jit/python/pybind_utils.cpp). For each overload, it converts the arguments in schema
+// order until a conversion fails. This is hard to predict, for two reasons. First, PyTorch converts
+// more values than one would expect, for example a one-element tensor to a number, and any number
+// to a bool. Second, some values, such as an invalid device string, raise an error that ends the
+// call. So we say that an overload is skipped only if all arguments before the first mismatch
+// certainly convert.
 #include "resolution.h"
 
 #include "free_threads.h"
@@ -31,17 +30,17 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Returns whether PyTorch certainly does not convert a tensor to a number, because it has several
-// elements. Returns false for tensors that native calls do not support, because their number of
-// elements may be symbolic.
+// Returns whether a tensor certainly does not convert to a number, because it has several elements.
+// Returns false for tensors that native calls do not support, whose number of elements may be
+// symbolic.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
   return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
-// Returns whether a built-in object converts to a number, or to a type that the dispatcher stores
-// as a number, such as a dtype.
+// Returns whether a value converts to a number, or to a type that the dispatcher stores as a
+// number, such as a dtype.
 Fit fit_number(Base base, PyObject* value) {
   if (base == Base::Bool) // py::cast<bool> accepts None too
     return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Rejected : Fit::Accepted;
@@ -107,8 +106,8 @@ Fit fit_items(const Kind& kind, PyObject* list) {
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // For lists of these types, PyTorch accepts only sequences. For other lists, it accepts any
-  // iterable, such as a string.
+  // For lists of int, float, bool or Tensor, PyTorch accepts only sequences. For other lists, it
+  // accepts any iterable, such as a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))

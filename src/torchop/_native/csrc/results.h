@@ -14,26 +14,22 @@
 
 namespace torchop {
 
-// The results that an operator's schema declares. `is_valid_result` compares a kernel's results
-// with them.
 struct Returns {
   size_t count = 0;
   bool are_tensors = true; // true if each result is of type Tensor, Tensor? or Tensor[]
   bool has_lists = false;
   std::vector<bool> are_optional, are_lists;
   bool are_fresh = true; // true if results must not share memory with inputs or each other
-  // The indices of the arguments that the kernel of an in-place or out= operator must return.
+  // The arguments that the kernel of an in-place or out= operator must return, as indices.
   std::vector<size_t> parameters;
 };
 
 namespace detail {
 
-// Returns the address of a tensor's storage. The tensor must have one, as all dense tensors do.
 inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
-// Returns whether no other tensor shares the tensor's storage.
 inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
@@ -53,8 +49,7 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
-// Returns whether two plain tensors have the same sizes, dtype, layout and device. Returns false
-// for tensor subclasses, because comparing them may run Python code.
+// Returns false for tensor subclasses, because comparing them may run Python code.
 inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;

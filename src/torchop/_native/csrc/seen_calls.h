@@ -18,8 +18,7 @@ namespace torchop {
 // Calls with a longer key than this (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call: the metadata of all tensors, and the values of all other arguments. Contains
-// no pointers and no tensor data.
+// The key of a call. It contains no pointers and no tensor data.
 class CallKey {
  public:
   // words_[0] is reserved for the subject (see `set_subject`).
@@ -101,8 +100,7 @@ class CallKey {
 
   bool add_number(Tag tag, double number) {
     add_tag(tag);
-    // Add the bits of the number, because as numbers 0.0 equals -0.0, and nan does not equal
-    // itself.
+    // Add the bits, because as numbers 0.0 equals -0.0, and nan does not equal itself.
     add_bytes(&number, sizeof(number));
     return true;
   }
@@ -185,10 +183,9 @@ class CallKey {
   c10::SmallVector<uint64_t, 40> words_;
 };
 
-// The cache, a hash table with open addressing. It owns references to the kernels. All keys are
-// stored in one array. Because some programs call operators with new shapes all the time, the size
-// is limited. If the table is full (see `has_capacity`), the caller must replace it with an empty
-// one. Not thread-safe.
+// A hash table with open addressing. It owns references to the kernels. The size is limited,
+// because some programs call operators with new shapes all the time. If the table is full (see
+// `has_capacity`), the caller must replace it with an empty one. Not thread-safe.
 class SeenCalls {
  public:
   PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing

@@ -33,9 +33,9 @@ struct Thread {
   std::atomic<PyObject*>* plans = nullptr;
   std::atomic<bool> reads_table = false; // true while reading a dispatch table; see TableRead
   size_t number = 0;                     // the thread's number, which selects its part of Counters
-  // `note_call` (free_threads.h) looks at only one in this many calls. The number is prime.
-  // Otherwise, in a program that repeats a fixed sequence of calls, `note_call` might always look
-  // at the same call of the sequence.
+  // `note_call` (free_threads.h) looks at only one in this many calls. The number is prime, because
+  // if a program repeats a fixed sequence of calls, `note_call` might otherwise always look at the
+  // same call of the sequence.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
@@ -69,10 +69,9 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
   at::impl::ThreadLocalPythonObjects::set(name, std::move(object));
 }
 
-// Returns the state of this thread. Call this function only once per operator call, because in a
-// shared library each access to a thread_local variable is a call to __tls_get_addr. The asm
-// statement hides where the address comes from. Otherwise the compiler might compute it again at
-// each use.
+// Call this only once per operator call, because in a shared library each access to a thread_local
+// variable is a call to __tls_get_addr. The asm statement hides where the address comes from.
+// Otherwise the compiler might compute it again at each use.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
@@ -131,9 +130,9 @@ class RunningCall {
   RunningCall& operator=(const RunningCall&) = delete;
 
  private:
-  // Removes a call that is not the last one in the array. This happens if calls on several
-  // greenlets do not return in reverse order. If several calls have this entry, it does not matter
-  // which one is removed.
+  // Removes a call that is not the last one in the array, because calls on several greenlets did
+  // not return in reverse order. If several calls have this entry, it does not matter which one is
+  // removed.
   __attribute__((noinline, cold)) void remove() {
     PyObject** end = thread_.running + thread_.count;
     PyObject** call = std::find(thread_.running, end, entry_);
@@ -149,7 +148,7 @@ class RunningCall {
 
 #endif
 
-// Sets the stack limits of this thread. If the limits are unknown, disables the check.
+// If the limits of the stack are unknown, disables the check.
 inline void measure_stack(Thread& here) {
   // Leave this much of the stack to C code that kernels call, such as PyTorch and NumPy, because
   // that code does not check the stack itself.

@@ -1,7 +1,7 @@
 """Load the extension into this process, and compile it first if necessary.
 
 A background thread compiles the extension. Until it is loaded, calls go through PyTorch's
-dispatcher. A program waits for it only with TORCHOP_NATIVE=require or in `torchop.native.wait`.
+dispatcher. A program waits only with TORCHOP_NATIVE=require or in `torchop.native.wait`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ OnReady = Callable[[ModuleType], None]
 
 
 def mode() -> Mode:
-    """Return the value of the environment variable TORCHOP_NATIVE, by default "auto"."""
     value = os.environ.get("TORCHOP_NATIVE") or "auto"
     if value not in get_args(Mode):
         raise ValueError(
@@ -82,15 +81,13 @@ class Status(NamedTuple):
 
 
 class Extension:
-    """Loads the extension, and stores its state. Only tests create a second instance."""
-
     def __init__(self, source: Path | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._is_requested = False
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
-        # The number of running calls to `wait`. They raise an error if loading fails, so no warning
-        # is necessary.
+        # The number of running calls to `wait`. These raise an error if loading fails, so no
+        # warning is needed.
         self._waiters = 0
         self._state: State = "idle"
         self._path: Path | None = None
@@ -107,8 +104,8 @@ class Extension:
         If a compiled file exists, this function loads it and calls `on_ready` before it returns.
         Otherwise a thread compiles the extension, loads it and calls `on_ready`. TORCHOP_NATIVE
         changes this: with "require", this function compiles the extension before it returns. With
-        "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded Python, if
-        loading would turn the GIL on, the extension is loaded only with "require".
+        "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded Python, an
+        extension that would turn the GIL on is loaded only with "require".
 
         If anything fails, including `on_ready`, one warning reports it. But with "require", or
         while `wait` is running, the error is raised instead.
@@ -154,8 +151,7 @@ class Extension:
     def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
         """Load the extension, wait until that succeeds or fails, and return whether it is loaded.
 
-        Raises:
-            NativeUnavailableError: compiling or loading failed.
+        Raises NativeUnavailableError if compiling or loading failed.
         """
         with self._lock:
             self._waiters += 1
@@ -197,8 +193,8 @@ class Extension:
     def stop(self) -> None:
         """Stop compiling before the interpreter exits.
 
-        The compiling thread is a daemon thread, which the interpreter terminates when it exits. If
-        the thread is in the dynamic linker or writing to stderr at that time, the process aborts.
+        The exiting interpreter terminates daemon threads, such as the compiling thread. If the
+        thread is in the dynamic linker or writing to stderr at that time, the process aborts.
         """
         if self._build is not None and self._thread is not None:
             self._build.stop()
@@ -286,7 +282,7 @@ class Extension:
         self._reason = printable(
             str(error) if explains_itself else f"{type(error).__name__}: {error}"
         )
-        # Set the state after the reason, because other threads read the reason once it is set.
+        # Set the state last, because other threads read the reason once the state is set.
         self._state = "failed"
         self._is_settled.set()
 
@@ -326,16 +322,7 @@ def why_missing() -> str:
 
 
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
-    """Compile the extension and return the path of the file.
-
-    Args:
-        out: the folder for the file, by default the cache folder.
-        force: whether to compile the extension again if the file exists.
-        source: the folder of the C++ sources, by default torchop's own.
-
-    Raises:
-        NativeUnavailableError: compiling failed.
-    """
+    """Compile the extension, by default into the cache folder, and return the path of the file."""
     recipe = make_recipe(source)
     if out is None:
         folder = files.make_cache_folder()
@@ -360,7 +347,7 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
 
 
 def _writes_notices() -> bool:
-    """Return whether this process prints notices. Only the main process of a program does."""
+    """Return whether this is the main process of a program, which prints notices."""
     is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
     return is_first and multiprocessing.parent_process() is None
 

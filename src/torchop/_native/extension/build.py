@@ -45,8 +45,6 @@ _NICENESS = "10"  # keeps a compiler in the background from slowing down the use
 
 
 class Build:
-    """One run of the compiler. Another thread can stop it."""
-
     def __init__(self, recipe: Recipe, target: Path, *, background: bool = False) -> None:
         self._recipe = recipe
         self._compiler = find_compiler()  # raises if there is none
@@ -60,31 +58,22 @@ class Build:
         return self._stopped.is_set()
 
     def run_in_cache(self, *, force: bool = False) -> None:
-        """Acquire the file lock, and compile the file unless another process has compiled it.
-
-        Raises:
-            NativeUnavailableError: the compiler failed, or `stop` was called.
-        """
+        """Acquire the file lock, and compile the file unless another process has compiled it."""
         with self._locked() as is_alone:
             if self.target.exists() and not force:
                 return
             if is_alone:
-                # Remove the folders that killed processes left behind. No running process uses such
-                # a folder, because it would hold the lock.
+                # Remove the folders that killed processes left behind. No running process uses
+                # them, because it would hold the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
 
     def run(self) -> None:
-        """Compile the file. An existing file is replaced atomically.
-
-        Raises:
-            NativeUnavailableError: the compiler failed, or `stop` was called.
-        """
+        """Compile the file. An existing file is replaced atomically."""
         target = self.target
         try:
-            # Do not use TemporaryDirectory, because a forked child would remove the folder when it
-            # exits.
+            # Do not use TemporaryDirectory. A forked child would remove the folder at its exit.
             folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
         except OSError as error:
             raise NativeUnavailableError(
@@ -107,15 +96,13 @@ class Build:
             ]
             self._compile(arguments, Path(folder))
             with linked.open("rb") as file:
-                # Call fsync, because otherwise a power failure could leave an empty file with the
-                # final name.
+                # Without fsync, a power failure could leave an empty file with the final name.
                 os.fsync(file.fileno())
             os.replace(linked, target)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def stop(self) -> None:
-        """Stop the compiler, or stop waiting for the file lock. `run` then raises an error."""
         self._stopped.set()
         self._kill()
 
@@ -135,9 +122,8 @@ class Build:
                 with _starting:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
-                        # Run the compiler in its own folder. An empty entry in PATH or CPATH means
-                        # the working directory, and the compiler must not use files in the user's
-                        # working directory.
+                        # An empty entry in PATH or CPATH means the working directory. The compiler
+                        # must not use files in the user's working directory, so run it in its own.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,
@@ -191,15 +177,14 @@ class Build:
                         raise NativeUnavailableError("the program exited first") from None
                     time.sleep(0.1)
                 except OSError:
-                    # Some network file systems do not support locks. Without a lock, two processes
-                    # may compile the file. This is harmless, because each replaces it atomically.
+                    # Some network file systems do not support locks. If two processes compile the
+                    # file without a lock, each of them replaces it atomically.
                     yield False
                     return
             try:
                 yield True
             finally:
-                # Unlock explicitly. Closing the file is not enough if a forked child has the file
-                # open too.
+                # Unlock explicitly, because a forked child may still have the file open.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 

@@ -1,9 +1,8 @@
 """Find and load compiled extensions, and check that the cache folder is private.
 
-A user who can write to the cache folder, or rename a folder above it, can replace the extension and
-so run code in this process. Therefore the cache is used only if it belongs to the current user, and
-no other user can write to it or to a folder above it. The folders of installed packages are trusted
-without a check.
+A user who can write to the cache folder, or rename a folder above it, could run code in this
+process. Therefore the cache is used only if it belongs to the current user, and no other user can
+write to it or to a folder above it. The folders of installed packages are trusted without a check.
 """
 
 from __future__ import annotations
@@ -38,22 +37,19 @@ class UnusableFileError(ImportError):
 
 
 class Place(NamedTuple):
-    """A folder that was searched for the extension."""
-
     name: str  # the name of the folder in messages
     folder: Path | None  # None if the user has no cache folder
     file: Path | None  # the extension, or None if it does not exist or is not trusted
     problem: str | None  # why the folder is missing or not trusted
 
     def miss(self) -> str:
-        """Return the message about a folder that contains no usable file."""
         if self.problem is not None:
             return f"{self.name}: {self.problem}"
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
 
 def places(recipe: Recipe) -> list[Place]:
-    """Search all folders for a file with the recipe's key, in order of preference."""
+    """Search for a file with the recipe's key in all folders, in order of preference."""
     trusted = [("package", PREBUILT)]
     wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
     trusted += [("torchop-native", folder) for folder in wheels if folder.is_dir()]
@@ -82,7 +78,6 @@ def _in_cache(recipe: Recipe) -> Place:
 
 
 def keys_in(folder: Path | None) -> str:
-    """Return a text that lists the keys of the extensions in a folder, at most three."""
     names = [] if folder is None else names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
@@ -94,13 +89,12 @@ def keys_in(folder: Path | None) -> str:
 
 
 def make_cache_folder() -> Path:
-    """Create the cache folder if needed, check that it is private, and return it."""
     path = cache_folder()
     check_folders_above(path)
     try:
         for folder in [*reversed(path.parents), path]:
-            # Create each folder separately, because the folders above the cache must be private
-            # too, but `parents=True` would create them without this mode.
+            # Create each folder separately. The folders above the cache must be private too, but
+            # `parents=True` would create them without this mode.
             if not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -117,7 +111,7 @@ def check_folders_above(path: Path) -> None:
     """Raise if another user could replace the cache by renaming a folder above it."""
     if not hasattr(os, "geteuid"):
         return
-    # Start at the root, because then nobody can replace a folder that was already checked.
+        # Start at the root, so nobody can replace a folder that was already checked.
     for folder in reversed(path.parents):
         try:
             info = folder.lstat()
@@ -139,9 +133,8 @@ def check_folders_above(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise unless the cache is a folder that only the user can write to."""
-    # Use lstat, which does not follow symbolic links. A link must be rejected, because the target
-    # could change after the check.
+    # Do not follow symbolic links. A link must be rejected, because the target could change after
+    # the check.
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise NativeUnavailableError(
@@ -166,8 +159,7 @@ def _refuse(problem: str, remedy: str = "") -> NoReturn:
 def _is_users_own_group(number: int) -> bool:
     """Return whether a group has the same name as the user, and no other members.
 
-    Some Linux distributions create such a group for each user, and let it write to the user's
-    folders.
+    Some Linux distributions let such a group write to the user's folders.
     """
     import grp  # missing on some platforms
     import pwd
@@ -182,9 +174,8 @@ def _is_users_own_group(number: int) -> bool:
 def load(file: Path) -> ModuleType:
     """Load the extension from a file. If the file is loaded already, return the existing module.
 
-    Raises:
-        UnusableFileError: the dynamic linker cannot load the file.
-        ImportError: the extension rejects this build of PyTorch.
+    Raises UnusableFileError if the dynamic linker cannot load the file, and ImportError if the
+    extension rejects this build of PyTorch.
     """
     loaded = sys.modules.get(MODULE)
     if loaded is not None and loaded.__file__ == str(file):

@@ -1,8 +1,8 @@
 """Determine the sources, flags and compiler of the extension, and the key in the file name.
 
-The key identifies everything that a compiled file depends on: the PyTorch build, the C++ and Python
-ABIs, the platform, the C++ sources and the flags. A process loads a file only if the key in the
-file's name is the process's own key.
+The key identifies everything that a compiled file depends on, such as the PyTorch build, the
+platform and the C++ sources. A process loads a file only if the file's name has the process's own
+key.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ NEEDS_LOCK = sys.version_info[:2] not in ((3, 13), (3, 14))
 
 
 class Recipe(NamedTuple):
-    """The sources of the extension, and the key in the name of the compiled file."""
-
     source: Path
     key: str
 
@@ -58,13 +56,11 @@ class Recipe(NamedTuple):
 def make_recipe(source: Path | None = None) -> Recipe:
     """Return the recipe for this PyTorch and this Python.
 
-    The key is readable, so users can identify the files in the cache. It does not depend on paths
-    or on the compiler, so a file can be compiled on another machine. It does depend on the flags in
-    `$CXX`, because they may select a processor.
+    The key does not depend on paths or on the compiler, so a file can be compiled on another
+    machine. It does depend on the flags in `$CXX`, because they may select a processor.
     """
     source = source or CSRC
-    # Do not use `Path.glob`, because it compiles a regular expression, which slows down the start
-    # of programs.
+    # `Path.glob` would compile a regular expression, which slows down the start of programs.
     names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
     if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
@@ -75,14 +71,14 @@ def make_recipe(source: Path | None = None) -> Recipe:
         with open(os.path.join(source, name), "rb", buffering=0) as file:
             text = file.read()
         for part in (name.encode(), text):
-            # Hash the length of each part too. Otherwise the hash would stay the same if a line is
-            # moved from the end of one file to the start of the next.
+            # Hash the length of each part too. Otherwise moving a line from the end of one file to
+            # the start of the next would not change the hash.
             contents.update(len(part).to_bytes(8, "little"))
             contents.update(part)
     flags = [*compile_flags(), *link_flags(), *_flags_of_user()]
     contents.update("\0".join(flags).encode("utf-8", "surrogateescape"))
-    # The key includes PyTorch's commit, because two source builds with the same version may have
-    # different headers.
+    # Two source builds of PyTorch with the same version may have different headers, so include the
+    # commit.
     commit = (torch.version.git_version or "unknown")[:12]
     parts = [
         f"torch{torch.__version__}",
@@ -95,7 +91,6 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the names of the files in a folder, or an empty list if it cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -105,25 +100,27 @@ def names_in(folder: Path) -> list[str]:
 def lock_problem() -> str | None:
     """Return a message if loading the extension would turn the GIL on, otherwise None.
 
-    When free-threaded Python loads an extension that needs the GIL, it turns the GIL on for the
-    whole process. This is no problem if the GIL is on already, because of PYTHON_GIL=1 or another
-    extension.
+    Free-threaded Python turns the GIL on for the whole process when it loads an extension that
+    needs the GIL. If the GIL is on already, this is no problem.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
     return None if may_load else "native calls need the GIL, and this Python runs without it"
 
 
 def compile_flags() -> list[str]:
-    """Return the compiler flags, except flags that contain paths."""
+    """Return the compiler flags without paths.
+
+    The flags are part of the key, and the key must not depend on paths.
+    """
     flags = [
-        # The headers of PyTorch 2.13 need C++20. The headers of 2.11 can be compiled with it too.
+        # The headers of PyTorch 2.13 need C++20. The headers of 2.11 compile with it too.
         "-std=c++20",
         "-O2",
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         # Without this flag, the autograd headers would include the headers of all operators
-        # (through ATen/ExpandUtils.h and ATen/Functions.h), which takes long to compile.
+        # (through ATen/ExpandUtils.h and ATen/Functions.h), which take long to compile.
         "-DAT_PER_OPERATOR_HEADERS",
         # Without this flag, PyTorch's class `python_error` would acquire the GIL through pybind11,
         # which would create pybind11's type registry.
@@ -132,8 +129,7 @@ def compile_flags() -> list[str]:
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
-        # Turn off debug assertions in PyTorch's headers, because they call functions that release
-        # builds do not export.
+        # Debug assertions in PyTorch's headers call functions that release builds do not export.
         flags.append("-DNDEBUG")
     return flags
 
@@ -145,7 +141,7 @@ def unknown_nodes() -> str | None:
     """
     fields = node_fields()
     if fields is None:
-        # Without headers, nothing can be compiled, and only a prebuilt extension can be loaded.
+        # Without headers, only a prebuilt extension can be loaded.
         return None
     used = set(_USED_FIELDS.split())
     added, missing = sorted(fields - used - set(_OTHER_FIELDS.split())), sorted(used - fields)
@@ -160,7 +156,7 @@ def unknown_nodes() -> str | None:
 
 @functools.cache
 def node_fields() -> frozenset[str] | None:
-    """Return the fields of `THPFunction` in PyTorch's header, or None if the header is missing."""
+    """Return the fields of `THPFunction` in PyTorch's header, or None if there is no header."""
     file = os.path.join(_headers(), "torch", "csrc", "autograd", "python_function.h")
     try:
         with open(file, encoding="utf-8") as header:
@@ -178,7 +174,7 @@ def _headers() -> Path:
 
 
 def link_flags() -> list[str]:
-    """Return the linker flags, except flags that contain paths.
+    """Return the linker flags without paths, because the flags are part of the key.
 
     The flags set no run path, because the extension must use the PyTorch that is already loaded.
     """
@@ -191,7 +187,8 @@ def link_flags() -> list[str]:
 def include_flags() -> list[str]:
     """Return the flags for the headers of PyTorch and Python.
 
-    They are declared as system headers, so the compiler prints no warnings about them.
+    The compiler prints no warnings about these headers, because they are declared as system
+    headers.
     """
     import sysconfig  # takes 0.5 ms, and is only needed to compile
 
@@ -220,7 +217,6 @@ def library_flags() -> list[str]:
 
 
 def _cpp_library() -> list[str]:
-    """Return a list with the path of the loaded libstdc++, or an empty list if it is unknown."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             found = re.search(r" (/.*/libstdc\+\+\.so[.0-9]*)$", maps.read(), re.MULTILINE)
@@ -230,13 +226,7 @@ def _cpp_library() -> list[str]:
 
 
 def find_compiler() -> list[str]:
-    """Return the command of the C++ compiler: `$CXX`, or else the first installed compiler.
-
-    `$CXX` may contain arguments, as in `ccache g++`. Relative folders in the PATH are ignored.
-
-    Raises:
-        NativeUnavailableError: there is no compiler, or `$CXX` is not installed.
-    """
+    """Return the command in `$CXX`, such as `ccache g++`, or the first installed compiler."""
     if sys.platform == "win32":
         # PyTorch for Windows is built with MSVC, which the flags here do not support.
         raise NativeUnavailableError("it can only be compiled on Linux and macOS")
@@ -277,7 +267,7 @@ def _flags_of_user() -> list[str]:
 
 
 def _which(program: str) -> str | None:
-    """Return the path of a program. Relative folders in the PATH are ignored.
+    """Return the path of a program, ignoring relative folders in the PATH.
 
     A relative folder depends on the working directory, which may contain other users' files.
     """

@@ -1,4 +1,1 @@
-"""Native calls to operators that `torchop.custom_op` did not create.
-
-The kernels of these operators are found in the dispatcher's table of kernels.
-"""
+"""Native calls to operators that `torchop.custom_op` did not create."""

@@ -47,33 +47,27 @@ MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 # The operators of other packages to which `torchop.accelerate` applies.
 accelerated: dict[OpName, TableCalls] = {}
-# All existing TableCalls objects, by operator name. The function in `OpOverload._op` keeps a
-# TableCalls object alive.
+# All existing TableCalls objects, by operator name. The function in `OpOverload._op` keeps each of
+# them alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
 class TableCalls(NativeCalls):
-    """Native calls to an operator that `torchop.custom_op` did not create.
-
-    Attributes:
-        problem: why the latest plan has no kernel, or None if it has one.
-    """
-
     __slots__ = ("__weakref__", "_library", "_overload", "problem")
 
     def __init__(self, native: Any, name: OpName, overload: OpOverload) -> None:
         super().__init__(native, name, find_schema(name))
-        self.problem: str | None = None
+        self.problem: str | None = None  # why the latest plan has no kernel
         self._overload = overload
         self._library: torch.library.Library | None = None
         _calls[name] = self
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
-        """Make calls to other packages' kernels native.
+        """Make calls to other packages' kernels native, until `release` is called.
 
-        This ends when `release` is called, or when `library` is closed. `library` is the library
-        that defined the operator, or None if it is unknown.
+        `library` is the library that defined the operator, or None if it is unknown. When this
+        library is closed, `release` is called.
         """
         accelerated[self.name] = self
         self._library = library
@@ -83,10 +77,7 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`.
-
-        If other code has replaced the function of the OpOverload, leave the replacement in place.
-        """
+        """Undo `accelerate`. If other code replaced the function in `_op`, leave it there."""
         with registration_lock:
             if accelerated.get(self.name) is not self:
                 return
@@ -101,7 +92,6 @@ class TableCalls(NativeCalls):
             self.outdate()
 
     def _take_exchanged(self) -> None:
-        """Replace the OpOverload's function again, because PyTorch has set a new one."""
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
             self._take_calls(self._overload)
 
@@ -143,7 +133,6 @@ def has_own_kernels(native: Any, name: OpName) -> bool:
 
 
 def is_made_here(name: OpName) -> bool:
-    """Return whether calls to an operator are native even without `torchop.accelerate`."""
     native = switch.native_module()
     return own_definition(None, name) is not None or (
         native is not None and has_own_kernels(native, name)
@@ -151,10 +140,6 @@ def is_made_here(name: OpName) -> bool:
 
 
 def accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
-    """Make calls to another package's operator native, or return why that is not possible.
-
-    `library` is the library that defined the operator, or None if it is unknown.
-    """
     with registration_lock:
         native = switch.native_module()
         if native is None:
@@ -182,7 +167,6 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
 
 
 def release(name: OpName) -> None:
-    """Undo `accelerate` for an operator. If it is not accelerated, do nothing."""
     calls = accelerated.get(name)
     if calls is not None:
         calls.release()
@@ -195,7 +179,6 @@ def _patch_handle_calls(native: Any) -> None:
 
 
 def calls_of(name: OpName) -> TableCalls | None:
-    """Return an operator's `TableCalls`, or None if calls to the operator are not native."""
     if (calls := accelerated.get(name) or _calls.get(name)) is None:
         return None
     return calls if name in accelerated or entry_of(name) is calls.entry else None
@@ -211,7 +194,6 @@ def entry_of(name: OpName) -> Entry | None:
 
 
 def outdate(name: OpName) -> None:
-    """Make the next native call to an operator compile a new plan."""
     entry = entry_of(name)
     if entry is not None:
         entry.plan = None
@@ -220,9 +202,9 @@ def outdate(name: OpName) -> None:
 def attach(name: OpName, overload: OpOverload) -> None:
     """Make calls to an operator native if its kernels were registered with torchop.
 
-    A kernel registered with torchop calls this function when it runs for the first time, because by
-    then the operator is complete and in use. Kernels that are registered later call it too. The
-    other overloads of the packet become native too, because a packet tries all overloads in order.
+    A kernel calls this function when it runs for the first time, because by then the operator is
+    complete and in use. The other overloads of the packet become native too, because a packet tries
+    its overloads in order.
     """
     if not _may_take(name):
         return
@@ -257,11 +239,7 @@ def _may_take(name: OpName) -> bool:
 
 
 class Follower:
-    """Updates native calls if a definition changes its rules for another package's operator.
-
-    The definition calls `attach` when it has compiled a plan, and `outdate` when the plan is
-    invalid.
-    """
+    """Updates native calls if a definition changes its rules for another package's operator."""
 
     __slots__ = ("_name",)
 
@@ -271,8 +249,8 @@ class Follower:
     def attach(self) -> None:
         """Make calls native if torchop defined the operator.
 
-        If another package defined the operator, that package may have registered kernels, so calls
-        become native only with `accelerate`.
+        If another package defined it, that package may have registered kernels, so calls become
+        native only with `torchop.accelerate`.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:
@@ -281,7 +259,6 @@ class Follower:
                 attach(name, overload)
 
     def outdate(self) -> None:
-        """Make the next native call compile a new plan."""
         outdate(self._name)
 
 

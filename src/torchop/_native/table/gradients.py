@@ -5,9 +5,9 @@ definition. For a formula that was registered with `torch.library.register_autog
 created an `autograd.Function`. Its inputs are the arguments that the dispatcher passes to kernels,
 with lists of tensors flattened.
 
-The dispatcher drops some arguments before it calls a Python kernel: positional arguments at the end
-and keyword-only arguments, if they equal their default in the schema. In native calls, C++ drops
-these arguments for kernels, and this module drops them for formulas.
+Before the dispatcher calls a Python kernel, it drops the arguments that equal their default, if
+they are keyword-only or at the end of the positional arguments. In native calls, C++ drops these
+arguments for kernels, and this module drops them for formulas.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ from torchop._schema.schema import Argument, Schema
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """Return the Autograd kernel that native calls skip, and arguments for a call plan.
+    """Return (Autograd kernel that native calls skip, gradient, sources).
 
-    Returns:
-        (kernel, gradient, sources). `gradient` says how native calls record gradients, or why only
-        the dispatcher can record them. `sources` are the containers that were read; if one of them
-        changes, the plan is invalid.
+    `gradient` says how native calls record gradients, or why only the dispatcher can record them.
+    `sources` are the containers that were read. If one of them changes, the call plan is invalid.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
@@ -74,7 +72,6 @@ def _kernel_and_formula(
 def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
-    """Return a function that calls the user's `setup_context`, if any, as PyTorch does."""
     function = formula.setup_context
     if not function:  # the condition is copied from torch/_library/autograd.py
         return None
@@ -96,9 +93,9 @@ def _inputs(
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
     """Return a function that flattens the positional arguments, or None if none of them is a list.
 
-    The function returns the flat arguments and a second function. The second one receives the
-    operator's result and computes `ctx._pt_metadata`, in which PyTorch stores the structure of the
-    lists in the arguments and in the result.
+    The function returns the flat arguments, and a function that computes `ctx._pt_metadata` from
+    the operator's result. There PyTorch stores the structure of the lists in the arguments and in
+    the result.
     """
     note_lists = formula.note_lists
     if note_lists is None:
@@ -134,7 +131,7 @@ def _as_filled(
 def _has_simple_defaults(schema: Schema) -> bool:
     """Return whether the schema stores all defaults unchanged, as simple values.
 
-    If it does, an argument that equals its default can be replaced with the stored default.
+    If so, an argument that equals its default can be replaced with the stored default.
     """
     return all(
         type(stored) in _SIMPLE and stored == argument.default
@@ -153,12 +150,11 @@ def _count_passed(args: Sequence[Any], schema: Schema) -> int:
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
-    """Return whether the dispatcher drops an argument because it equals the default."""
     if not argument.has_default:
         return False
     if value is argument.default:
         return True
-    # Skip devices, because the schema stores the default as a str, which no torch.device equals.
+    # Skip devices. The schema stores their defaults as str, which no torch.device equals.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

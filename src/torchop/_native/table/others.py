@@ -72,7 +72,6 @@ def _stock(
     overload: OpOverload,
     stock: Sequence[tuple[Any, stock_kernels.StockKernel]],
 ) -> Kernels:
-    """Return the kernels that `custom_op` of torch.library created, with the user's functions."""
     latest = stock[-1][1]
     finish, convert = _finish(name, schema, overload, latest)
     must_return = foreign_operators.returns_what_it_writes(latest.definition)
@@ -91,8 +90,8 @@ def _finish(
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
     """Return the fields `finish` and `convert` of `Kernels`.
 
-    If the call goes through the C++ dispatcher, the dispatcher converts the results. If PyTorch
-    dispatches the call in Python, `OpOverload` returns the results unchanged.
+    The C++ dispatcher converts results. If PyTorch dispatches the call in Python, `OpOverload`
+    returns the results unchanged.
     """
     convert = _conversion(str(name), schema)
     check = _unchecked if stock is None else stock.check
@@ -102,8 +101,8 @@ def _finish(
         return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
     if stock is None:
         return lambda args, kwargs, result: convert(result), None
-    # Convert the result twice, as the dispatcher does: the result passes through two kernels, one
-    # at Autograd and one below it. The second conversion may reject the result of the first.
+    # Convert the result twice, because in the dispatcher it passes through two kernels, one at
+    # Autograd and one below it. The second conversion may reject the result of the first.
     return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 
@@ -163,8 +162,8 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
     """Return a function that converts a kernel's result as the dispatcher would.
 
-    The function returns a result unchanged if it has exactly the schema's types. It lets PyTorch
-    convert or reject any other result.
+    The function returns a result of exactly the schema's types unchanged, and lets PyTorch convert
+    or reject any other result.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.written)])
@@ -176,7 +175,7 @@ def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
         if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
-            # Raise an error, because PyTorch would read past the end of the schema's list of types.
+            # PyTorch would read past the end of the schema's list of types, so raise an error.
             _by_dispatcher(name, form, result[: len(kinds)])
             raise RuntimeError(
                 f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
@@ -196,7 +195,7 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Let PyTorch check and convert a result, by returning it from another operator.
+    """Let PyTorch check and convert a result, by returning the result from another operator.
 
     `form` is the part of the schema after the arrow, which has the return types.
     """

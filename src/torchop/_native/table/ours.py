@@ -1,8 +1,7 @@
 """Find kernels and formulas that were registered with torchop for operators it did not create.
 
 `Library.impl` registers a wrapper that contains the user's function. `register_kernel` and
-`register_autograd` store the user's function in a `Definition`, which registers kernels with the
-dispatcher.
+`register_autograd` store the user's function in a `Definition`, which registers kernels.
 """
 
 from __future__ import annotations
@@ -33,19 +32,8 @@ KERNEL_ATTRIBUTE = "_torchop_kernel"
 class Kernels(NamedTuple):
     """An operator's kernels for native calls, and how to check and convert their results.
 
-    All attributes except `pairs` are arguments of the extension's class `Plan` (see
-    `_call_path.pyi`).
-
-    Attributes:
-        pairs: for each kernel, the function in the dispatcher's table and the function to call
-            instead.
-        finish: a function that checks and converts results.
-        convert: a function that converts a result of `finish` further, if PyTorch would run the
-            call in the C++ dispatcher.
-        sources: the containers from which the functions to call were read (see `StockKernel`).
-        returned_parameters: the positions of the arguments that a kernel must return.
-        are_fresh: whether results must not alias arguments.
-        as_dispatched: whether to drop arguments that equal their default, as the dispatcher does.
+    For each kernel, `pairs` contains the function in the dispatcher's table and the function to
+    call instead. The other fields are arguments of the class `Plan` in `_call_path.pyi`.
     """
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
@@ -58,7 +46,6 @@ class Kernels(NamedTuple):
 
 
 def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
-    """Return the kernels that were registered with torchop."""
     kernels = registered_kernels(native, name) if is_returnable(schema) else {}
     places = {kernel: place for kernel in kernels if (place := place_of(kernel)) is not None}
     definitions = {rule.definition for rule, _ in places.values()}
@@ -89,8 +76,8 @@ def registered_kernels(
 ) -> dict[Any, Callable[..., Any]]:
     """Map each torchop kernel in the dispatcher's table to the function that native calls run.
 
-    For a kernel that `Library.impl` registered, this is the user's function. For a kernel that a
-    definition registered, it is the kernel itself.
+    For a kernel of `Library.impl`, this is the user's function. For a kernel of a definition, it is
+    the kernel itself.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -108,11 +95,9 @@ def _is_of_definition(kernel: Any) -> bool:
 
 
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
-    """Return the Autograd kernel that `register_autograd` installed, and how to record gradients.
+    """Return the Autograd kernel that `register_autograd` installed, and the gradient for `Plan`.
 
-    Returns:
-        (kernel, gradient). `gradient` is the result of `gradient_of`. Both are None if no formula
-        was registered with torchop.
+    Both are None if no formula was registered with torchop.
     """
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")
@@ -123,7 +108,6 @@ def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] |
 
 
 def definition_of_gradient(kernel: Any) -> Definition | None:
-    """Return the definition that installed an Autograd kernel, or None for other kernels."""
     rule = getattr(kernel, "__self__", None)
     if not isinstance(rule, AutogradRule) or rule.definition.deregistration_reason is not None:
         return None
