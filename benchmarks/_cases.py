@@ -21,7 +21,7 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
     """Return a function with `count` tensor parameters x1, x2, ...
 
-    The function cannot take `*xs` instead, because no schema can be inferred from that.
+    The function cannot take `*xs` instead, because torchop could then not infer a schema.
     """
     parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
     namespace: dict[str, Any] = {"Tensor": Tensor}
@@ -62,8 +62,6 @@ def clone_typed(
 
 
 class Formula(NamedTuple):
-    """The arguments of `register_autograd`."""
-
     backward: Callable[..., Any]
     setup_context: Callable[..., None] | None = None
 
@@ -157,8 +155,6 @@ class PassThrough(TorchDispatchMode):
 
 
 class Wrapper(Tensor):
-    """A tensor subclass that wraps a tensor, and passes the wrapped tensor to operators."""
-
     wrapped: Tensor
 
     @staticmethod
@@ -185,19 +181,9 @@ class Wrapper(Tensor):
 class Case(NamedTuple):
     """A row of the table: a function and a way to call it.
 
-    Attributes:
-        name: the name of the operators, without namespace.
-        title: the title of the row.
-        function: the Python function that the operators run.
-        arguments: creates the arguments of the calls.
-        formula: the gradient formula of the operators, or None.
-        mutates_args: the arguments that the function mutates.
-        tags: the names of the operators' tags.
-        context: creates a context manager in which the calls are made, for example a profiler.
-        written: a `torch.autograd.Function` that computes the same.
-        cpp: the name of an operator in clone_first.cpp that computes the same.
-        backward: whether to run the backward after each call.
-        counters: the counters of `torchop.native` that a call must increment.
+    The `torch.autograd.Function` `written` computes the same as `function`, and so does the
+    operator with the name `cpp` in clone_first.cpp. If `backward` is true, the backward runs after
+    each call. A call must increment the counters `counters` of `torchop.native`.
     """
 
     name: str
@@ -268,15 +254,15 @@ SAVES = GRAD._replace(
     name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave, cpp=None
 )
 TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
-# The operators of the following cases have a formula, because the comparison would be unfair
-# without one: an operator of `torch.library.define` would then have no autograd kernel, which saves
-# time.
+# The operators of the following cases have a gradient formula. Without one, an operator of
+# `torch.library.define` would have no autograd kernel and so be faster, and the comparison would be
+# unfair.
 RULES = Case("rules", "", CLONE_FIRST, tensors(14), CLONE_FORMULA)
 PROFILED = RULES._replace(
     name="profiled", title="profiler", context=profiler, counters=("profiler",)
 )
-# The mode and the subclass call the operator a second time. These calls are not native either, so
-# they are counted too.
+# The mode and the subclass call the operator a second time. The second call is not native either,
+# so it is counted too.
 IN_MODE = RULES._replace(
     name="in_mode", title="dispatch mode", context=PassThrough, counters=("mode",)
 )

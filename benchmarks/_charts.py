@@ -27,15 +27,15 @@ LABELS = {
     calls.LOW_LEVEL: "define and impl",
     calls.CUSTOM_OP: "custom_op",
 }
-# The colours of the light and the dark charts. The contrast with the site's backgrounds is at least
-# 4.5 to 1. The light charts have an opaque background, because README.md shows them too, even to
+# The colours of the light and the dark charts. Their contrast with the site's backgrounds is at
+# least 4.5 to 1. The light charts have an opaque background, because README.md shows them even to
 # readers who use a dark theme.
 THEMES = {
     "": {"text": "#1f2328", "bar": "#656d76", "torchop": "#0a58ca", "background": "#ffffff"},
     "-dark": {"text": "#e6edf3", "bar": "#8d96a0", "torchop": "#6cb0ff", "background": "none"},
 }
-# Store text as text instead of as outlines, and use a fixed salt, so that the same numbers always
-# give the same file.
+# Store text as text instead of as outlines. The salt determines the ids in the file, so with a
+# fixed salt, the same numbers always give the same file.
 SVG = {"svg.fonttype": "none", "svg.hashsalt": "torchop"}
 
 Groups = Mapping[str, Mapping[str, float]]
@@ -55,7 +55,6 @@ def kernel_groups(result: Result) -> Groups:
 
 
 def draw(folder: Path = STATIC) -> None:
-    """Draw all charts."""
     found = Result("calls")
     groups = call_groups(found)
     longest = max(value for group in groups.values() for value in group.values())
@@ -67,7 +66,6 @@ def draw(folder: Path = STATIC) -> None:
 
 
 def draw_bars(file: Path, groups: Groups, scales: Mapping[str, float]) -> None:
-    """Draw a chart with a group of horizontal bars for each row. Draws one file per theme."""
     lines = sum(len(group) + 1.5 for group in groups.values())
     for suffix, colours in THEMES.items():
         with mpl.rc_context(SVG):

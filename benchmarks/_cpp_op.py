@@ -17,15 +17,9 @@ FOLDER = Path(__file__).parents[1] / ".native_cache" / "bench"
 
 
 def build() -> Path:
-    """Compile the operators, unless they were compiled before.
+    """Compile the operators as torchop's own extension is compiled, and return the library's path.
 
-    The compiler and the flags are the same as for torchop's own extension.
-
-    Returns:
-        The path of the shared library.
-
-    Raises:
-        NativeUnavailableError: no compiler was found, or compiling failed.
+    An existing library is reused.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
     command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
@@ -34,8 +28,8 @@ def build() -> Path:
     if file.exists():
         return file
     FOLDER.mkdir(parents=True, exist_ok=True)
-    # Compile to another name, and rename the file when it is complete, because another process may
-    # compile it at the same time.
+    # Compile to another name and rename the complete file, because another process may compile it
+    # at the same time.
     unfinished = file.with_suffix(f".{os.getpid()}")
     process = subprocess.run(
         [*command, "-o", str(unfinished)],

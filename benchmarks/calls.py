@@ -87,10 +87,8 @@ GRAPH_CALLS = 10
 class Row(NamedTuple):
     """The calls to time for one row.
 
-    Attributes:
-        variants: the calls. The keys are the names of the variants.
-        handle: torchop's operator.
-        counters: the counters of `torchop.native` that calls to torchop's operator must increment.
+    `variants` maps the name of each variant to a call, and `handle` is torchop's operator. Calls to
+    this operator must increment the counters `counters` of `torchop.native`.
     """
 
     variants: Mapping[str, Variant]
@@ -99,7 +97,6 @@ class Row(NamedTuple):
 
 
 def measure(settings: Settings) -> Tables:
-    """Measure all rows."""
     try:
         torch.ops.load_library(str(_cpp_op.build()))
         cpp = True
@@ -112,18 +109,15 @@ def measure(settings: Settings) -> Tables:
             rows[case.title] = time_row(case.title, case_row(case, cpp=cpp), rounds)
     rows[DATACLASS] = time_row(DATACLASS, dataclass_row(), rounds)
     rows[PYTORCH] = harness.measure(calls_of_pytorch(), rounds)
-    # Compile only now, because that creates many objects and so slows down the garbage collector.
+    # Compile only now, because compiling creates many objects, and so slows down the garbage
+    # collector.
     graph = time_row(GRAPH, graph_row(), rounds)
     rows[GRAPH] = {name: micros / GRAPH_CALLS for name, micros in graph.items()}
     return {TABLE: rows}
 
 
 def time_row(title: str, row: Row, rounds: int) -> dict[str, float]:
-    """Time a row, and check that it incremented the expected counters of `torchop.native`.
-
-    Raises:
-        RuntimeError: if it incremented other counters.
-    """
+    """Time a row. Raise RuntimeError if it incremented unexpected counters of `torchop.native`."""
     for variant in row.variants.values():
         variant.function(*variant.args, **variant.kwargs)  # compiles the rules, or the graph
     before = Counter(torchop.native.counters(row.handle))
@@ -144,9 +138,7 @@ def time_row(title: str, row: Row, rounds: int) -> dict[str, float]:
 def case_row(case: Case, *, cpp: bool) -> Row:
     """Define the operators of a case, and return the calls to time.
 
-    Args:
-        case: the case.
-        cpp: whether the C++ operators in clone_first.cpp are available.
+    `cpp` is true if the C++ operators in clone_first.cpp were compiled.
     """
     name, function = case.name, case.function
     low_level = f"bench_low_level::{name}"
@@ -205,7 +197,6 @@ def clone_with_config(x: Tensor, config: Config) -> Tensor:
 
 
 def dataclass_row() -> Row:
-    """Define an operator with a dataclass argument. `torch.library` does not support these."""
     ours = torchop.custom_op("bench_torchop::structured", clone_with_config, mutates_args=())
     x, config = torch.randn(4), Config(torch.randn(4), 2.0)
     values = dataclasses.asdict(config)
@@ -219,8 +210,7 @@ def dataclass_row() -> Row:
 
 
 def graph_row() -> Row:
-    """Compile a graph with several calls to an operator."""
-    import torch._inductor.config  # slow; the demo imports this file, but does not need Inductor
+    import torch._inductor.config  # slow, and only this function needs it
 
     ours = torchop.custom_op("bench_torchop::compiled", CLONE_FIRST, mutates_args=())
     stock = torch.library.custom_op("bench_custom_op::compiled", CLONE_FIRST, mutates_args=())
@@ -241,11 +231,7 @@ def _graph(op: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def calls_of_pytorch() -> dict[str, Variant]:
-    """Return calls to an operator of PyTorch, with and without torchop's replacement of `tp_call`.
-
-    Raises:
-        RuntimeError: if torchop has not replaced `tp_call`.
-    """
+    """Return calls to an operator of PyTorch, with and without torchop's own `tp_call`."""
     # PyObject_VAR_HEAD (3 pointers) and 13 fields precede tp_call in PyTypeObject.
     offset = 16 * ctypes.sizeof(ctypes.c_void_p)
     slot = ctypes.c_void_p.from_address(id(OpOverload) + offset)

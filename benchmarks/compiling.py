@@ -132,7 +132,6 @@ def program(steps: Sequence[Step]) -> Callable[[Tensor], Tensor]:
 
 
 def first_compilation(settings: Settings, backend: str, share: int, variant: str) -> Tables:
-    """Time the first call of a compiled program with many operators."""
     count = settings["operators"] // share
     steps = [step(variant, f"first_{index}") for index in range(count)]
     x = torch.ones(2)
@@ -150,7 +149,6 @@ def first_row(backend: str, share: int) -> str:
 
 
 def calls(settings: Settings) -> Tables:
-    """Time calls to operators in compiled graphs."""
     x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
     rows = {
         PLAIN_ROW: {variant: (step(variant, "flat"), x) for variant in (FLAT, STOCK)},
@@ -231,7 +229,8 @@ def peak(compiled: Callable[[Tensor], Tensor]) -> float:
     return most / x.nbytes
 
 
-# For each backend, the divisor for the number of operators in a program, and the variants.
+# The backend, divisor and variants of each program. The number of operators in a program is the
+# setting `operators`, divided by the divisor.
 PROGRAMS = (
     ("eager", 1, (FLAT, STOCK)),
     ("aot_eager", 1, (FLAT, STOCK)),

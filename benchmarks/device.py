@@ -44,7 +44,6 @@ Function = Callable[..., Tensor]
 
 
 def device() -> torch.device:
-    """Return the accelerator, or the CPU."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
@@ -52,7 +51,6 @@ def device() -> torch.device:
 def variants(
     name: str, body: Function, schema: str, formula: tuple[Any, Any] | None = None
 ) -> dict[str, Function]:
-    """Define all operators that run the function `body`, and return how to call them."""
     ours = torchop.custom_op(f"bench::{name}", body, mutates_args=(), schema=schema)
     stock = torch.library.custom_op(f"bench_stock::{name}", body, mutates_args=(), schema=schema)
     fast = torch.library.custom_op(f"bench_fast::{name}", body, mutates_args=(), schema=schema)
@@ -101,7 +99,6 @@ def time_calls(
 
 
 def cases() -> dict[str, dict[str, Callable[[], object]]]:
-    """Return the calls of each table."""
     where = device()
     tensors = [torch.randn(4, device=where) for _ in range(TENSORS)]
     leaves = [torch.randn(4, device=where, requires_grad=n == 0) for n in range(TENSORS)]
@@ -137,7 +134,6 @@ def cases() -> dict[str, dict[str, Callable[[], object]]]:
 
 
 def measure(settings: Settings) -> Tables:
-    """Measure all tables."""
     rounds, times = settings["rounds"], settings["calls"]
     return {title: time_calls(calls, rounds, times) for title, calls in cases().items()}
 

@@ -28,12 +28,12 @@ import torch
 
 RESULTS = Path(__file__).with_name("results")
 # Calls are timed in blocks of this length. Reading the clock takes 0.3 us, which is not noticeable
-# in such a block. If another program disturbs the measurement, the blocks are short enough that it
-# disturbs all variants equally.
+# in such a long block. The blocks are short enough that another program on the machine slows down
+# all variants equally.
 BLOCK_SECONDS = 0.002
 WARM_UP_CALLS, WARM_UP_SECONDS = 300, 0.1
 
-# A list of numbers in JSON. Results files have one list per line.
+# Matches a list of numbers in JSON. Results files have each list on one line.
 _LIST = re.compile(r"\[[^\[\]{}]*\]")
 # The numbers that one process measured: `tables[table][row][variant]`.
 Tables = dict[str, dict[str, dict[str, float]]]
@@ -45,8 +45,6 @@ Settings = Mapping[str, int]
 
 
 class Variant(NamedTuple):
-    """A call to time, and the context manager around it."""
-
     function: Callable[..., Any]
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = {}
@@ -54,19 +52,12 @@ class Variant(NamedTuple):
 
 
 def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
-    """Time variants in alternation.
+    """Return the median time of one call of each variant, in microseconds.
 
-    In each round, one block of calls to each variant is timed, and each round starts with another
-    variant. The CPU time of this thread is measured, because elapsed time would also include time
-    that other programs use. The garbage collector stays enabled, as in real programs, but objects
-    that exist before the measurement are frozen.
-
-    Args:
-        variants: the calls to time. The keys are the names of the variants.
-        rounds: the number of blocks to time for each variant.
-
-    Returns:
-        The median time of one call for each variant, in microseconds.
+    In each of the `rounds`, one block of calls of each variant is timed, and each round starts with
+    another variant. The CPU time of this thread is measured, because elapsed time would also
+    include time that other programs use. The garbage collector stays enabled, as in real programs,
+    but objects that exist before the measurement are frozen.
     """
     timers = {name: _Timer(variant) for name, variant in variants.items()}
     gc.collect()
@@ -81,8 +72,6 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
 
 
 class _Timer:
-    """Times blocks of calls to one variant."""
-
     def __init__(self, variant: Variant) -> None:
         from torch.utils.benchmark import Timer  # not at the top: registration.py times imports
 
@@ -97,7 +86,6 @@ class _Timer:
             self.calls = max(1, round(BLOCK_SECONDS / self.timer.timeit(calls).mean))
 
     def block(self) -> float:
-        """Time one block, and return the average seconds per call."""
         with self.context():
             return self.timer.timeit(self.calls).mean
 
@@ -109,12 +97,9 @@ class _Timer:
 class Limit(NamedTuple):
     """An upper limit for a number, or for the ratio of two numbers.
 
-    Attributes:
-        table, row, variant: where the number is.
-        most: the limit.
-        base: the variant by which to divide the number, or None to limit the number itself.
-        base_row: the row of `base`, if it is a different row.
-        difference: whether to subtract `base` instead of dividing by it.
+    If `base` is a variant, the limit `most` applies to the ratio of `variant` to `base`, or to
+    their difference if `difference` is true. If `base` is None, it applies to the number itself. If
+    `base` is in a different row, `base_row` names that row.
     """
 
     table: str
@@ -126,8 +111,6 @@ class Limit(NamedTuple):
     difference: bool = False
 
     def value(self, runs: Sequence[Tables]) -> float | None:
-        """Return the limited number (median of all processes), or None if it was not measured."""
-
         def numbers(row: str, variant: str) -> list[float] | None:
             values = [run[self.table].get(row, {}).get(variant) for run in runs]
             return None if None in values else values  # type: ignore[return-value]
@@ -139,7 +122,6 @@ class Limit(NamedTuple):
         return None if bases is None else compare(values, bases, difference=self.difference)
 
     def describe(self, unit: str) -> tuple[str, str]:
-        """Return the name and the unit of the limited number."""
         name = f"{self.row}: {self.variant}"
         if self.base is not None:
             other = f"{self.base_row}: {self.base}" if self.base_row else self.base
@@ -156,9 +138,9 @@ def compare(values: Sequence[float], bases: Sequence[float], *, difference: bool
     return statistics.median(v - b if difference else v / b for v, b in pairs)
 
 
-# Without the first variable, the first process would measure calls through the dispatcher, as long
-# as the extension is being compiled. Without the second, Inductor's worker processes would disturb
-# the measurement.
+# Without the first variable, the first process would measure calls through the dispatcher while it
+# compiles the extension. Without the second, Inductor's worker processes would disturb the
+# measurement.
 ENVIRONMENT = {"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -166,14 +148,10 @@ ENVIRONMENT = {"TORCHOP_NATIVE": "require", "TORCHINDUCTOR_COMPILE_THREADS": "1"
 class Benchmark:
     """The definition of a benchmark.
 
-    Attributes:
-        name: the name of the benchmark's program, and of its file in `results`.
-        units: the unit of each table.
-        parts: functions that measure and return tables. Each runs in a separate process.
-        settings: the names and defaults of command-line options, which are all numbers. Each
-            benchmark has the option `processes`, the number of processes to run for each part.
-        limits: upper limits for some of the numbers.
-        environment: environment variables to set in the processes.
+    Each function in `parts` runs in a separate process, measures, and returns tables. `units` has
+    the unit of each table. `settings` has the names and defaults of the command-line options, all
+    of which are numbers. Each benchmark has the option `processes`, the number of processes to run
+    for each part. The numbers must not exceed the upper `limits`.
     """
 
     name: str
@@ -206,7 +184,6 @@ def main(benchmark: Benchmark) -> int:
 
 
 def collect(benchmark: Benchmark, settings: Settings) -> list[Tables]:
-    """Run all parts one after the other, and repeat this `processes` times."""
     runs = []
     for _ in range(settings["processes"]):
         tables: Tables = {}
@@ -219,11 +196,10 @@ def collect(benchmark: Benchmark, settings: Settings) -> list[Tables]:
 
 
 def run_part(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
-    """Run a part in a new process."""
     program = str(Path(__file__).with_name(f"{benchmark.name}.py"))
     options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    # Allow Python to write bytecode. Otherwise, each process would compile torchop's sources, which
-    # is not necessary for an installed package.
+    # Allow Python to write bytecode, as in an installed package. Otherwise, each process would
+    # compile torchop's sources.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.run(
         [sys.executable, program, "--part", part, *options],
@@ -247,7 +223,6 @@ def run_here(benchmark: Benchmark, part: str, settings: Settings) -> Tables:
 
 
 def environment() -> dict[str, Any]:
-    """Return the machine, the installed releases and the commit, to be stored with the numbers."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "cpu": _cpu(),
@@ -294,7 +269,6 @@ def _commit() -> str:
 def write(
     file: Path, units: Mapping[str, str], runs: Sequence[Tables], found: Mapping[str, Any]
 ) -> None:
-    """Write the numbers of all processes to a file."""
     tables = {
         table: {
             "unit": units[table],
@@ -316,8 +290,6 @@ def _short(number: float) -> float:
 
 
 class Result:
-    """The stored numbers of a benchmark."""
-
     def __init__(self, name: str) -> None:
         text = (RESULTS / f"{name}.json").read_text(encoding="utf-8")
         stored = json.loads(text)
@@ -325,7 +297,6 @@ class Result:
         self.tables: dict[str, Any] = stored["tables"]
 
     def values(self, table: str, row: str) -> dict[str, float]:
-        """Return the median for each variant in a row."""
         found = self.tables[table]["rows"][row]
         return {variant: statistics.median(values) for variant, values in found.items()}
 
@@ -364,7 +335,6 @@ def show(benchmark: Benchmark, runs: Sequence[Tables], found: Mapping[str, Any])
 
 
 def _cells(row: str, variants: Sequence[str], runs: Sequence[Any]) -> Iterator[str]:
-    """Yield the median of each variant, and the ratio to the first variant of the row."""
     values = {name: [run[row][name] for run in runs] for name in runs[0][row]}
     medians = {name: statistics.median(of) for name, of in values.items()}
     first = next(iter(medians))
@@ -387,7 +357,6 @@ def console() -> Any:
 
 
 def table(title: str, *columns: str) -> Any:
-    """Return a rich table with names in the first column and numbers in the others."""
     from rich.table import Table
 
     first, *others = columns

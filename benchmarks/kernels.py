@@ -31,7 +31,6 @@ def title(size: int) -> str:
 
 
 def measure(settings: Settings) -> Tables:
-    """Tune the operator, and then measure it with each kernel."""
     op = runpy.run_path(str(EXAMPLE))["rms_norm"]
     with tempfile.TemporaryDirectory() as folder:
         torchop.testing.tune(op, budget=1.0, table=Path(folder, "tuned.json"))

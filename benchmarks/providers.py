@@ -79,8 +79,6 @@ def table() -> Function:
 
 
 def measure(settings: Settings) -> Tables:
-    """Define the operators and measure them."""
-
     def define(name: str, function: Function = kernel) -> Any:
         return torchop.custom_op(f"bench::{name}", function, mutates_args=(), schema=SCHEMA)
 
@@ -100,7 +98,8 @@ def measure(settings: Settings) -> Tables:
     with torch.no_grad():  # otherwise results get a node that raises, as there is no formula
         calls = {name: Variant(op, arguments) for name, op in operators.items()}
         micros = harness.measure(calls, rounds)
-        # Measure this last, because the first `priority` block in a process replaces call plans.
+        # Measure this last, because the first `priority` block in a process replaces call plans,
+        # which native calls use.
         with torchop.priority({"bench::op2": ["fast"]}):
             pair = {ONE: calls[ONE], BLOCK: calls[SUPPORTS]}
             inside = harness.measure(pair, rounds)

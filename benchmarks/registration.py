@@ -46,8 +46,6 @@ TIME, MEMORY = "time", "memory"
 
 
 class Source(NamedTuple):
-    """The schema and functions of an operator, and arguments for a call."""
-
     schema: str
     args: tuple[Any, ...]
     kernel: Callable[..., Any]
@@ -115,8 +113,6 @@ KINDS = (scale, affine, attention)
 
 
 class Registrar:
-    """Registers operators with one of the variants, and calls them."""
-
     def __init__(self, variant: str) -> None:
         self.custom_op: Callable[..., Any] | None = None
         if variant == TORCHOP:
@@ -153,7 +149,6 @@ class Registrar:
 
 
 def import_torchop(settings: Settings) -> Tables:
-    """Time `import torchop` after `import torch`."""
     _freeze()
     start = time.thread_time()
     import torchop  # noqa: F401  # the import is measured
@@ -198,7 +193,6 @@ def first_use(settings: Settings, variant: str) -> Tables:
 
 
 def many(settings: Settings, variant: str, contents: str) -> Tables:
-    """Measure the time and memory to register many operators."""
     count = settings["operators"]
     registrar = Registrar(variant)
     sources = [KINDS[index % len(KINDS)]() for index in range(count)]

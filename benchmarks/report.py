@@ -27,7 +27,6 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def passages() -> dict[str, list[str]]:
-    """Return the passages that state measurements, for each page."""
     return {
         "README.md": [*_readme()],
         "docs/dev/native-calls.md": [*_costs()],
@@ -171,11 +170,7 @@ def _devices() -> Iterator[str]:
 
 
 def refresh(page: str, passage: str) -> str:
-    """Find a passage in the text of a page, and return the text with the passage's numbers.
-
-    Raises:
-        ValueError: if the page does not contain the passage.
-    """
+    """Return the text of a page with the numbers of a passage replaced."""
     numbers = NUMBER.findall(passage)
 
     def replace(match: re.Match[str]) -> str:

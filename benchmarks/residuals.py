@@ -70,7 +70,6 @@ def training(function: Callable[[Tensor], Tensor], x: Tensor) -> Variant:
 
 
 def measure(settings: Settings) -> Tables:
-    """Define the operators and measure both rows."""
     name = "bench_residuals::square"
     op = torchop.custom_op(name, forward, mutates_args=(), residuals={"slope": Tensor})
     op.register_autograd(

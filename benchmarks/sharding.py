@@ -72,7 +72,6 @@ def label(shape: Shape) -> str:
 
 @contextmanager
 def process_group(shape: Shape) -> Iterator[Any]:
-    """Create a fake process group, and yield a device mesh of the given shape."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
     try:
         with torch.no_grad(), warnings.catch_warnings():

@@ -9,8 +9,8 @@ row of the tables is a function whose inputs take 250 KB each. The variants are:
 - compiled: the operator, compiled by `torch.compile` with the backend `aot_eager`.
 
 "memory" is the total size of all storages that autograd saves. A derived formula saves only the
-inputs, like a checkpoint. A compiled graph also saves the state of the random number generator, of
-5 KB. All three run the forward again in the backward.
+inputs, like a checkpoint. A compiled graph also saves the state of the random number generator,
+which takes 5 KB. All three run the forward again in the backward.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ def saved() -> Iterator[dict[int, int]]:
 
 
 def kilobytes(function: Callable[..., Any], inputs: list[Tensor]) -> float:
-    """Return the total size of the storages that autograd saves in a call."""
     function(*inputs)  # the first call may compile
     with saved() as sizes:
         function(*inputs)
@@ -91,7 +90,6 @@ def kilobytes(function: Callable[..., Any], inputs: list[Tensor]) -> float:
 
 
 def measure(settings: Settings) -> Tables:
-    """Measure every function with every variant."""
     tables: Tables = {MEMORY: {}, TIME: {}}
     for function, count in ROWS.items():
         inputs = [torch.rand(SIDE, SIDE, requires_grad=True) for _ in range(count)]

@@ -27,7 +27,6 @@ BETAS = (0.9, 0.99, 0.999)
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     functional = importlib.import_module("bitsandbytes.functional")
     cases = [*_four_bits(functional), *_eight_bits(functional), *_optimizers(functional)]
     programs = {
@@ -164,7 +163,6 @@ def _trained(make: Callable[[], nn.Module], compiles: bool = False) -> list[Tens
 
 
 def _optimized(name: str, **options: int) -> list[Tensor]:
-    """Run three steps of an optimizer, and return the parameters and the optimizer's state."""
     torch.manual_seed(5)
     parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(2)]
     optimizers = importlib.import_module("bitsandbytes.optim")

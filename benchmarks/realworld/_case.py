@@ -12,13 +12,7 @@ from torchop._schema.naming import OpName
 
 
 class Case(NamedTuple):
-    """A call to an operator.
-
-    Attributes:
-        op: the name of the operator. It includes the overload, except for the default overload.
-        arguments: creates the arguments. They have the same values each time.
-        label: distinguishes several calls to the same operator.
-    """
+    """A call to an operator. `arguments` creates the same values each time."""
 
     op: str
     arguments: Callable[[], tuple[Any, ...]]
@@ -26,15 +20,11 @@ class Case(NamedTuple):
 
 
 class Package(NamedTuple):
-    """A package whose operators we test.
+    """A package whose operators the scripts in this folder call.
 
-    Attributes:
-        name: the name for importing the package.
-        namespaces: the namespaces of the package's operators.
-        cases: calls to the operators. Each operator has at least one.
-        left_out: maps operators that can be accelerated, but have no case, to the reason.
-        programs: maps titles to functions that call the operators through the package's API. They
-            return everything that they have computed, and compute the same values each time.
+    Each operator has at least one case, or `left_out` has the reason why it has none. The functions
+    in `programs` call the operators through the package's API. They compute the same values each
+    time, and return all of them.
     """
 
     name: str
@@ -45,7 +35,6 @@ class Package(NamedTuple):
 
 
 def overload(name: str) -> Any:
-    """Return the OpOverload of an operator."""
     parsed = OpName.parse(name)
     packet = getattr(getattr(torch.ops, parsed.namespace), parsed.name)
     return getattr(packet, parsed.overload or "default")

@@ -21,12 +21,9 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -> Any:
     """Define an operator with the schema of `op` and a kernel that only returns `result`.
 
-    Args:
-        op: the original operator.
-        kernel: the original kernel. The new kernel gets the same signature, because the signature
-            determines how default values are passed.
-        result: the result that all calls return.
-        is_custom_op: whether to define the operator with `custom_op`, or with `define` and `impl`.
+    The new kernel gets the signature of `kernel`, because the signature determines how default
+    values are passed. If `is_custom_op` is true, the operator is defined with `custom_op`,
+    otherwise with `define` and `impl`.
     """
 
     def empty(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     importlib.import_module("fbgemm_gpu")
     return Package("fbgemm_gpu", ("fbgemm",), [*_jagged(), *_permuted(), *_quantized()])
 

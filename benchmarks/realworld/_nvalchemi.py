@@ -1,9 +1,9 @@
 """Calls to operators of nvalchemi-toolkit-ops.
 
-The operators have up to 40 arguments, and mutate up to 30 of these. The package has about two
-hundred operators. We call those that are used to relax the positions of atoms: neighbour lists, a
-dispersion correction, two optimizers, and sums over molecules with gradients. To get realistic
-arguments, we capture the arguments that the package's own functions pass.
+The operators have up to 40 arguments, and mutate up to 30 of these. Of the package's two hundred
+operators, this module calls those that relax the positions of atoms: neighbour lists, a dispersion
+correction, two optimizers, and sums over molecules with gradients. To get realistic arguments, it
+captures the arguments that the package's own functions pass.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ class Captured(TorchDispatchMode):
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     torch.manual_seed(0)
     importlib.import_module("warp").config.quiet = True
     with Captured() as captured:

@@ -1,9 +1,9 @@
 """Measure how much longer a call to an operator takes than a call to its kernel.
 
-The kernels take 5 to 500 us, but the overhead is only a fraction of a microsecond. To measure it
-exactly, we alternate between calls to the operator and calls to the kernel, and return the median
-of the differences. Other programs on the machine slow down both calls of such a pair equally. The
-difference between two separate medians would be less exact.
+The kernels take 5 to 500 us, but the overhead is only a fraction of a microsecond. So calls to the
+operator and calls to the kernel are timed in pairs, and the overhead is the median of the
+differences. Other programs on the machine slow down both calls of a pair equally. The difference
+between two separate medians would be less exact.
 """
 
 from __future__ import annotations
@@ -22,11 +22,8 @@ SECONDS, FEWEST, MOST = 0.2, 200, 4000
 class Overhead(NamedTuple):
     """The times of a call, in microseconds.
 
-    Attributes:
-        call: the time of the call to the operator.
-        kernel: the time of the call to the kernel.
-        over: the overhead, i.e. the median of the differences.
-        margin: half of the 95% confidence interval of `over`.
+    `over` is the overhead of the operator, i.e. the median of the differences. `margin` is half of
+    the 95% confidence interval of `over`.
     """
 
     call: float
@@ -42,11 +39,10 @@ def overhead(
 ) -> Overhead:
     """Measure the overhead of a call.
 
-    Args:
-        call: calls the operator.
-        kernel: calls the kernel with the same arguments.
-        around_kernel: creates a context manager around the call to the kernel. It sets the same
-            thread-local state as the dispatcher, for example disables autograd. Not timed.
+    `call` calls the operator, and `kernel` calls the kernel with the same arguments. The call to
+    the kernel runs in the context manager that `around_kernel` creates, which sets the same
+    thread-local state as the dispatcher, and for example disables autograd. Entering it is not
+    timed.
     """
     _pairs(call, kernel, around_kernel, 20)
     probe = _pairs(call, kernel, around_kernel, 20)
@@ -67,11 +63,7 @@ def _pairs(
     around_kernel: Callable[[], AbstractContextManager[object]],
     count: int,
 ) -> list[tuple[int, int]]:
-    """Time pairs of a call to the operator and a call to the kernel, in alternating order.
-
-    Returns:
-        The times of both calls of each pair, in nanoseconds.
-    """
+    """Return the nanoseconds of a call to the operator and to the kernel, for each timed pair."""
 
     def time_kernel() -> int:
         with around_kernel():

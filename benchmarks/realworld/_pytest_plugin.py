@@ -1,7 +1,7 @@
 """A pytest plugin that accelerates operators while another package's tests run.
 
-It reads two environment variables. REALWORLD_ACCELERATE is a pattern for `torchop.accelerate`. If
-it is empty, no operator is accelerated. REALWORLD_REPORT is the file for the report.
+The environment variable REALWORLD_ACCELERATE is a pattern for `torchop.accelerate`. If it is empty,
+no operator is accelerated. REALWORLD_REPORT is the path of the report to write.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Write the report: the outcome of each test, and torchop's counters for each operator."""
     calls = {
         row.op: dict(torchop.native.counters(row.op))
         for row in (_acceleration.operators if _acceleration is not None else ())

@@ -13,7 +13,6 @@ FOR_CUDA = "its kernel is for CUDA"
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     importlib.import_module("optimum.quanto")
     names = ("gemm_f16f8_marlin", "gemm_f16i4_awq", "gemm_f16i4_marlin", "pack_fp8_marlin")
     left_out = {f"quanto::{name}": FOR_CUDA for name in names}

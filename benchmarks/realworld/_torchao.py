@@ -41,7 +41,6 @@ LEFT_OUT = {
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     for module in MODULES:
         importlib.import_module(f"torchao.{module}")
     # The logger's operator prints, so redirect it to a file.

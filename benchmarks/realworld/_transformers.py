@@ -11,7 +11,6 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     importlib.import_module("transformers.integrations.moe")
     importlib.import_module("transformers.integrations.msa_attention")
     left_out = {"transformers_msa::sparse_atten": "its kernel is for CUDA"}

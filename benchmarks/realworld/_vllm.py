@@ -14,7 +14,6 @@ from _case import Case, Package
 
 
 def package() -> Package:
-    """Import the package, and return calls to its operators."""
     importlib.import_module("vllm._custom_ops")
     return Package("vllm", ("_C",), [*_cases()])
 

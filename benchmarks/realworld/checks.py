@@ -64,7 +64,6 @@ def list_operators() -> None:
 
 
 def main(packages: list[str]) -> int:
-    """Check the packages, and return the exit code."""
     failed = 0
     for package in packages or PACKAGES:
         folder = HERE.parents[1] / ".realworld" / PACKAGES[package]

@@ -60,7 +60,6 @@ class Measured(NamedTuple):
 
     @property
     def missed(self) -> bool:
-        """Whether the call exceeds a limit by more than the margin of error."""
         in_place = self.over - self.margin > max(BAR, SHARE * self.kernel)
         return not self.records and (in_place or self.way_missed)
 
@@ -71,7 +70,6 @@ class Measured(NamedTuple):
 
 
 def check(case: Case) -> str:
-    """Run a case with and without acceleration. Return a description of the problem, or ""."""
     op = overload(case.op)
     expected = run(op, case.arguments())
     with torchop.accelerate(case.op):
@@ -83,7 +81,6 @@ def check(case: Case) -> str:
 
 
 def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
-    """Run a program with and without acceleration. Return a description of the problem, or ""."""
     expected = program()
     with torchop.accelerate("*") as acceleration:
         found = program()
@@ -146,7 +143,6 @@ def is_kernel(function: Callable[..., Any]) -> bool:
 
 
 def without_case(package: Package) -> dict[str, str]:
-    """Return a package's operators that have no case, and the reason for each."""
     covered = {case.op for case in package.cases}
     with torchop.accelerate("*") as acceleration:
         return {

@@ -27,10 +27,8 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 class Run(NamedTuple):
     """The results of a test run.
 
-    Attributes:
-        outcomes: maps the name of each test to "passed", "skipped" or "failed".
-        calls: maps each accelerated operator to torchop's counters of calls.
-        output: the output of pytest.
+    `outcomes` maps each test to "passed", "skipped" or "failed". `calls` maps each accelerated
+    operator to torchop's counters of calls.
     """
 
     outcomes: dict[str, str]
@@ -39,7 +37,6 @@ class Run(NamedTuple):
 
 
 def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> Process:
-    """Start a test run. Operators that match the pattern are accelerated."""
     search = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
@@ -63,11 +60,6 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
 
 
 def finish(process: Process, report: Path) -> Run:
-    """Wait until a test run ends, and return the results.
-
-    Raises:
-        RuntimeError: the run did not write a report.
-    """
     process.wait()
     output = report.with_suffix(".txt").read_text()
     if not report.exists():
@@ -77,7 +69,6 @@ def finish(process: Process, report: Path) -> Run:
 
 
 def problems(plain: Run, accelerated: Run) -> list[str]:
-    """Compare the runs with and without acceleration, and return descriptions of all problems."""
     found = [
         f"{test}: {plain.outcomes.get(test, 'missing')} without acceleration, "
         f"{accelerated.outcomes.get(test, 'missing')} with it"
@@ -98,7 +89,6 @@ def problems(plain: Run, accelerated: Run) -> list[str]:
 
 
 def main() -> int:
-    """Run the tests twice and print all problems. Return 1 if there are any."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tests", type=Path, help="the folder of the tests")
     parser.add_argument("--quick", action="store_true", help="skip the tests of modules")

@@ -88,7 +88,6 @@ def decoder_step() -> Step:
 
 
 def optimizer_step(name: str, **options: int) -> Step:
-    """Return a step of a bitsandbytes optimizer for many small parameters."""
     parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(PARAMETERS)]
     for parameter in parameters:
         parameter.grad = torch.randn(SIZE)
@@ -116,7 +115,8 @@ def relaxation_step() -> Step:
 
 STEPS: dict[str, Callable[[], Step]] = {
     "4-bit decoder": decoder_step,
-    # Don't use Adam. The weight decay is the int 0, and the dispatcher must convert it to a float.
+    # Do not use Adam. Its weight decay is the int 0, which the dispatcher must convert to a float,
+    # so the call would not be native.
     "AdamW": lambda: optimizer_step("AdamW"),
     "8-bit AdamW": lambda: optimizer_step("AdamW8bit", min_8bit_size=SIZE),
     "relaxation": relaxation_step,
@@ -124,7 +124,6 @@ STEPS: dict[str, Callable[[], Step]] = {
 
 
 def measure(step: Step) -> Milliseconds:
-    """Time a step before acceleration, after it, and with direct kernel calls, in alternation."""
     for _ in range(3):
         step()
     times: list[tuple[float, float, float]] = []
@@ -188,7 +187,6 @@ def timed(step: Step) -> float:
 
 
 def main() -> None:
-    """Print the table."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")

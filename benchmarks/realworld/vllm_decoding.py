@@ -76,7 +76,6 @@ ENVIRONMENT = {
 
 
 def write_model(folder: Path) -> None:
-    """Write the model, a configuration and random weights, in the format of transformers."""
     width, inside, words = (
         CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
     )
@@ -98,7 +97,6 @@ def write_model(folder: Path) -> None:
 
 
 def engine(way: str, model: str, *, compiled: bool) -> Any:
-    """Create vLLM's engine for the model. `way` is one of `WAYS`."""
     if way == "accelerated":
         torchop.accelerate("vllm::*")
     if way == "helper":
@@ -119,7 +117,6 @@ def engine(way: str, model: str, *, compiled: bool) -> Any:
 
 
 def decode(llm: Any) -> list[list[tuple[int, float]]]:
-    """Decode, and return the tokens after each prompt with their log-probabilities."""
     vllm: Any = importlib.import_module("vllm")
     options = vllm.SamplingParams(
         temperature=1.0, seed=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
@@ -136,7 +133,6 @@ def decode(llm: Any) -> list[list[tuple[int, float]]]:
 
 
 def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
-    """Run vLLM in one of the three ways in this process, and return the report."""
     llm = engine(way, model, compiled=compiled)
     decode(llm)  # the first call to an operator is not native, because it sets up native calls
     before = {name: dict(torchop.native.counters(name)) for name in HOT if way != "plain"}
@@ -156,7 +152,6 @@ def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
 
 
 def measure(llm: Any) -> list[str]:
-    """Time the attention operators and a whole token, before and after acceleration."""
     rows = []
     look_at_calls(functools.partial(measure_call, rows))
     decode(llm)
@@ -170,7 +165,6 @@ def measure(llm: Any) -> list[str]:
 
 
 def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-    """Time a call and add a row to the table. Calls the operator many times."""
     name = packet._qualified_op_name
     call = functools.partial(packet, *args, **kwargs)
     before, after = [], []
@@ -214,7 +208,6 @@ def token_time(llm: Any) -> float:
 
 
 def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[str]:
-    """Return descriptions of all problems in the report about one of the three ways."""
     problems = []
     if report["tokens"] != expected:
         problems.append(f"{way}: other tokens or log-probabilities than unchanged vLLM")
@@ -244,7 +237,6 @@ def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
 
 
 def main() -> int:
-    """Print the number of native calls and the times. Return 1 if a check fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--way", choices=WAYS, help="run in this process, and write the report")
     parser.add_argument("--model")

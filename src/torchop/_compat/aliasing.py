@@ -17,7 +17,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is non-overlapping and dense."""
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 

@@ -48,13 +48,12 @@ def above_autograd() -> contextlib.AbstractContextManager[object]:
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager in which this thread has the dispatch keys that it has now."""
+    """Return a context manager that sets this thread's dispatch keys to their present values."""
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:
-    """Return whether any tensor in `values`, or in a list in `values`, requires grad."""
     return torch._C._any_requires_grad(*values)
 
 
@@ -126,7 +125,7 @@ def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
     """Yield the position and metadata of each input for which an autograd node needs a gradient.
 
     Each tensor in a list has its own position. The metadata has the attributes `shape` (a list),
-    `device` and `dtype`. Nested tensors are skipped.
+    `device` and `dtype`.
     """
     flags = [
         needs
@@ -158,7 +157,7 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """
     if take_node is None:
         return context_type(function)
-    # Create one class for each function and reuse it, because Python 3.13t never frees classes.
+    # Reuse one class for each function, because Python 3.13t never frees classes.
     if "_torchop_blank" not in vars(function):
         # Call `type` directly, because PyTorch's metaclass would also create a class for the nodes.
         attributes = {

@@ -30,7 +30,6 @@ POLICY_MODES: tuple[type, ...] = tuple(
 
 
 def selective_checkpointing_is_active() -> bool:
-    """Return whether a forward or a recomputation runs with selective checkpointing."""
     return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -48,11 +47,8 @@ def saving_in_trace() -> Iterator[None]:
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
     """Make the partitioner save the results of the nodes that are traced in this block.
 
-    The setting `activation_memory_budget` does not change this. In a checkpointed region, the
-    region's policy decides instead.
-
-    Args:
-        proxy_mode: the tracing mode, by default the active one.
+    The partitioner saves them even if the setting `activation_memory_budget` allows less memory. In
+    a checkpointed region, the region's policy decides instead.
     """
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -61,7 +57,7 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
     budget = torch._functorch.config.activation_memory_budget
     for node in nodes:
         if node.meta.get("recompute") is not None:
-            continue  # the policy of the checkpointed region takes precedence
+            continue
         node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
         # Workaround for pytorch/pytorch#190758: with a budget of 0, `choose_saved_values_set`
         # (torch/_functorch/partitioners.py) saves nothing, even if a node is marked MUST_SAVE. With
@@ -81,7 +77,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list, which receives the nodes traced in the block when the block ends."""
+    """Yield an empty list. When the block ends, add the nodes that were traced in the block."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes

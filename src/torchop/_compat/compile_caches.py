@@ -19,7 +19,7 @@ Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
 # Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
 # whose `uuid` covers the rules. The pass is registered for this made-up device type, which no
-# tensor has. So it never runs, and it does not replace a pass that the user has registered.
+# tensor has. So the pass never runs, and does not replace a pass that the user has registered.
 _DEVICE = "torchop"
 
 

@@ -37,7 +37,6 @@ DYNAMO = "torch._dynamo"
 
 
 def dynamo_is_tracing() -> bool:
-    """Return whether Dynamo is compiling in this thread, so calls receive fake tensors."""
     return TracingContext.try_get() is not None
 
 
@@ -45,7 +44,6 @@ torchop._errors.dynamo_is_tracing = dynamo_is_tracing
 
 
 def break_graph(reason: str) -> None:
-    """If Dynamo is tracing, make it break the graph, with `reason` as the explanation."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break(msg=reason)
 
@@ -73,7 +71,7 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the call to `op` that Dynamo is tracing, or None without such a call.
+    """Return the arguments of the call that Dynamo is tracing, or None if it is not a call to `op`.
 
     The arguments come from the frame of `run_node` (torch/_dynamo/utils.py). The arguments that the
     kernel receives cannot be used, because the dispatcher has converted symbolic values to numbers.
@@ -126,13 +124,12 @@ def decomposes_for_backends() -> bool:
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which `wrap_triton` returns the Triton kernel itself.
 
-    Don't use it while tracing: the trace could not capture the kernel.
+    Do not use it while tracing, because the trace could not capture the kernel.
     """
     return triton.set_wrap_triton_enabled(False)
 
 
 def triton_kernels(function: Callable[..., Any]) -> list[Any]:
-    """Return the Triton kernels that the source of `function` launches."""
     if find_spec("triton") is None:  # without Triton, PyTorch's function would warn
         return []
     try:
@@ -147,6 +144,5 @@ def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
 
 
 def makes_cuda_graphs() -> bool:
-    """Return whether Inductor will create CUDA graphs, for example with mode="reduce-overhead"."""
     config: Any = sys.modules.get("torch._inductor.config")
     return config is not None and bool(config.triton.cudagraphs)

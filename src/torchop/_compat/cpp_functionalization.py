@@ -1,9 +1,9 @@
 """C++ functionalization, which PyTorch uses if a subgraph of `invoke_subgraph` mutates inputs.
 
-All other traces use the Python implementation, `FunctionalTensorMode`. For such a subgraph,
-`FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) calls
-`torch.func.functionalize`. The fallback kernel there rejects custom operators that mutate
-arguments, so torchop registers a kernel of its own.
+All other traces use the Python implementation, `FunctionalTensorMode`. But for a subgraph that
+mutates inputs, `FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py)
+calls `torch.func.functionalize`. The fallback kernel there rejects custom operators that mutate
+arguments, so torchop registers its own kernel.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
 
     Traces use the Python dispatcher. A kernel in the C++ dispatcher would also disable
     auto-functionalization of the operator in all other traces (see
-    `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a kernel there, it is
-    called instead of `kernel`.
+    `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a kernel in the C++
+    dispatcher, that kernel is called instead of `kernel`.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -43,7 +43,6 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
 
 
 def is_functional(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a wrapper that C++ functionalization created."""
     return torch._is_functional_tensor(tensor)
 
 
@@ -89,7 +88,6 @@ wrap_for_mode: Callable[[torch.Tensor], Any] = FunctionalTensor.to_functional
 
 
 def value_in_mode(tensor: Any) -> torch.Tensor:
-    """Return the tensor inside a functional tensor of the mode that `traced_by_mode` enters."""
     return tensor.from_functional() if isinstance(tensor, FunctionalTensor) else tensor
 
 
@@ -106,7 +104,6 @@ def is_finding_mutations() -> bool:
 
 
 def overlap_inputs(mode: Any, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of `tensors` is or overlaps an input of the traced graph."""
     inputs = (node.meta.get("val") for node in mode.tracer.graph.find_nodes(op="placeholder"))
     memory = {tracing.functional_storage(t) for t in inputs if isinstance(t, torch.Tensor)}
     return any(tracing.functional_storage(tensor) in memory for tensor in tensors)

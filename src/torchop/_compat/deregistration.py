@@ -37,7 +37,7 @@ def _invalidate_overload(
     """Make an overload and its packet raise when called, before the operator is deregistered.
 
     Otherwise a later call, for example from a compiled graph, would access freed memory. Yields
-    each overload object that could still be called.
+    each overload object that was invalidated.
     """
     packet = torch_ops.existing_packet(namespace, name)
     # Do not delete the overload from the packet. Otherwise code that still references the packet
@@ -86,8 +86,6 @@ def before_definition(namespace: str, name: str, overload: str) -> None:
     defined.add(f"{namespace}::{name}")
     # FX caches signatures by operator name, and the new operator may have another signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
-    # Free the overload objects of the earlier operator if the dispatcher no longer has an entry for
-    # it.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
@@ -118,11 +116,7 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Make an overload or packet count running calls, because deregistering must wait for them.
-
-    The function is looked up in the dispatcher again, because another thread may have redefined the
-    operator in the meantime. If the operator was deregistered, the new function raises an error.
-    """
+    """Make an overload or packet count running calls, because deregistering must wait for them."""
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
     operator = _hooks.extension.Operator
@@ -161,11 +155,7 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
     If native calls are available, this also waits until running calls to these operators in other
-    threads have left the dispatcher.
-
-    Args:
-        names: the operators.
-        reason: a function that receives an operator's name and returns the error message.
+    threads have left the dispatcher. `reason(name)` returns the error message for an operator.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
@@ -188,7 +178,6 @@ def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -
 
 
 def forget(names: Iterable[Name]) -> None:
-    """Clear PyTorch's caches for deregistered operators."""
     for namespace, name, overload in names:
         packet = torch_ops.existing_packet(namespace, name)
         if packet is not None and not operators.overload_names(f"{namespace}::{name}"):
@@ -204,7 +193,6 @@ def forget(names: Iterable[Name]) -> None:
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
-    """Raise if this thread is inside a call to one of these operators."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
         raise RuntimeError(
             f"{operator} cannot be deregistered or replaced from inside a call to it."
@@ -212,7 +200,6 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
 
 
 def _called_here() -> set[str]:
-    """Return the names of the operators that this thread is currently calling."""
     names = {entry.name.packet for entry in _hooks.extension.running()}
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
@@ -227,15 +214,14 @@ def _called_here() -> set[str]:
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
-# The packets that `preserve_packet` keeps in `torch.ops`.
 _replaced: set[str] = set()
 
 
 def _clear_packet(namespace: str, name: str) -> None:
     """Remove a packet from `torch.ops` if its last overload was deregistered.
 
-    A packet that is being replaced stays. A packet that raises, but has an overload again, gets a
-    new function that calls the overload.
+    A packet that is being replaced stays. If a packet raises although it has an overload again,
+    this gives it a new function that calls the overload.
     """
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
@@ -278,7 +264,7 @@ _FUNCTIONS = (
 
 
 def forget_entry(namespace: str, name: str, overload: str) -> None:
-    """Reset an operator's effect in torch.library's registry, and remove its entry if it is empty.
+    """Reset an operator's effect in torch.library's registry, and remove the entry if it is empty.
 
     The entry is not empty if another library has registered rules for the operator. These rules
     stay, just as that library's kernels stay in the dispatcher.
@@ -299,7 +285,7 @@ def _contents(entry: SimpleOperatorEntry) -> Mapping[str, Any]:
 
 
 def forget_objects(ops: Collection[Any]) -> None:
-    """Remove invalidated overloads and packets from PyTorch's caches."""
+    """Remove overloads and packets from PyTorch's caches."""
     for collection in filter(None, (_loaded(*place) for place in _BY_OBJECT)):
         remove = collection.discard if hasattr(collection, "discard") else collection.pop
         for op in ops:

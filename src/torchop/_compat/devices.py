@@ -1,7 +1,6 @@
 """Properties of device types, such as "cuda", which are queried from PyTorch once per type.
 
 No other module of torchop names a device type except "cpu", so torchop works with any accelerator.
-A device type's module, such as `torch.cuda`, may lack some of the queried functions.
 """
 
 from __future__ import annotations
@@ -18,20 +17,12 @@ _accelerator: Any = torch._C._accelerator_getAccelerator
 class DeviceTraits(NamedTuple):
     """Properties of a device type.
 
-    Attributes:
-        type: the name, such as `"cuda"`.
-        is_in_use: returns whether the program has initialized the device. Check this before calling
-            the others, because they would initialize it.
-        is_in_bad_fork: returns whether the device cannot be used, because this process was forked
-            after the device had been initialized.
-        device_count: returns the number of devices, or 0 if the device is not initialized.
-        names: returns the human-readable names of the devices.
-        is_capturing: returns whether the current stream is being captured into a graph, in which
-            case synchronizing would fail.
-        get_rng_state: returns the state of a device's random generator; None if unsupported.
-        set_rng_state: sets the state of a device's random generator; None if unsupported.
-        size_of_state: returns the size of a generator state in bytes. It may be called during
-            capture.
+    Check `is_in_use()` before calling the other functions, because they would initialize the
+    device. `is_in_bad_fork()` is true if this process was forked after the device had been
+    initialized, so the device cannot be used. While `is_capturing()` is true, the current stream is
+    being captured into a graph, so synchronizing would fail. The functions for generator states are
+    None if the device has no such states. `size_of_state` returns bytes, and may be called during a
+    capture.
     """
 
     type: str
@@ -72,7 +63,6 @@ def traits(device_type: str) -> DeviceTraits:
 
 
 def accelerator() -> DeviceTraits | None:
-    """Return the properties of the process's accelerator, or None if there is none."""
     device = _accelerator()
     return None if device is None else traits(device.type)
 
@@ -94,7 +84,6 @@ def accelerators(count: int) -> list[torch.device]:
 
 
 def are_captured(tensors: list[torch.Tensor]) -> bool:
-    """Return whether the current stream of any tensor's device is being captured into a graph."""
     types = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
     return any(traits(each).is_capturing() for each in types)
 

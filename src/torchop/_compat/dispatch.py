@@ -25,7 +25,7 @@ MATH_BIT_KEYS = ("Negative", "Conjugate")
 
 
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the dispatch keys below autograd, without those of lazy negation and conjugation."""
+    """Return the keys of `keyset` that are below autograd, without the keys in `MATH_BIT_KEYS`."""
     for key in MATH_BIT_KEYS:
         keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
@@ -43,7 +43,6 @@ def _key(name: str) -> DispatchKey:
 
 
 def autocast_is_available(device_type: str) -> bool:
-    """Return whether a device type supports autocast, or raise RuntimeError for an unknown type."""
     with short_errors:
         return torch._C._is_autocast_available(device_type)
 
@@ -52,17 +51,12 @@ autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_de
 
 
 def dispatch_key_name(device_type: str) -> str:
-    """Return the backend key of a device type, such as "CPU" for "cpu".
-
-    Raises:
-        RuntimeError: the device type is unknown. The message lists the device types.
-    """
+    """Return the backend key of a device type, such as "CPU" for "cpu"."""
     with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
 
 def device_of_key(key: str) -> str | None:
-    """Return the device type of a backend key, or None for other keys."""
     if key == "PrivateUse1":
         return torch._C._get_privateuse1_backend_name()
     device_type = key.lower()
@@ -73,7 +67,7 @@ def device_of_key(key: str) -> str | None:
 
 
 def format_key(key: str) -> str:
-    """Format a key for messages, followed by its device type if the two names differ."""
+    """Format a key for messages, with the device type if its name differs: "PrivateUse1 (npu)"."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
@@ -97,7 +91,6 @@ def redispatch(
 
 
 def backend_keyset(device_type: str) -> DispatchKeySet:
-    """Return the key set to pass to `redispatch`, to call the kernel of one backend."""
     return DispatchKeySet(_key(dispatch_key_name(device_type)))
 
 
@@ -112,7 +105,6 @@ def device(name: str | torch.device) -> torch.device:
 
 
 def function_modes_are_active() -> bool:
-    """Return whether a TorchFunctionMode is active, such as a `torch.device` context."""
     return torch._C._len_torch_function_stack() > 0
 
 
@@ -131,7 +123,6 @@ _NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
 
 
 def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that excludes dispatch keys in this thread."""
     keyset = _NO_KEYS
     for name in names:
         keyset = keyset.add(_key(name))
@@ -143,13 +134,9 @@ def with_overlooked_keys(
 ) -> DispatchKeySet:
     """Return the keys with which a BackendSelect kernel, or a mode's handler, redispatches a call.
 
-    The dispatcher computes the keys of a call without the tensors in a list of optional tensors.
-    This function adds the keys of these tensors.
-
-    Args:
-        qualname: the operator's name.
-        tensors: the tensors that the dispatcher ignored, such as those in a `Tensor?[]`.
-        keyset: the keys that the dispatcher computed; empty in a mode's handler.
+    When the dispatcher computes the keys of a call, it ignores the tensors in a list of optional
+    tensors (`Tensor?[]`). This function adds the keys of these tensors to `keyset`, the keys that
+    the dispatcher computed. A mode's handler does not know these keys, so it passes no `keyset`.
     """
     # Remove ADInplaceOrView, because every call has this key, and so the kernel there has already
     # run.
@@ -172,7 +159,7 @@ def with_overlooked_keys(
 def registered_key(qualname: str, key: str) -> str | None:
     """Return the key under which the kernel (or fallthrough) that runs at `key` was registered.
 
-    Returns None if the operator has no kernel for this key.
+    Returns None if the operator has neither a kernel nor a fallthrough there.
     """
     # The alias key Autograd stands for every autograd key at which the operator has no kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
@@ -182,7 +169,6 @@ def registered_key(qualname: str, key: str) -> str | None:
 
 
 def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
-    """Yield the keys of a set with their names, in dispatch order."""
     while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
         yield key, torch._C._dispatch_key_name(key)
         keyset = keyset.remove(key)
@@ -191,8 +177,8 @@ def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
 def has_kernel(qualname: str, key: str) -> bool:
     """Return whether an operator has a kernel registered at exactly this key.
 
-    Returns False for keys that Python code cannot register kernels for, such as AutogradMTIA.
-    `parseDispatchKey` (c10/core/DispatchKey.cpp) does not support these.
+    Returns False for keys such as AutogradMTIA, for which Python code cannot register kernels
+    because `parseDispatchKey` (c10/core/DispatchKey.cpp) does not support them.
     """
     is_readable = parse_dispatch_key(key) is not None
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
@@ -219,7 +205,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the backend key of a call together with all keys of lower priority."""
+    """Return the backend key of a call, together with all keys of lower priority."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break
@@ -228,7 +214,6 @@ def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
 
 
 def first_key(keyset: DispatchKeySet) -> str:
-    """Return the name of the highest-priority key."""
     return torch._C._dispatch_key_name(keyset.highestPriorityTypeId())
 
 
@@ -238,10 +223,7 @@ def has_backend_fallback(keyset: DispatchKeySet) -> bool:
 
 
 def keys_of_every_device(qualname: str) -> list[str]:
-    """Return the keys at which the dispatcher runs an operator's CompositeExplicitAutograd kernel.
-
-    Omits the keys for which Python code cannot register a kernel.
-    """
+    """Return the keys at which an operator's CompositeExplicitAutograd kernel runs."""
     return [
         key
         for key, text in kernel_table(qualname).items()
@@ -252,15 +234,11 @@ def keys_of_every_device(qualname: str) -> list[str]:
 
 
 def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Return the names of the dispatch keys of a call, in dispatch order."""
     return [name for _, name in in_order(keyset_of_call(tensors))]
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Return a description of the operator's kernel at each key, with the place of registration.
-
-    Keys with a fallthrough are omitted.
-    """
+    """Return a description of the operator's kernel at each key, with the place of registration."""
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
@@ -295,7 +273,7 @@ def is_handled_by_mode() -> bool:
 
 
 def with_transforms() -> Any:
-    """Let a kernel that a mode calls use torch.func and torch.export inside a `with` block.
+    """Let a kernel use torch.func and torch.export in a `with` block, even if a mode called it.
 
     Otherwise such a kernel would fail when a compiled function is called for the first time,
     because that call runs in an `_AnalyzeCustomOpInputOutputMode`

@@ -1,4 +1,4 @@
-"""Access the part of DTensor that chooses placements: the sharding propagator.
+"""Access DTensor's sharding propagator, which chooses the placements of a call.
 
 torchop never imports DTensor. It uses DTensor only in programs that have imported it.
 """
@@ -18,18 +18,15 @@ _MODULE = "torch.distributed.tensor"
 
 
 def when_imported(callback: Callable[[], None]) -> None:
-    """Call `callback` as soon as DTensor is imported, or now if it has been imported already."""
     import_hooks.when_imported(_MODULE, callback)
 
 
 def is_imported() -> bool:
-    """Return whether the program has imported DTensor, without importing it."""
     module = sys.modules.get(_MODULE)
     return module is not None and hasattr(module, "DTensor")
 
 
 def has_dtensors(values: Any) -> bool:
-    """Return whether `values`, possibly nested containers, contain a DTensor."""
     if not is_imported():
         return False
     from torch.distributed.tensor import DTensor

@@ -1,7 +1,7 @@
 """Shard a custom operator with the sharding rule that DTensor has for an ATen operator.
 
-The user names an ATen operator with the same signature. DTensor's rule for that operator then also
-decides the placements of the custom operator's inputs and results.
+The user names an ATen operator with the same signature, whose rule then also decides the placements
+of the custom operator's inputs and results.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ def refusal(op: OpOverload, aten: OpOverload) -> str | None:
 
 
 def _reason(aten: OpOverload) -> str | None:
-    """Return why the rule for `aten` cannot be used for another operator, or None if it can."""
     from torch.distributed.tensor import DTensor
 
     engine = propagator()
@@ -59,17 +58,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return a list that contains the strategy that DTensor chooses for the same call to `aten`.
-
-    Args:
-        op: the custom operator.
-        aten: the ATen operator with the same signature.
-        rows: a function that returns all placements that the rule accepts, see `rows_like`.
-        op_schema: DTensor's description of the call.
-
-    Raises:
-        ShardingError: DTensor's rule rejects the call, or would redistribute a written tensor.
-    """
+    """Return DTensor's strategy for the same call to `aten`, in a list."""
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
@@ -93,8 +82,8 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    A rule of DTensor only answers which placements to use for given input placements. So this
-    function calls it with many combinations of input placements, and collects the answers.
+    DTensor's rule only returns the placements to use for given input placements. So this function
+    calls the rule with many combinations of input placements, and collects the results.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -159,7 +148,6 @@ def _decision(
     kwargs: Mapping[str, Any],
     results: Sequence[TensorInfo],
 ) -> tuple[Any, list[Any]]:
-    """Return the specs that DTensor chooses for the outputs and the inputs of a call to `aten`."""
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
     # If DTensor was not imported when the rule was registered, this has not been checked yet.
@@ -196,7 +184,8 @@ def _as_aten(
     """Convert the arguments of a call to `op` to those that the dispatcher would pass to `aten`.
 
     The dispatcher drops arguments that equal their default. The two operators may have different
-    defaults, so this inserts the dropped defaults of `op`, and then drops the defaults of `aten`.
+    defaults, so this function inserts the dropped defaults of `op`, and then drops the defaults of
+    `aten`.
     """
     arguments, theirs = op._schema.arguments, aten._schema.arguments
     values = dict(zip((a.name for a in arguments), args, strict=False)) | dict(kwargs)
@@ -232,7 +221,7 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return how the signature of `op` differs from the one of `aten`, or None if calls fit both.
+    """Return how the signatures of `op` and `aten` differ, or None if they do not.
 
     It is no difference if `op` lacks an argument of `aten` that has a default.
     """

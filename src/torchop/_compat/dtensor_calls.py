@@ -1,7 +1,6 @@
 """The data that sharding rules work with: a call, its tensors, and their placements.
 
-A sharding rule is a function that receives a `Call` and returns `Row` objects, each of which is one
-valid combination of placements on a mesh dimension.
+A sharding rule is a function that receives a `Call` and returns `Row` objects.
 """
 
 from __future__ import annotations
@@ -15,13 +14,10 @@ from torchop._compat.classes import OpOverload
 
 
 class Row(NamedTuple):
-    """One combination of placements that a sharding rule allows, on one mesh dimension.
+    """One valid combination of placements for the tensors of a call, on one mesh dimension.
 
-    Attributes:
-        results: the placement of each result.
-        inputs: the placement of each input tensor.
-        reduction: if the ranks compute partial results, the reduction that combines them, such as
-            "sum".
+    `reduction` names the operation that combines the ranks' partial results, such as "sum". It is
+    None if the ranks compute no partial results.
     """
 
     results: list[Any]
@@ -58,12 +54,7 @@ class Input(NamedTuple):
 class Call(NamedTuple):
     """A call on DTensors, in which a `TensorInfo` replaces each tensor.
 
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        inputs: all tensors in the arguments, including tensors in lists.
-        results: the results.
-        mesh: the device mesh of the tensors.
+    `inputs` contains all tensors in the arguments, including tensors in lists.
     """
 
     args: tuple[Any, ...]
@@ -95,25 +86,18 @@ def same_size(left: Any, right: Any) -> bool:
 
 
 def holds_tensors(argument: Any) -> bool:
-    """Return whether a schema argument is a tensor or a list of tensors."""
     return "Tensor" in str(argument.real_type)
 
 
 def is_written(argument: Any) -> bool:
-    """Return whether the schema declares that the operator writes to an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
     """Return the index of the first positional argument that DTensor must include in cache keys.
 
-    DTensor includes this argument and all positional arguments after it. Returns None if DTensor
-    needs to include no positional argument.
-
-    Args:
-        op: the operator.
-        unhashed: the names of arguments that do not change the placements, so keys need not include
-            them.
+    DTensor must include each argument that is not a tensor, unless the argument is in `unhashed`
+    because it does not change the placements.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

@@ -1,4 +1,4 @@
-"""The input tensors of a call on DTensors, and the cost of changing their placements."""
+"""The input tensors of a call on DTensors, and the cost of redistributing them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ Combination: TypeAlias = tuple[Row, ...]
 class Inputs:
     """The input tensors of a call, with cached redistribution costs.
 
-    Attributes:
-        strategies: for each tensor, DTensor's OpStrategy, a list of possible placements.
-        current: the current placements of each tensor.
-        mesh: the device mesh of the tensors.
+    `strategies` contains DTensor's OpStrategy for each tensor, which lists the placements that the
+    tensor may have. `current` contains the placements that the tensors have now.
     """
 
     def __init__(self, strategies: Sequence[Any], mesh: Any) -> None:
@@ -29,11 +27,11 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Often, many tensors of a call have the same shape and placements, so compute their costs
-        # only once: tensors with equal specs get the same number here.
+        # Tensors with equal specs get the same number, so their costs are computed only once. This
+        # saves time, because often many tensors of a call have the same shape and placements.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # A spec with symbolic sizes is not hashable, so the tensor gets a number of its own.
+            # A spec with symbolic sizes is not hashable, so the tensor gets its own number.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -50,14 +48,12 @@ class Inputs:
         )
 
     def spec(self, index: int, placements: Placements) -> Any:
-        """Return the DTensorSpec that tensor `index` would have with these placements."""
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
         meta = self.strategies[index].tensor_meta
         return DTensorSpec(self.mesh, placements, tensor_meta=meta)
 
     def fits(self, index: int, placements: Placements) -> bool:
-        """Return whether a tensor has these placements, or can be redistributed to them."""
         from torch.distributed.tensor._ops.utils import is_tensor_shardable
 
         if placements == self.current[index]:
@@ -79,7 +75,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the total redistribution cost of all inputs, or any partial sum above `limit`."""
+        """Return the inputs' total redistribution cost, or a partial sum that exceeds `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -90,7 +86,7 @@ class Inputs:
     def redistributed(self, dim: int, row: Row) -> int:
         """Return a bit mask of the inputs that `row` would redistribute on mesh dimension `dim`.
 
-        Inputs that are replicated now are not included, because changing them needs no
+        Inputs that are replicated now are not included, because redistributing them needs no
         communication.
         """
         pairs = zip((placements[dim] for placements in self.current), row.inputs, strict=True)

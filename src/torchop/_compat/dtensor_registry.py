@@ -1,8 +1,7 @@
 """Register sharding strategies with DTensor, and dispatch calls that DTensor would handle wrongly.
 
-DTensor's C++ code dispatches calls to most operators correctly. For the operators that it would
-handle wrongly (see `needs_python`), this module dispatches in Python with DTensor's helper
-functions.
+For the operators that DTensor's C++ code would handle wrongly (see `needs_python`), this module
+dispatches calls in Python with DTensor's helper functions.
 """
 
 from __future__ import annotations
@@ -26,11 +25,8 @@ from torchop._compat.dtensor_strategies import (
 class Registration:
     """The sharding strategy of an operator, and the registrations that it replaced.
 
-    Attributes:
-        op: the operator.
-        rows: the sharding rule, a function that returns the placements that are valid for a call.
-        may_be_stale: whether other threads may still use decisions that they cached with an earlier
-            rule. DTensor's caches are thread-local, so this thread cannot clear them.
+    `may_be_stale` is true if other threads may still use decisions that they cached with an earlier
+    rule. DTensor's caches are thread-local, so this thread cannot clear them.
     """
 
     def __init__(
@@ -81,9 +77,9 @@ class Registration:
     def redistributed_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Redistribute the tensors in the keyword arguments as the sharding rule requires.
 
-        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments. The
-        operator would run on keyword arguments with the wrong placements, and compute wrong
-        results. This can be removed when the issue is fixed.
+        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments, so
+        the operator would compute wrong results from keyword arguments with other placements.
+        Remove this when the issue is fixed.
         """
         from torch.distributed.tensor import DTensor
 
@@ -100,7 +96,6 @@ class Registration:
     def _wanted_keywords(self, op_schema: Any) -> dict[str, Any]:
         from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-        # Ask the rule for strategies that also redistribute keyword arguments.
         with_strategies = propagator()._wrap_with_op_strategy(op_schema)
         specs = op_specs(self.op, self.rows, with_strategies, Redistributable.KEYWORDS)
         names = [argument.name for argument in self.op._schema.arguments]
@@ -126,10 +121,6 @@ class Registration:
 
 
 def redistributed(value: Any, spec: Any) -> Any:
-    """Redistribute a DTensor to the placements of `spec`.
-
-    Unlike `DTensor.redistribute`, this also supports Partial as the target.
-    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
@@ -140,8 +131,8 @@ def redistributed(value: Any, spec: Any) -> Any:
 
 
 # Maps each operator name to the threads in which DTensor has run a strategy for the operator. Each
-# of these threads may have cached a decision, with the overload's address as the key. A later
-# operator of the same name may get the same address, and DTensor would then use the old decision.
+# of these threads may have cached a decision under the address of the overload. A later operator of
+# the same name may get the same address, and DTensor would then use the old decision.
 _callers: dict[str, set[int]] = {}
 
 
@@ -207,7 +198,6 @@ def take_over(op: OpOverload, registration: Registration) -> None:
 
 
 def release(op: OpOverload) -> None:
-    """Undo `take_over`."""
     _handlers().pop(op, None)
 
 
@@ -250,12 +240,7 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 
 
 def _aliases(value: Any) -> set[str]:
-    """Return the alias set that a schema declares for an argument or a result."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
-
-
-# --------------------------------------------------------------------------------------------------
-# DTensor's error for operators without a sharding rule
 
 
 def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:

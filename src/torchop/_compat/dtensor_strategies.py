@@ -26,8 +26,6 @@ from torchop._errors import ShardingError, short_repr
 
 
 class Redistributable(enum.Enum):
-    """The tensors of a call that a strategy may redistribute."""
-
     ARGUMENTS = "positional"
     KEYWORDS = "positional and keyword"
     ALL = "all, for error messages"
@@ -36,11 +34,6 @@ class Redistributable(enum.Enum):
 def op_specs(
     op: OpOverload, rows: Rows, op_schema: Any, redistributable: Redistributable
 ) -> list[Any]:
-    """Return all strategies that a sharding rule allows for a call, with their costs.
-
-    Raises:
-        ShardingError: the rule allows no strategy, or the tensors are on different meshes.
-    """
     return _specs(op, *_analyze(op, rows, op_schema), redistributable)
 
 
@@ -49,10 +42,7 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
     DTensor prefers a strategy that redistributes nothing. Otherwise it takes the cheapest strategy,
     and the first one if several cost the same. This function finds that strategy without computing
-    the costs of all strategies, which would take longer than everything else.
-
-    Raises:
-        ShardingError: see `op_specs`.
+    the costs of all strategies, because that would take longer than the rest of the decision.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
@@ -66,10 +56,7 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
     """Return the combinations that DTensor may choose, or an empty list if none is possible.
 
-    Args:
-        call: the call.
-        inputs: the call's input tensors.
-        choices: for each mesh dimension, the rows to choose from.
+    `choices` contains the rows to choose from, for each mesh dimension.
     """
     combinations = list(itertools.product(*choices))
     masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
@@ -100,7 +87,6 @@ def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> l
 
 
 def cost(spec: Any) -> Any:
-    """Return the total redistribution cost of a strategy (an OpSpec)."""
     return sum(map(sum, spec.redistribute_cost))
 
 
@@ -122,10 +108,6 @@ def _keywords(op_schema: Any) -> list[Any]:
 
 
 def _analyze(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
-    """Return the call that an OpSchema describes, the input tensors, and the rows for the call.
-
-    The rows are the combinations of placements that the sharding rule allows on a mesh dimension.
-    """
     call, strategies = call_of(op, op_schema)
     return call, Inputs(strategies, call.mesh), rows(call)
 
@@ -148,7 +130,6 @@ def _specs(
 
 
 def call_of(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
-    """Return the call that an OpSchema describes, and DTensor's strategy for each input tensor."""
     strategies: list[Any] = []
     inputs: list[Input] = []
 
@@ -221,7 +202,6 @@ def remember_results() -> None:
 
 
 def _results(op_schema: Any) -> Any:
-    """Return the results of a call, from the cache if it holds the results of the same call."""
     last, results = _last.op_schema, _last.results
     _last.op_schema = _last.results = None
     if last is not None and last.op is op_schema.op and _are_same(last, op_schema):
@@ -322,7 +302,7 @@ def _choices(
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
     """Yield the rows, and copies of them for each kind of strided shard among the current inputs.
 
-    In a copy, `_StridedShard` placements replace the `Shard` placements.
+    In each copy, `_StridedShard` placements replace the `Shard` placements.
     """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
@@ -413,10 +393,7 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Return the error for a call whose written argument has placements that the rule rejects.
-
-    The message suggests the placements of the cheapest strategy.
-    """
+    """Return the error for a call whose written argument has placements that the rule rejects."""
     best = min(_specs(op, call, inputs, rows, Redistributable.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]
@@ -429,7 +406,6 @@ def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) 
 def written_elsewhere(
     op: OpOverload, argument: int, current: Sequence[Any], wanted: Sequence[Any], why: str
 ) -> ShardingError:
-    """Return the error for a written argument whose `current` placements differ from `wanted`."""
     name = op._schema.arguments[argument].name
     return ShardingError(
         f"{op.name()}: the operator writes into {name!r}, whose placements are "

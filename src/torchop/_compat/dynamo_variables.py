@@ -1,7 +1,6 @@
 """Make Dynamo trace a call to a handle as a call to the OpOverload.
 
-A handle is the object that `torchop.custom_op` returns, an instance of `CustomOp`. Without this
-module, Dynamo would trace the Python code of the handle's `__call__`.
+A handle is the object that `torchop.custom_op` returns, an instance of `CustomOp`.
 """
 
 from __future__ import annotations
@@ -29,12 +28,8 @@ def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> 
     longer. If a release of PyTorch has changed `VariableBuilder._type_dispatch`, this function does
     nothing, so tracing is only slower on that release.
 
-    Args:
-        handle_type: a class of handles. The `overload` of a handle must not change while the
-            operator is registered. Calls to the handle must compile to the same code until
-            `_definition.revision` changes.
-        flatten: converts the arguments of a call to arguments for the overload. By default, they
-            are passed unchanged.
+    The `overload` of a handle must not change while the operator is registered. Calls to the handle
+    must compile to the same code until `_definition.revision` changes.
     """
     if not _handle_types:
         import_hooks.when_imported(compilers.DYNAMO, _connect)
@@ -44,7 +39,6 @@ def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> 
 
 
 def forget(handle_type: type) -> None:
-    """Undo `trace_as_overload`."""
     _handle_types.pop(handle_type, None)
     if _table is not None:
         _table.pop(handle_type, None)

@@ -26,13 +26,11 @@ from torchop._compat.classes import FakeImplCtx, OpOverload
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has no data because it is a FakeTensor or a meta tensor."""
     # Check the type first, because reading `is_meta` of a FakeTensor runs Python code.
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
 def active_fake_mode() -> Any | None:
-    """Return the FakeTensorMode that is running an operator in this thread, or None."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
@@ -105,7 +103,6 @@ def keep_out_of_log(error: type[Exception]) -> None:
 
 
 def new_fake_mode() -> Any:
-    """Return a FakeTensorMode that can create symbols for data-dependent sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())

@@ -1,7 +1,7 @@
-"""FLOP formulas for FlopCounterMode.
+"""FLOP formulas for FlopCounterMode, one for each overload.
 
 PyTorch's registry has only one formula for all overloads of an operator. So torchop registers a
-`_Counter`, which calls the formula of the overload that was called.
+`_Counter` there, which calls the formula of the overload that was called.
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Register an operator's FLOP formula, and return whether that was possible.
-
-    It is not possible if PyTorch's `register_flop_formula` has registered a formula for the packet.
-    """
+    """Register an operator's FLOP formula. Return False if the packet has another formula."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
@@ -31,7 +28,6 @@ def add_count(op: OpOverload, count: Count) -> bool:
 
 
 def remove_count(op: OpOverload) -> None:
-    """Undo `add_count`."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.get(packet)
     if isinstance(counter, _Counter):
@@ -41,7 +37,6 @@ def remove_count(op: OpOverload) -> None:
 
 
 def loaded_mode() -> type | None:
-    """Return FlopCounterMode's TorchDispatchMode class, or None if it is not imported."""
     module = sys.modules.get("torch.utils.flop_counter")  # importing it here would log warnings
     return getattr(module, "_FlopCounterMode", None)
 
@@ -49,11 +44,8 @@ def loaded_mode() -> type | None:
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a handler for FlopCounterMode that counts operators called in place of `op`.
 
-    The handler uses the formula of `op`, unless the called operator has a formula.
-
-    Args:
-        op: the operator that the user called.
-        result_of: converts the result of the operator that was called instead to a result of `op`.
+    The handler uses the formula of `op`, unless the called operator has a formula. `result_of`
+    converts the called operator's result to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -83,8 +75,6 @@ def _registry() -> dict[Any, Any]:
 
 
 class _Counter:
-    """The formula that torchop registers for a packet. It calls the called overload's formula."""
-
     def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
 

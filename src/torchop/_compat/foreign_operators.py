@@ -101,7 +101,7 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
-    A native call checks that the value is unchanged. If it has changed, the call plan is invalid.
+    A call plan is valid only while this value is unchanged, so a native call checks it.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
@@ -110,7 +110,6 @@ def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
 
 
 def forget_exchange(overload: OpOverload) -> None:
-    """Undo `when_exchanged`."""
     vars(overload).pop(_EXCHANGE, None)
 
 

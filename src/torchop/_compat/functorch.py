@@ -19,10 +19,7 @@ from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
-# Returns whether a `torch.func` transform is active in this thread.
 is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-# `is_wrapped` returns whether a tensor is the wrapper of any transform, and `is_batched` whether it
-# is the wrapper of `vmap`.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
@@ -51,7 +48,6 @@ def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Call a vmap rule on arguments unwrapped at the current level, and wrap the results."""
     interpreter: Any = retrieve_current_functorch_interpreter()
     return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
@@ -64,9 +60,9 @@ def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager that makes random operators work as outside of `vmap`.
 
     While a vmap rule runs, PyTorch still handles random operators according to `randomness=`,
-    because it does not exclude the dispatch key for that. Batched gradients (`is_grads_batched`)
-    also use an older key, VmapMode. It rejects random operators. So this context manager excludes
-    both keys.
+    because it does not exclude the dispatch key FuncTorchVmapMode. Batched gradients
+    (`is_grads_batched`) use the older key VmapMode instead, at which random operators raise an
+    error. So this context manager excludes both keys.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 

@@ -1,5 +1,3 @@
-"""Call functions after a module is imported."""
-
 from __future__ import annotations
 
 import sys
@@ -12,10 +10,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` after the module `name` has been imported.
-
-    If the module has been imported already, call it now.
-    """
+    """Call `callback` after the module `name` is imported, or now if it is imported already."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -43,7 +38,6 @@ class _Finder:
 
 
 def _notify_after(loader: Any, name: str) -> None:
-    """Make `loader` call the callbacks that wait for `name` after it has executed the module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

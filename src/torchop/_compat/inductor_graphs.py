@@ -20,9 +20,7 @@ _VIEWS = frozenset(
 class Lowered(NamedTuple):
     """A graph from which Inductor is about to generate code.
 
-    Attributes:
-        graph: the graph after all passes.
-        inputs: the name that each graph input has in the source code of the compiled function.
+    `inputs` maps each graph input to the input's name in the source code of the compiled function.
     """
 
     graph: Graph
@@ -109,14 +107,13 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node whose memory `node` views. Views of views are followed."""
+    """Return the node whose memory `node` views, through any number of views."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
 
 
 def is_clone(node: Node) -> bool:
-    """Return whether a node is a clone, which the program or Inductor may have created."""
     return _name(node) == "clone"
 
 
@@ -135,7 +132,6 @@ def is_copy_back(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the name and node of each argument that an operator call writes to."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return
     arguments = node.target._schema.arguments

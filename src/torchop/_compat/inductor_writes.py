@@ -31,15 +31,12 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# The operators that wait until Inductor is imported, and then get lowerings.
+# The names of the operators whose lowerings are registered once Inductor is imported.
 _waiting: set[str] = set()
 
 
 def register_lowerings(qualname: str) -> None:
-    """Register the lowering of an operator that mutates arguments.
-
-    If Inductor is not imported yet, it is registered when Inductor is imported.
-    """
+    """Register the lowering of an operator that mutates arguments, once Inductor is imported."""
     _waiting.add(qualname)
     if len(_waiting) == 1:
         import_hooks.when_imported(_LOWERING, _register_waiting)
@@ -81,14 +78,13 @@ def _register(overload: OpOverload) -> None:
 
 
 def is_ours(lowering: object) -> bool:
-    """Return whether `register_lowerings` registered this lowering."""
     return isinstance(lowering, functools.partial) and lowering.func is _realize_readers
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
     """Realize all values computed from the written arguments, before the operator writes.
 
-    Returns None, which makes Inductor lower the call as usual.
+    Returns None, so Inductor then lowers the call as usual.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor

@@ -22,7 +22,7 @@ from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
-    """Define an operator with a validated schema, and return the qualified name."""
+    """Define an operator with a validated schema, and return the operator's qualified name."""
     assert library.m is not None
     with short_errors:
         library.m.define(schema, "", tuple(tags))
@@ -39,8 +39,8 @@ def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
     """Block other threads' calls to operators while their kernels change.
 
     The dispatcher has a lock for registrations but not for calls, so a concurrent call could use a
-    kernel that was just freed. First, this waits until running calls have ended. It waits for at
-    most a second, because these calls may be waiting for this thread.
+    kernel that was just freed. Before the block starts, this function waits until running calls
+    have ended. It waits for at most a second, because these calls may be waiting for this thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -60,14 +60,7 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    Args:
-        library: the library that owns the registration.
-        name: the operator's name without the namespace.
-        key: the name of the dispatch key.
-        kernel: the function to register.
-        with_keyset: whether to pass the dispatch keys to `kernel` as the first argument.
-        replaces: must be true if the operator may be in use already, or may have a kernel at this
-            key.
+    `replaces` must be true if the operator may be in use already, or may have a kernel at this key.
     """
     assert library.m is not None
     qualname = f"{library.ns}::{name}"
@@ -80,7 +73,7 @@ def implement(
                 # intended.
                 blocks.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-            blocks.enter_context(calls_blocked([qualname]))  # other threads may call the operator
+            blocks.enter_context(calls_blocked([qualname]))
             library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -109,11 +102,10 @@ def implement_temporarily(
             registration.reset()
 
     on_close(library, remove)
-    # Add a record, because `free_kernels` frees the functions of a library's records when the
-    # library is destroyed.
+    # `free_kernels` frees the functions of a library's records when the library is destroyed.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Do not use `calls_blocked` here, because calls in other threads may be waiting for this
-    # thread.
+    # Do not use `calls_blocked` here. It would wait for calls in other threads, and these calls may
+    # be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -130,7 +122,6 @@ def on_close(library: torch.library.Library, hook: registries.RegistrationHook) 
 
 
 def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Undo `on_close`."""
     handles = library._registration_handles
     handles[:] = [h for h in handles if not (isinstance(h, _DestroyOnce) and h._hook == hook)]
 
@@ -154,7 +145,8 @@ class _DestroyOnce:
         try:
             hook()
         except BaseException:
-            # Allow another attempt. For example, a hook fails while the operator is being called.
+            # Keep the hook for another attempt. For example, a hook fails while the operator is
+            # being called.
             self._hook = hook
             raise
 
@@ -217,11 +209,7 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Make sure that everything registered through a library is destroyed with the library.
-
-    For this, insert a registration handle. PyTorch destroys it when the library is destroyed or
-    garbage-collected.
-    """
+    """Make sure that everything registered through a library is destroyed with the library."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _DestroyAll)):
         names = library._op_defs, library._op_impls
@@ -230,16 +218,12 @@ def follow(library: torch.library.Library) -> None:
 
 
 def end(library: torch.library.Library) -> None:
-    """Destroy everything registered through a library.
-
-    All code that closes a library calls this function.
-    """
+    """Destroy everything registered through a library. All code that closes a library calls it."""
     follow(library)
     library._registration_handles[0].destroy()
 
 
 def library_closed_reason(name: str) -> str:
-    """Return the error message for calls to an operator whose library was closed."""
     return f"The operator {name} was deregistered: the library that defined it was closed."
 
 
@@ -273,7 +257,6 @@ _freeing: dict[str, Any] = {}
 
 
 def _is_deregistered(record: str) -> bool:
-    """Return whether a kernel's operator was deregistered. `record` is `namespace/name/key`."""
     namespace, name, _ = record.split("/")
     # A record in the namespace "_" is for an operator that another library defines, so it is
     # skipped.
@@ -284,8 +267,8 @@ def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise OperatorGoneError("This operator was deregistered.")
 
 
-# Whether the process is exiting. PyTorch then finalizes all libraries, but it is not necessary to
-# free their kernels.
+# True while the process exits. PyTorch then finalizes all libraries, but freeing their kernels
+# would be a waste of time.
 _is_exiting = False
 
 
@@ -297,10 +280,10 @@ def _exit() -> None:
 
 @contextlib.contextmanager
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield two new operators and their common CPU kernel. They exist only in the `with` block.
+    """Yield the names of two temporary operators, and the CPU kernel that both use.
 
-    The extension finds out from them how PyTorch stores kernels in memory. The kernel of the second
-    operator is registered to receive the dispatch keys.
+    The extension examines these operators to find out how PyTorch stores kernels in memory. Only
+    the kernel of the second operator receives the dispatch keys.
     """
 
     def kernel() -> None:

@@ -64,7 +64,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Return whether the next kernel of the call, after this mode, is a Python kernel."""
+    """Return whether the first kernel that the call reaches below this mode is a Python kernel."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()

@@ -13,7 +13,6 @@ from torchop._compat.compilers import DYNAMO
 
 
 def import_dynamo() -> str:
-    """Import Dynamo, which registers operators, and return the name of the module."""
     import torch._dynamo  # noqa: F401  # for the registrations
 
     return DYNAMO
@@ -24,17 +23,14 @@ def compile_aoti_package(
 ) -> str:
     """Compile an exported program into an AOTInductor package, and return the package's path.
 
-    Args:
-        program: the exported program.
-        path: the path of the package, or None to let PyTorch choose it.
-        configs: settings of Inductor.
-        linked: the path of a shared library that the compiled program links with. At run time, it
-            is loaded from the folder of the compiled program.
+    If `path` is None, PyTorch chooses the path. `linked` is a shared library with which the
+    compiled program is linked. At run time, the library is loaded from the folder of the compiled
+    program.
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        # Inductor prepends "-l" to each entry, and splits the result as a shell does. So one entry
-        # can contain several flags, if it starts with the name of a library.
+        # Inductor prepends "-l" to each entry, and splits the result as a shell does. So an entry
+        # that starts with the name of a library can contain further flags.
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package
@@ -42,10 +38,6 @@ def compile_aoti_package(
 
 
 def build_library(source: str, path: str) -> None:
-    """Compile C++ source into a shared library, with the compiler that Inductor uses.
-
-    The library's soname is set to the name of the file.
-    """
     from torch._inductor.cpp_builder import get_cpp_compiler  # imports Inductor
     from torch.utils.cpp_extension import include_paths  # imports setuptools
 

@@ -18,7 +18,6 @@ registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
 def parts(qualname: str) -> tuple[str, str, str]:
-    """Split an operator's name into namespace, name and overload."""
     namespace, _, name = re.sub(r"\s", "", qualname).partition("::")
     return (namespace, *name.partition(".")[::2])
 
@@ -28,7 +27,6 @@ def joined(namespace: str, name: str, overload: str) -> str:
 
 
 def is_registered(name: str, overload: str) -> bool:
-    """Return whether the dispatcher has a schema for this operator."""
     return torch._C._get_operation_overload(name, overload) is not None
 
 
@@ -65,12 +63,10 @@ def has_schema(qualname: str) -> bool:
 
 
 def is_defined_in_python(qualname: str) -> bool:
-    """Return whether a `torch.library.Library` defined an operator."""
     return qualname in torch.library._defs
 
 
 def defined_in_python() -> set[str]:
-    """Return the names of the operators that `torch.library.Library` objects defined."""
     # Remove whitespace, because PyTorch stores names as written, and one of PyTorch's names
     # contains a newline. Copy the set first, because a garbage collection may finalize a library,
     # which removes names from the set.
@@ -95,7 +91,6 @@ def in_graph(graph: GraphModule) -> list[OpOverload]:
 
 
 def overload_names(qualname: str) -> list[str]:
-    """Return the overload names of `namespace::name`. The default overload has the name ""."""
     _, names = torch._C._jit_get_operation(qualname)
     return list(names or ())
 
@@ -103,20 +98,12 @@ def overload_names(qualname: str) -> list[str]:
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:
-    """Return the overload that a packet selects for these arguments.
-
-    Raises:
-        RuntimeError: no overload accepts the arguments.
-    """
+    """Return the overload that a packet selects. Raise RuntimeError if none takes the arguments."""
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return cast(OpOverload, getattr(packet, name))
 
 
 def registration_site(qualname: str, overload: str) -> str:
-    """Return the file and line where the library that defines an operator was created.
-
-    Returns "(unknown)" if PyTorch does not know this place.
-    """
     handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
     site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)
     return site.group(1) if site else "(unknown)"

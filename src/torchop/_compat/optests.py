@@ -17,7 +17,6 @@ from torchop._compat.classes import tree_map_only
 
 @functools.cache
 def opcheck_error(base: type[Exception]) -> type[Exception]:
-    """Return a subclass of `base` and of PyTorch's OpCheckError."""
     from torch.testing._internal.optests import generate_tests
 
     return type(base.__name__, (base, generate_tests.OpCheckError), {"__module__": base.__module__})
@@ -27,9 +26,9 @@ def opcheck_error(base: type[Exception]) -> type[Exception]:
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     """Return the tests of `torch.library.opcheck` by name. The first call takes two seconds.
 
-    Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` compares the strides of
-    CUDA tensors, but not of CPU tensors. On these releases, the returned test also compares them
-    for CPU tensors. Remove this when 2.13 is the oldest supported release.
+    Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` does not compare the
+    strides of CPU tensors, so the returned test does. Remove this when 2.13 is the oldest supported
+    release.
     """
     from torch.testing._internal.optests import generate_tests
 
@@ -40,7 +39,6 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
 
 
 def _strides_are_compared() -> bool:
-    """Return whether PyTorch's `test_faketensor` compares the strides of CPU tensors."""
     tensor = torch.empty(2, 2)
     try:
         _prims_common.compare_tensor_meta(tensor, tensor.t(), check_strides=True)
@@ -98,7 +96,7 @@ def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
 
 
 class PassingTensor(torch.Tensor):
-    """A tensor subclass that wraps a tensor, and runs every operator on the wrapped tensor."""
+    """A tensor subclass that runs every operator on the tensor that it wraps."""
 
     wrapped: torch.Tensor
 
@@ -133,7 +131,6 @@ class PassingTensor(torch.Tensor):
         plain_args, plain_kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
 
-        # If an operator returns an argument, return the wrapper that the caller passed.
         def wrap(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, cls):
                 return tensor

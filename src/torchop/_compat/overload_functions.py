@@ -1,8 +1,8 @@
 """Read and replace the attribute `_op` of overloads and packets: the C++ function that they call.
 
 torchop replaces this function with an `Operator`, a class in torchop's C++ extension. An `Operator`
-calls the operator's entry, which runs a kernel without the dispatcher if it can (a native call).
-Otherwise the `Operator` calls PyTorch's function.
+runs a kernel without the dispatcher if it can (a native call). Otherwise it calls PyTorch's
+function.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Make an overload, and the packet that contains it, call a native entry.
+    """Make an overload, and the packet that contains it, try a native call first.
 
-    Returns the function that the overload called before. If this is a Python function, such as a
-    user's hook, it is not replaced.
-
-    Args:
-        overload: the overload.
-        operator: the extension's class `Operator`.
-        entry: the operator's entry, a C++ object that tries a native call.
+    `operator` is the extension's class `Operator`, and `entry` is the C++ object that tries native
+    calls. Returns the function that the overload called before. If this is a Python function, such
+    as a user's hook, it is not replaced.
     """
     function = overload._op
     if is_cpp_function(function):
@@ -77,7 +73,6 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def replaced_function(overload: OpOverload) -> Any:
-    """Return the function that an overload currently calls."""
     return overload._op
 
 

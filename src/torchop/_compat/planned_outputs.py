@@ -25,22 +25,17 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# Maps the name of a functional operator to the other forms of the operator. Each form has a name,
-# and a function that returns it. The function returns None while the form runs different kernels
-# than the functional operator.
+# Maps each functional operator to its other forms, by name. See `plan` for the functions.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
 def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
     """Let Inductor plan the memory of an operator's results, and return a function to undo this.
 
-    Args:
-        qualname: the name of the functional operator, which allocates the results.
-        name: the name of the out form or in-place form. An out form must not read the buffers that
-            it writes to. An in-place form must not read an element after it has written this
-            element.
-        form: returns the other form if it runs the same kernels as the functional operator,
-            otherwise None.
+    `qualname` is the functional operator, and `name` its out form or in-place form. An out form
+    must not read the buffers that it writes to. An in-place form must not read an element after it
+    has written this element. `form()` returns the form, or None while the form runs different
+    kernels than the functional operator.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -79,10 +74,9 @@ def _connect() -> None:
 
 
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
-    """Return Inductor's table of user lowerings, or None.
+    """Return Inductor's table of user lowerings.
 
-    None means that Inductor is not imported, or that this release has no such table (for example
-    2.11).
+    Returns None if Inductor is not imported, or if this release has no such table (e.g. 2.11).
     """
     return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
 
@@ -109,7 +103,7 @@ def _add(qualname: str, name: str) -> None:
 
 
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
-    """Return whether a call may overwrite the first argument, if nothing reads it later."""
+    """Return whether a call may overwrite its first argument if no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
     # An effectful call has another target (a higher-order operator). The C++ and FX wrappers do not
     # support this module's node.
@@ -139,7 +133,6 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
 
 
 def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return all arguments that are nodes, including nodes in lists, with repetitions."""
     found: list[torch.fx.Node] = []
     torch.fx.map_arg((node.args, node.kwargs), found.append)
     return found
@@ -148,8 +141,8 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _is_held(node: torch.fx.Node) -> bool:
     """Return whether an in-place call must not write into the first argument of `node`.
 
-    This is the case if the memory belongs to a graph input or constant. It is also the case if the
-    memory is viewed as another dtype, because Inductor cannot write into such views.
+    The call must not write if the memory belongs to a graph input or constant. It also must not
+    write if the memory is viewed as another dtype, because Inductor cannot write into that view.
     """
     kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
     held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
@@ -221,7 +214,7 @@ def _fields(processed: Any) -> Any:
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     """Create the Inductor node that writes the results into planned buffers.
 
-    Returns None if the call does not allow this. Inductor then uses the default lowering.
+    Returns None if the call does not allow this, so Inductor uses the default lowering.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -286,7 +279,7 @@ def _is_dense(result: Any) -> bool:
 def _node_classes() -> tuple[Any, Any, Any]:
     """Return the classes of Inductor nodes for one output, several outputs, and in-place calls.
 
-    The second class is None on releases of PyTorch without `ExternKernelMultiOut`.
+    The second class is None if this PyTorch has no `ExternKernelMultiOut`.
     """
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -341,7 +334,7 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # Restore the buffers that Inductor removed because nothing reads them. The kernel
+            # Restore the buffers that Inductor removed because nothing reads them: the kernel
             # writes to all output buffers.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())

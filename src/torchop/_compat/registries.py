@@ -19,7 +19,7 @@ from torch._library.utils import Kernel as _FakeKernel
 
 from torchop._compat.classes import CustomOpDef, EffectType
 
-# The name of torch.library's logger. torchop uses it too, because users already configure it.
+# torchop uses torch.library's logger, because users already configure it.
 LOGGER_NAME = "torch._library.custom_ops"
 # `published_handle(qualname)` returns the handle that was registered in torch.library for an
 # operator, and `published_library(qualname)` returns the operator's library, or None.
@@ -47,7 +47,6 @@ def unpublish(qualname: str, library: torch.library.Library) -> None:
 
 
 def published_function(qualname: str) -> Callable[..., Any] | None:
-    """Return the function that was decorated with `custom_op` to create an operator, or None."""
     handle = published_handle(qualname)
     return None if handle is None else handle._init_fn
 
@@ -56,7 +55,7 @@ RegistrationHook = Callable[[], object]
 
 
 class FakeRegistration:
-    """A fake kernel that is registered from a call to `push` until a call to `remove`.
+    """A fake kernel that is registered after `push` and until `remove`.
 
     Calling either method twice has no further effect.
     """
@@ -86,7 +85,6 @@ class FakeRegistration:
 
 
 def fake_source(qualname: str) -> str | None:
-    """Return the file and line where an operator's active fake kernel was registered, or None."""
     kernel = _rules_registry.find(qualname).fake_impl.kernel
     return kernel.source if kernel else None
 
@@ -119,7 +117,6 @@ def register_default_torch_dispatch(qualname: str, cls: type, function: Callable
 
 
 def remove_default_rules(qualname: str, *classes: type) -> None:
-    """Remove an operator's default rules for `classes`, or for all classes if none is given."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules._data
     for cls in classes or tuple(rules):
         if isinstance(rules.get(cls), DefaultRule):
@@ -127,16 +124,12 @@ def remove_default_rules(qualname: str, *classes: type) -> None:
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
-    """Return an operator's rule for a mode or Tensor subclass, or None."""
     rule: Callable[..., Any] | None = _rules_registry.find(qualname).torch_dispatch_rules.find(cls)
     return rule
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove the rule that calls `function`, whether or not it is a default rule.
-
-    If another rule has replaced it, this does nothing.
-    """
+    """Remove the rule that calls `function`, unless another rule has replaced it."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     rule = rules.find(cls)
     if rule is function or (isinstance(rule, DefaultRule) and rule.func is function):
@@ -157,7 +150,6 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
 
 
 def effect_of(qualname: str) -> EffectType | None:
-    """Return the effect that functionalization uses for an operator, or None."""
     return _rules_registry.find(qualname).effect.effect
 
 

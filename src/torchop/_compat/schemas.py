@@ -18,7 +18,6 @@ from torchop._errors import short_errors
 
 @functools.cache
 def is_identifier(text: str) -> bool:
-    """Return whether PyTorch's schema parser accepts a name, which must be an ASCII identifier."""
     try:
         parse(f"{text}() -> ()")
     except RuntimeError:
@@ -27,11 +26,6 @@ def is_identifier(text: str) -> bool:
 
 
 def parse(text: str) -> FunctionSchema:
-    """Parse a schema that starts with the operator's name.
-
-    Raises:
-        RuntimeError: the schema is invalid. The message is the parser's.
-    """
     with short_errors:
         return torch._C.parse_schema(text)
 
@@ -51,8 +45,8 @@ def written_type(argument: Any) -> str:
 def enumeration(kind: str) -> Mapping[int, Any]:
     """Return the Python objects of a schema type whose values are stored as integers.
 
-    The result maps the integers to the objects, for example to dtypes for the type ScalarType. It
-    is computed on first use, because that takes long: it parses a schema with each dtype.
+    For example, for ScalarType the result maps the integers to dtypes. It is computed on first use,
+    because this parses a schema for each dtype.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())
@@ -65,7 +59,6 @@ def enumeration(kind: str) -> Mapping[int, Any]:
 
 @functools.cache
 def dtypes() -> Mapping[str, torch.dtype]:
-    """Return all dtypes by name, such as "float32"."""
     values = vars(torch).values()
     return {str(v).removeprefix("torch."): v for v in values if isinstance(v, torch.dtype)}
 
@@ -114,7 +107,6 @@ def _custom_class() -> str:
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:
-    """Return whether PyTorch allows a custom class as a return type."""
     # The function has the first name in 2.15, and the second in 2.13.
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None

@@ -1,5 +1,3 @@
-"""Change a setting of PyTorch temporarily."""
-
 from __future__ import annotations
 
 import contextlib
@@ -9,13 +7,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def changed(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Change a setting inside a `with` block.
-
-    Args:
-        change: `change(value)` sets the setting to `value`.
-        value: the value of the setting inside the block.
-        before: the value to restore after the block.
-    """
+    """Call `change(value)` before a `with` block, and `change(before)` after it."""
     change(value)
     try:
         yield

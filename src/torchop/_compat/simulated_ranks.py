@@ -15,11 +15,6 @@ import torch
 
 @contextlib.contextmanager
 def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
-    """Yield a device mesh of simulated ranks.
-
-    Raises:
-        RuntimeError: this process already belongs to a process group.
-    """
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -48,16 +43,14 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
     """Distribute `tensor` with these placements, over simulated or real ranks.
 
-    For a Partial placement, each rank gets a different share. The sum or the average of all shares
-    is the value of `tensor`.
+    For a Partial placement, each rank gets a different share of the tensor's value.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # `_on_each_rank` copies the local tensor for each rank, because the operator to be tested may
-    # write to it.
+    # `_on_each_rank` copies the local tensor, because the operator to be tested may write to it.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
@@ -70,9 +63,9 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
     """Return the factor by which to multiply a value to get a rank's share of the value.
 
-    The shares of all ranks add up to the value. They differ, so that mixed-up ranks are noticed: on
-    two ranks, the factors are 1/3 and 2/3. For an average, each factor is multiplied by the number
-    of ranks, so that the average of the shares is the value.
+    The factors of all ranks add up to 1. They differ, so a test notices mixed-up ranks: on two
+    ranks, the factors are 1/3 and 2/3. For an average, each factor is multiplied by the number of
+    ranks, so the average of the shares is the value.
     """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0
@@ -101,23 +94,17 @@ def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
 
 
 def has_process_group() -> bool:
-    """Return whether a process group exists, real or simulated."""
     module = sys.modules.get("torch.distributed")
     return module is not None and module.is_available() and module.is_initialized()
 
 
 def are_simulated() -> bool:
-    """Return whether this thread simulates ranks."""
     module = sys.modules.get("torch.distributed._local_tensor")
     return module is not None and module.enabled_local_tensor_mode() is not None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the common value of a tensor that must be equal on all simulated ranks.
-
-    Raises:
-        AssertionError: the values on two ranks differ.
-    """
+    """Return a tensor's value, which must be the same on all simulated ranks."""
     from torch.distributed._local_tensor import LocalTensor
 
     if not isinstance(tensor, LocalTensor):

@@ -1,8 +1,8 @@
 """Fake tensors that replace the real ones in calls to a provider's `supports` function.
 
 A provider is an alternative source of an operator's kernels. Its `supports` function receives the
-arguments of a call, and decides whether the provider can run the call. Its answer is reused for
-other calls with similar tensors, so it must not depend on data.
+arguments of a call, and decides whether the provider can run the call. The decision is reused for
+calls with similar tensors, so it must not depend on data.
 """
 
 from __future__ import annotations

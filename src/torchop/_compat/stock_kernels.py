@@ -41,10 +41,7 @@ class StockKernel(NamedTuple):
 
 
 def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
-    """Return the user's function in `kernel` and related data, if `custom_op` created the kernel.
-
-    Returns None for all other kernels.
-    """
+    """Return the user's function in `kernel` if `custom_op` created the kernel, otherwise None."""
     around: Any = made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
     if around is None or around.keys() != {"device_type", "self"}:
         return None
@@ -110,7 +107,6 @@ class _WithOtherKernels:
 
 
 def is_made_by_custom_op(kernel: Any) -> bool:
-    """Return whether `torch.library.custom_op` created a kernel, for any operator."""
     return made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
 
 
@@ -159,7 +155,6 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
-    """Return the code of the function that is nested in `function` under these names, or None."""
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()
@@ -176,14 +171,10 @@ _METADATA = ("TensorListMetadata", "Metadata")
 class StockFormula(NamedTuple):
     """The parts of an Autograd kernel that torch.library created, with or without a formula.
 
-    Attributes:
-        function: the `autograd.Function`.
-        setup_context: the user's `setup_context` function, or None.
-        takes_keywords: whether `setup_context` also receives the keyword-only arguments.
-        sources: the containers in which `setup_context` was found, as in `StockKernel`.
-        note_lists: None unless the operator has tensor lists. `note_lists(args)` flattens the
-            arguments. It returns the flat list, and a function that computes `ctx._pt_metadata`
-            from the operator's result.
+    `takes_keywords` is true if `setup_context` also receives the keyword-only arguments. `sources`
+    are the containers in which `setup_context` was found, as in `StockKernel`. If the operator has
+    tensor lists, `note_lists(args)` flattens the arguments. It returns the flat list, and a
+    function that computes `ctx._pt_metadata` from the operator's result.
     """
 
     function: Any
@@ -194,10 +185,7 @@ class StockFormula(NamedTuple):
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
-    """Return the user's functions in an Autograd kernel, if torch.library created the kernel.
-
-    Returns None for all other kernels.
-    """
+    """Return the user's functions in an Autograd kernel, if torch.library created the kernel."""
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
     # The nested function has the first name up to 2.13, and the second in 2.15. Since 2.13, the
@@ -260,7 +248,6 @@ _ROLES = {
 
 
 def registered_functions(handle: CustomOpDef) -> Iterator[tuple[str, Any]]:
-    """Yield the role and the function for each function that was registered with a handle."""
     for attribute, role in _ROLES.items():
         value = getattr(handle, attribute, None)
         yield from ((role, each) for each in (value.values() if type(value) is dict else [value]))

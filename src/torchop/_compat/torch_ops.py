@@ -16,8 +16,8 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# The attributes of `torch.ops` and of a namespace. An operator or namespace with such a name could
-# not be reached.
+# An operator or namespace with one of these names could not be reached, because `torch.ops` or a
+# namespace already has an attribute of this name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -44,10 +44,7 @@ def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """Return an operator's OpOverload, or None if the operator is not defined any more.
-
-    The OpOverload is created if necessary.
-    """
+    """Return an operator's OpOverload, or None if the operator is not defined any more."""
     try:
         op = lookup_overload(namespace, name, overload)
     except AttributeError:
@@ -56,7 +53,6 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
 
 
 def other_overloads(overload: OpOverload) -> list[str]:
-    """Return the names of the other overloads in the packet of `overload`."""
     names = overload._overloadpacket.overloads()
     return ["" if n == "default" else n for n in names if n != overload._overloadname]
 
@@ -74,10 +70,11 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Update a packet's function and overload names from the dispatcher.
 
-    The packet's FLOP formula must stay registered. FlopCounterMode's registry has packets as keys,
-    and a packet has the same hash as the function in `_op`. If `operator` is the extension's class,
-    the new function counts calls and has the same hash as before. If it is None, remove the packet
-    from the registry before the function changes, and insert it again afterwards.
+    FlopCounterMode's registry has packets as keys, and a packet has the same hash as the function
+    in `_op`. So the packet's FLOP formula would be lost if the hash changed. If `operator` is the
+    extension's class, the new function has the same hash as the old one. If it is None, this
+    function removes the packet from the registry before the hash changes, and inserts it again
+    afterwards.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
@@ -95,7 +92,7 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
 def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
     """Wrap PyTorch's function in an instance of the class `operator`, which counts running calls.
 
-    Before an operator is deregistered, torchop waits until the counted calls have ended.
+    torchop deregisters an operator only after its counted calls have ended.
     """
     if isinstance(op, OpOverload):
         return operator(
@@ -111,7 +108,6 @@ def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> 
 
 
 def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
-    """Return the function that a packet gets when an overload is deregistered."""
     name = packet._qualified_op_name
     return RaisingPacketFunction(
         hash(packet), lambda: f"An overload of {name} was deregistered.", name
@@ -127,14 +123,12 @@ def replace_function(packet: OpOverloadPacket, function: Any) -> None:
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
-    """Return an operator's packet if `torch.ops` has created it already, otherwise None."""
     # Do not use `getattr`, because it would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 
 
 def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
-    """Return whether an overload or packet raises because it was deregistered."""
     return isinstance(vars(op).get("_op"), RaisingFunction)
 
 
@@ -152,8 +146,9 @@ class RaisingFunction:
         raise OperatorGoneError(self._reason())
 
     def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
-        # The extension calls this with the error of a call that was running when the operator was
-        # deregistered. PyTorch's message then names a missing schema, which does not help the user.
+        # The extension calls this with the error of a call that was running while the operator was
+        # deregistered. PyTorch's message complains about a missing schema, which does not help the
+        # user.
         is_deregistered = "schema_.has_value()" in str(error)
         return OperatorGoneError(self._reason()) if is_deregistered else None
 
@@ -178,8 +173,8 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # Raise if no operator has the name now. The same applies if the new packet has this
-        # function, which means that PyTorch deregistered the operator without notifying torchop.
+        # Raise if no operator has the name now. Also raise if the new packet still has this
+        # function. Then PyTorch deregistered the operator without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

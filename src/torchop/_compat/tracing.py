@@ -40,13 +40,12 @@ _TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 
 
 def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether this thread is tracing, or any of `tensors` belongs to a trace."""
     modes = map(torch._C._get_dispatch_mode, _TRACING_MODES)
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
 
 def is_traceable_type(cls: type) -> bool:
-    """Return whether traces with functional tensors support tensors of a class."""
+    """Return whether traces with functional tensors support tensors of this class."""
     return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
 
 
@@ -95,7 +94,7 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:
-    """Return whether a traced tensor is a view of a base with another dtype."""
+    """Return whether a traced tensor is a view of a tensor with another dtype."""
     return _traced_base(tensor).dtype is not tensor.dtype
 
 
@@ -123,13 +122,10 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     An effect token is a graph value that each effectful call takes and returns, so the calls keep
     their order and are not removed as dead code. PyTorch passes no token into the branches of
     `torch.cond` (pytorch/pytorch#185116) and into loop bodies (pytorch/pytorch#191122), so
-    effectful calls there would be removed. It does pass a token into `invoke_subgraph`. But from
-    the third call on, it treats the token as a result of the region, and the region has no
-    gradient, so this function treats such a region as having no token.
-
-    Args:
-        mode: the FunctionalTensorMode that owns the token.
-        effect: the effect of the call.
+    effectful calls there would be removed. It does pass a token into an `invoke_subgraph` region.
+    But from the region's third call on, PyTorch treats the token as a result of the region, and the
+    region has no gradient. So this function returns False while PyTorch records the region for
+    autograd.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet

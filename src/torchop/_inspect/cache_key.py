@@ -3,9 +3,8 @@
 Rules are the functions and settings of an operator that affect compiled graphs, such as a fake
 kernel and a backward formula. PyTorch's persistent caches of compiled graphs identify an operator
 by name alone (pytorch/pytorch#144344). So after an edit of a fake kernel or formula, they would
-return the old graph. To prevent this, torchop adds a digest to the key of each graph, which covers
-the rules of the operators in the graph. With PyTorch's `cache_key_tag`, a program can also add a
-digest of all operators' rules to every key.
+return the old graph. To prevent this, torchop adds a digest of the rules of a graph's operators to
+the graph's key.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def cache_key_tag() -> str:
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
     """Return a digest of the rules of operators, and the code objects that the digest covers.
 
-    If `operators` is None, the digest covers all operators of torchop. If no operator has a rule
-    that affects compiled graphs, the digest is the empty string.
+    If `operators` is None, the digest covers all operators of torchop. If none of the operators has
+    a rule that affects compiled graphs, the digest is the empty string.
     """
     digest = _Digest()
     for name in sorted(own_definitions() if operators is None else operators):
@@ -65,11 +64,7 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
 
 
 class _Digest(CodeDigest):
-    """A digest of operators' rules, including the rules of operators that these rules call.
-
-    Attributes:
-        has_rules: whether any of the added operators has a rule.
-    """
+    """A digest of operators' rules, including the rules of operators that these rules call."""
 
     def __init__(self) -> None:
         super().__init__(torchop.__version__)
@@ -125,12 +120,6 @@ class _Digest(CodeDigest):
             self.add_operator(origin[0])
 
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
-        """Add the operators that a piece of code may call as `torch.ops.namespace.name`.
-
-        Args:
-            namespaces: the names in the code that may be namespaces.
-            names: the names in the code that may be operators.
-        """
         for namespace in sorted(namespaces & self._known.keys()):
             for local in sorted(names & self._known[namespace].keys()):
                 for qualname in self._known[namespace][local]:

@@ -13,7 +13,7 @@ from torchop._rules.autograd import function
 from torchop._rules.providers.tuned import PLAIN
 
 _LONGEST = 200  # the maximum length of a call in messages
-_TENSORS = (torch.Tensor, torch.nn.Parameter)  # instances of subclasses become TypeRecords
+_TENSORS = (torch.Tensor, torch.nn.Parameter)  # tensors of subclasses become TypeRecords
 
 
 class TensorRecord(NamedTuple):
@@ -151,7 +151,7 @@ def _described(value: Any) -> str:
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
     """Return the record of a call that was reported by a mode from `observing_mode`.
 
-    Return None if the call belongs to a compiler trace.
+    Returns None if the call belongs to a compiler trace.
     """
     parts: list[Any] = []
     mapped((args, kwargs), parts.append)

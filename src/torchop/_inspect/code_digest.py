@@ -54,8 +54,7 @@ class CodeDigest:
     description of the object follows later, with the same number. This way, objects may refer to
     each other in cycles, and a long chain of calls needs no deep recursion.
 
-    Attributes:
-        sources: the code objects of all users' functions that were read.
+    `sources` contains the code objects of all users' functions that were read.
     """
 
     def __init__(self, seed: str) -> None:
@@ -108,9 +107,7 @@ class CodeDigest:
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
         """Add the operators that a piece of code may call. Subclasses override this.
 
-        Args:
-            namespaces: the names in the code that may be namespaces.
-            names: the names in the code that may be operators.
+        `namespaces` and `names` are the names in the code that may be namespaces and operators.
         """
 
     def _write(self, text: str) -> None:
@@ -189,11 +186,9 @@ class CodeDigest:
     ) -> None:
         """Add the values of the global variables and module attributes that a piece of code uses.
 
-        Args:
-            code: the code of a function or module.
-            scopes: the dictionaries in which to look up the names, such as the module's globals.
-            parent: the package that contains the module, to resolve relative imports.
-            more: further names to look up, for example from annotations.
+        The names in the code and in `more` are looked up in the dictionaries `scopes`, for example
+        the module's globals. `parent` is the package that contains the module, to resolve relative
+        imports.
         """
         names = {name for name in _names(code).union(*more) if name[:2] != "__"}
         namespaces = set(names)
@@ -242,11 +237,8 @@ class CodeDigest:
 class _Reference(NamedTuple):
     """An object for which the hash contains a number, and whose description is added later.
 
-    Attributes:
-        number: the number of the object in the hash.
-        package: the package of the object. If the object's code is not read, the package of the
-            code that uses the object.
-        is_read: whether the object's code is read.
+    If the object's code is read, `package` is the object's package. Otherwise it is the package of
+    the code that uses the object.
     """
 
     number: int
@@ -274,13 +266,11 @@ def _is_stable(value: object) -> bool:
 
 
 def _is_member(name: str, value: object) -> bool:
-    """Return whether a class attribute was written in the source code of the class."""
     functions = (types.FunctionType, staticmethod, classmethod, property)
     return name[:2] != "__" or isinstance(value, functions)
 
 
 def _package_name(value: Any) -> str:
-    """Return the top-level package of a function, class or module, or of an object's class."""
     if isinstance(value, types.FunctionType):
         return package_of(value)
     if isinstance(value, types.ModuleType):
@@ -292,17 +282,11 @@ def _package_name(value: Any) -> str:
 
 
 def _spell(value: Any) -> str:
-    """Return the qualified name of a function or class, or of an object's class.
-
-    The repr of an object cannot be used, because it may contain an address, which differs between
-    processes.
-    """
     named = value if isinstance(_attribute(value, "__qualname__"), str) else type(value)
     return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Return an object's own attributes, without the attributes of the class."""
     found = {}
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
@@ -346,9 +330,9 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key for items of a set or dictionary, which is equal in all processes.
+    """Return a sort key for an item of a set or dictionary, which is equal in all processes.
 
-    Hashes cannot be used for this, because they may differ between processes.
+    Hashes cannot be used, because they may differ between processes.
     """
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
@@ -372,7 +356,6 @@ def _names_in_annotation(annotation: object) -> set[str]:
 
 
 def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
-    """Yield the names of modules that a piece of code may import. Some of them may not exist."""
     if dis.opmap["IMPORT_NAME"] in code.co_code[::2]:
         steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
         for level, names, step in zip(steps, steps[1:], steps[2:], strict=False):
@@ -407,7 +390,6 @@ def _find_unimported(name: str) -> _Unimported | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Return whether a package is in `site-packages`, i.e. not part of the user's program."""
     module = sys.modules.get(package)
     spec = getattr(module, "__spec__", None) if module else PathFinder.find_spec(package)
     places = [getattr(module, "__file__", None) or getattr(spec, "origin", None)]

@@ -66,7 +66,6 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the summary as HTML, for notebooks."""
         import html  # slow import
 
         lines = list(map(html.escape, str(self).splitlines()))
@@ -142,14 +141,14 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
     """Return why a call is native or not, and the steps of a native call.
 
-    The second result is None if the call goes through the dispatcher. `chosen` is the kernel of the
+    The steps are None if the call goes through the dispatcher. `chosen` is the kernel of the
     provider that runs the call, or None if the operator has no providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Make the same preparations as a call: load the extension, and remove torchop's kernel that
-        # raises for unsupported devices if it hides PyTorch's fallback for a backend.
+        # Prepare as a call would: load the extension, and remove torchop's kernel that raises for
+        # unsupported devices if it hides PyTorch's fallback for a backend.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

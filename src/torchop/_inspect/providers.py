@@ -1,8 +1,8 @@
 """`providers`: list the alternative kernels of operators, and report whether they can run.
 
 An operator may have kernels from several providers, for example a Triton and a CUDA implementation.
-The kernels that were registered without a provider are called the reference. For each call, torchop
-runs the first provider in a priority order that supports the call.
+Its reference kernels are those that were registered without a provider. For each call, torchop runs
+the first provider in a priority order that supports the call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.provider import Provider
 from torchop._schema.naming import is_match
 
-# The reason for not using a kernel that is for other device types than the call's.
 _OTHER_DEVICES = "it is for other devices"
 
 
@@ -97,10 +96,8 @@ def in_order(
 ) -> tuple[str, ...]:
     """Return a line about each provider of an operator, in the priority order for a call.
 
-    Args:
-        choice: selects the provider for the call.
-        runs: the name of the selected provider.
-        skipped: maps each provider that was tried before to the reason why it does not run.
+    `runs` is the selected provider. `skipped` maps each provider that was tried before to the
+    reason why it does not run.
     """
     kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
     settings = priority.current()
@@ -126,10 +123,7 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """The reference kernel for some devices, or all kernels of a provider.
-
-    The `supported` functions of these kernels were not called yet.
-    """
+    """The reference kernel for some devices, or all kernels of a provider."""
 
     name: str
     devices: tuple[str | None, ...]
@@ -138,7 +132,6 @@ class _Registered(NamedTuple):
 
 
 def _registered(rule: KernelRule) -> Iterator[_Registered]:
-    """Yield an operator's reference kernels, and then the kernels of each provider."""
     definition = rule.definition
     functions = {d: inspect.unwrap(f) for d, f in rule.functions.items()}
     for function in dict.fromkeys(functions.values()):

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 class Call(NamedTuple):
     """A call, and details from the C++ extension that explain why the call is not native.
 
-    Attributes:
-        definition: the operator, if torchop defined it, otherwise None.
-        refused: if the reason is about an argument, the index of that argument in the schema.
-        passed: two flags: whether the call would run the operator's autograd kernel, and whether it
-            would run the kernel that bumps version counters.
+    `definition` is None if torchop did not define the operator. If the reason is about an argument,
+    `refused` is the argument's index in the schema. `passed` contains two flags: whether the call
+    would run the operator's autograd kernel, and whether it would run the kernel that bumps version
+    counters.
     """
 
     name: OpName
@@ -48,17 +47,14 @@ class Call(NamedTuple):
 
     @property
     def entry(self) -> Entry | None:
-        """The C++ object that makes native calls to the operator, or None if there is none."""
         return entry_of(self.name) if self.definition is None else self.definition.entry
 
     def describe(self, reason: Reason) -> str:
-        """Return the text of a reason, with the details of this call filled in."""
         why = _DETAILS.get(reason)
         return reason.text.format(why=None if why is None else why(self))
 
 
 def why_not_called(call: Call) -> str:
-    """Return why an operator that was defined with `define` and `impl` has no native calls yet."""
     native = switch.native_module()
     if native is not None and not registered_kernels(native, call.name):
         return _why_no_kernel(call)
@@ -66,7 +62,6 @@ def why_not_called(call: Call) -> str:
 
 
 def _why_never(call: Call) -> str:
-    """Return why no call to this operator can ever be native."""
     if (problem := _problem(call)) is not None:
         return problem
     is_of_others = call.definition is None and is_returnable(call.schema)
@@ -78,7 +73,6 @@ def _why_never(call: Call) -> str:
 
 
 def _why_no_kernel(call: Call) -> str:
-    """Return why native calls cannot run any kernel of an operator defined with `define`."""
     table = dispatch.kernel_table(str(call.name))
     for backend in _native_module().backends:
         if backend in table:
@@ -114,7 +108,6 @@ def _passes(call: Call, key: str) -> bool:
 
 
 def _is_own(call: Call, key: str, registered: str) -> bool:
-    """Return whether the kernel that runs at `key` is torchop's kernel for the key `registered`."""
     own = None if call.definition is None else call.definition.dispatcher_kernels.get(registered)
     return own is not None and own is _python_kernel(call, key)
 
@@ -170,7 +163,6 @@ def _why_refused(call: Call) -> str:
 
 
 def _format_type(value: Any) -> str:
-    """Format a value's type for messages. For a list, include the types of the items."""
     name = type(value).__name__
     if not isinstance(value, list | tuple):
         return f"of type {name}"
@@ -178,7 +170,6 @@ def _format_type(value: Any) -> str:
 
 
 def _why_unbound(call: Call) -> str:
-    """Return PyTorch's message about missing or unexpected arguments of a call, in parentheses."""
     try:
         Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
@@ -187,7 +178,6 @@ def _why_unbound(call: Call) -> str:
 
 
 def _why_not_written(call: Call) -> str:
-    """Return which argument a native call cannot mutate, and why."""
     for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
         why = _why_not_plain(tensor, keeps_history=call.definition is not None)
         if why is not None:
@@ -207,13 +197,11 @@ def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
 
 
 def _problem(call: Call) -> str | None:
-    """Return why no call to another package's operator can be native, or None if calls can be."""
     calls = accelerated.get(call.name)
     return None if calls is None else calls.problem
 
 
 def _why_dispatcher_records(call: Call) -> str:
-    """Return why the dispatcher, and not a native call, records the gradient."""
     calls: object = call.definition and call.definition.follower
     if call.definition is None:
         calls = calls_of(call.name)
@@ -221,7 +209,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# For a reason whose text depends on the call, the function that returns this part of the text.
+# The functions that return the details for reasons whose text depends on the call.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

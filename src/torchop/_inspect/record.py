@@ -46,11 +46,12 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        # For each operator, how often each distinct call was made. A call's key is the repr of the
-        # call, because 1, 1.0 and True are equal. The key "" counts the calls above the limit.
+        # Maps each operator to the number of times that each distinct call was made. The keys of
+        # the counters are the reprs of the calls, because calls with 1, 1.0 and True are equal. The
+        # key "" counts the calls above the limit.
         self._counts: dict[str, Counter[str]] = {}
-        self._kinds: dict[str, CallRecord] = {}  # the stored calls, by repr
-        self._lock = threading.RLock()  # because one thread may read while others record
+        self._kinds: dict[str, CallRecord] = {}  # the stored calls, by their repr
+        self._lock = threading.RLock()  # one thread may read while others record
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         return [(call, count) for call, count in self._all_calls(op) if call is not None]
@@ -97,7 +98,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             >>> torchop.Recorded.load(path) == recorded
             True
         """
-        from torchop._inspect import recording_file  # imported here because few programs need it
+        from torchop._inspect import recording_file  # few programs need it
 
         with self._lock:
             text = recording_file.dumps({op: self._all_calls(op) for op in self})
@@ -128,7 +129,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
         Example: see `save`.
         """
-        from torchop._inspect import recording_file  # see `save`
+        from torchop._inspect import recording_file  # few programs need it
 
         loaded = cls(())
         for op, (call, count) in recording_file.read(Path(path)):
@@ -157,15 +158,14 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
         """Return an operator's distinct calls and their counts.
 
-        The last item may have None instead of a call. Its count is the number of calls above the
-        limit, which are not stored.
+        If there are calls above the limit, the last item counts them, with None in place of a call.
         """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Count a call to an operator. `call` is None for calls above the limit of stored calls."""
+        """Count a call that was made `count` times. `call` is None for calls above the limit."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())

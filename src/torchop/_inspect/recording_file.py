@@ -2,8 +2,8 @@
 
 A tensor is written as a JSON object that contains the tensor's metadata. A value that JSON cannot
 express, such as a dtype, is written as an object whose only key is the type of the value. The
-parser is strict: it rejects unknown input. It looks up only dtypes, layouts and memory formats by
-name, so a file cannot make it run code.
+parser rejects unknown input. It looks up only dtypes, layouts and memory formats by name, so a file
+cannot make it run code.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from torchop import OperatorNameError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop.extend import OpName
 
-# A distinct call, and how often it was made. If the call is None, the number counts the further
-# calls that `Recorded` does not store.
+# A distinct call, and how often it was made. If the call is None, the number counts the calls that
+# exceeded the limit of stored calls.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
 
 
 def dumps(recorded: Mapping[str, list[Calls]]) -> str:
-    """Return the recorded calls as the text of a recording file."""
     operators = ",\n".join(
         f"    {json.dumps(op)}: [\n{_lines(recorded[op])}\n    ]" for op in sorted(recorded)
     )
@@ -50,7 +49,6 @@ def _call(call: CallRecord | None, count: int) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> Any:
-    """Convert an argument of a call, or an item of a list, to a value that JSON can express."""
     if isinstance(value, TensorRecord):
         tensor: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
         if value.stride is not None:
@@ -85,7 +83,7 @@ def _printable(text: str) -> TypeRecord:
 
 
 # A value of one of these types is written as a JSON object that maps the type to a string. For each
-# type, the table contains the parser for the string, and a description of valid strings. A string
+# type, this table contains the parser for the string, and a description of valid strings. A string
 # is only valid if encoding the parsed value results in the same string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
@@ -100,7 +98,6 @@ _KINDS = ", ".join(sorted([*_TEXTS, "tensor"]))
 
 
 def read(path: Path) -> list[tuple[str, Calls]]:
-    """Return the calls in a file that `dumps` wrote, each with the name of the operator."""
     try:
         content = json.loads(
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused

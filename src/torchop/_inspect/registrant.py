@@ -2,8 +2,8 @@
 
 PyTorch does not record which module made a registration. So this module looks at the operator's
 functions. An operator belongs to each module that contains the `custom_op` function, the fake
-kernel, or a Python kernel, and to the module that created the library which defines it. Reading the
-Python kernels requires the C++ extension. Operators that C++ code registers belong to no module.
+kernel, or a Python kernel, and to the module that created the library which defines the operator.
+Operators that C++ code registers belong to no module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def registers(module: str, op: OpName) -> bool:
 
 
 def no_operator_reason(module: str) -> str | None:
-    """Return the error message for a module that registers no operator, otherwise None."""
     names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
@@ -56,7 +55,7 @@ def no_operator_reason(module: str) -> str | None:
 def modules_of(op: OpName) -> list[str]:
     """Return the modules that register an operator or kernels for it.
 
-    `__main__` is omitted, because another process cannot import it.
+    The result omits `__main__`, because another process cannot import it.
     """
     names = _modules_of(op) & sys.modules.keys()
     return sorted(name for name in names if "__main__" not in name)
@@ -84,9 +83,9 @@ def _modules_of(op: OpName) -> set[str]:
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
     """Return a dictionary from file names to the modules that were loaded from the file.
 
-    The result is cached, because it takes a millisecond to compute, and the callers need it for
-    every operator. The arguments are the number of modules, and the name and id of the newest one.
-    They change when a module is imported, so the dictionary is computed again.
+    The result is cached, because callers need it for every operator, and it takes a millisecond to
+    compute. The arguments describe `sys.modules`: the number of modules, and the name and id of the
+    newest one. They change when a module is imported, so the dictionary is then computed again.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -97,7 +96,7 @@ def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[s
 
 
 def functions_of(op: OpName) -> Iterator[Callable[..., Any]]:
-    """Yield an operator's Python functions: the one that `custom_op` decorated, and the kernels."""
+    """Yield the function that `custom_op` decorated, and the operator's Python kernels."""
     function = registries.published_function(str(op))
     if function is not None:
         yield function
@@ -137,7 +136,6 @@ def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
 
 
 def is_defined_in_python(operator: Operator) -> bool:
-    """Return whether the library that defined an operator was created in Python."""
     operator.overload  # noqa: B018  # raises if the operator does not exist
     return _is_python(operators.registration_site(operator.name.packet, operator.name.overload))
 

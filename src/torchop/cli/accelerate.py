@@ -88,7 +88,6 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
-    """Import the modules, and return a recording of the calls that they make while importing."""
     try:
         recorded = torchop.record(*wanted)
     except ValueError as error:
@@ -99,7 +98,6 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 
 
 def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
-    """List the recorded calls. The command makes them only with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:

@@ -44,8 +44,7 @@ _OPERATOR = "the operator"  # contains a space, so no provider can have this nam
 class Comparison(NamedTuple):
     """How long one call takes with each of an operator's kernels, and with the operator itself.
 
-    Each kernel belongs to a provider, and `chosen` is the provider whose kernel the operator runs.
-    `kernels` is sorted by time.
+    Each kernel belongs to a provider. The operator runs the kernel of the provider `chosen`.
     """
 
     op: str
@@ -56,7 +55,6 @@ class Comparison(NamedTuple):
     problems: tuple[str, ...]
 
     def lines(self) -> list[str]:
-        """Return the lines of the table, and lines about kernels that could not be measured."""
         rows = [("kernel", "us", "interval"), *((k.label, *k.times) for k in self.kernels)]
         rows.append((f"{_OPERATOR}, which runs {self.chosen}", *self.operator.times))
         return [f"{self.op}{self.call}", *aligned(rows).splitlines(), *self.problems, ""]
@@ -87,7 +85,6 @@ class Costs(NamedTuple):
     explanation: str
 
     def lines(self) -> list[str]:
-        """Return the table, the share of time that the function takes, and the explanation."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
         for name, microseconds in self.microseconds.items():
@@ -207,11 +204,6 @@ def bench(
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:
-    """Return the calls to explain or time for an operator.
-
-    Raises:
-        click.ClickException: the operator has no examples, or creating them failed.
-    """
     if text is not None:
         return [_evaluated(text)]
     called = operator_of_examples(op, "examples")
@@ -233,16 +225,14 @@ def _evaluated(text: str, **sizes: int) -> Call:
 
 
 def described(call: Call) -> str:
-    """Format a call's arguments in one line. A tensor is shown as its dtype and shape."""
     return call_record.described(call_record.record_of(*call))
 
 
-# --------------------------------------------------------------------------------------------------
-# Functions that run in the child process
-
-
 def _costs(op: str, text: str | None) -> Iterator[Any]:
-    """Yield a description of the call (for error messages), and then the costs."""
+    """Yield a description of the call (for error messages), and then the costs.
+
+    Runs in the child process.
+    """
     with report_errors(op):
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
@@ -282,6 +272,7 @@ def _comparisons(
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
+    """Yield the ways of calling an operator that `bench` times, in the child process."""
     operator = Operator(op, "bench")
     overload, schema = operator.overload, operator.schema
     if operator.function is not None and not operator.takes_structures:
@@ -313,11 +304,7 @@ def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
-    """Return the microseconds that each way of calling takes. Omit ways that raise an error.
-
-    Raises:
-        click.ClickException: calling the operator raises.
-    """
+    """Return the microseconds that each way of calling takes. Omit ways that raise an error."""
     timings = timed(ways, call, _SECONDS)
     error = timings[_CALL]
     if isinstance(error, Exception):

@@ -16,15 +16,13 @@ from torchop.extend import Operator
 
 
 class Entry(NamedTuple):
-    """A row of the list of operators."""
-
     op: str
     schema: str
     kernels: list[str]  # the devices or dispatch keys with a kernel
     rules: list[str]
-    where: str  # the file and line of the function, or of the defining library
+    where: str  # file and line of the function, or of the library that defined it
     examples: bool  # whether examples are registered, which `check` needs
-    checked: str = ""  # how many checks passed or failed, according to the report of --checked
+    checked: str = ""  # such as "3 passed", from the report of --checked
 
 
 @click.command("list")
@@ -59,7 +57,6 @@ def _cells(entry: Entry, with_checked: bool) -> tuple[str, ...]:
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:
-    """Read a report of checks, and return a summary such as "3 passed" for each operator."""
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}

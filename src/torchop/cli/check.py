@@ -31,7 +31,6 @@ from torchop.testing.process_state import set_environment
 
 _MAPPINGS = ("examples", "reference", "expected")
 _PLUGINS = ("xdist.plugin", "pytest_timeout", "pytest_torchop")
-# pytest-xdist stops when this number of workers have crashed.
 _MOST_CRASHES = 100
 _TESTS = """\
 import sys
@@ -132,8 +131,8 @@ def _with_examples(
 ) -> tuple[list[str], list[str]]:
     """Return the operators that have examples, and messages about operators that have none.
 
-    Raises:
-        click.ClickException: an option is invalid. This is tested with the first operator only.
+    This also checks the options with the first operator, and raises ClickException if one is
+    invalid.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():
@@ -177,7 +176,6 @@ def _run(
     timeout: float,
     jobs: int,
 ) -> list[CheckReport]:
-    """Run the checks as pytest tests, and return a report for each operator."""
     import pytest  # late, because torchop does not depend on pytest
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}

@@ -62,16 +62,11 @@ def answers_of(
     If the function yields a string, it is not passed to the caller. The string describes the next
     step, such as "a call with x=...", for the error message if that step crashes or hangs.
 
-    Args:
-        function: a picklable generator function.
-        limit: the time limit in seconds for each value after the first.
-        modules: modules that the child process imports first.
-        method: "fork" copies this process, with the operators that it defines, but the child cannot
-            use accelerators. A child of the "forkserver" can.
+    `function` must be picklable. `limit` is the time limit in seconds for each value after the
+    first. The child first imports `modules`. With the method "fork", the child also has the
+    operators that this process defines, but cannot use accelerators.
 
-    Raises:
-        ChildError: the process could not be started, exited, or exceeded the limit.
-        click.ClickException: a module cannot be imported, or the function raised a ClickException.
+    Raises ChildError if the child could not be started, exited, or exceeded the limit.
     """
     started = tuple(modules), function, args
     start = _method_for_modules() if method == "forkserver" else method
@@ -120,7 +115,7 @@ def _answers(
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             process.start()
-        except (OSError, EOFError) as error:  # EOFError means that the forkserver exited
+        except (OSError, EOFError) as error:  # EOFError: the forkserver exited
             raise ChildError(
                 f"no process could be started: {type(error).__name__}: {error}"
             ) from None
@@ -199,10 +194,9 @@ def _run(
     threads: int,
     environment: Mapping[str, str],
 ) -> None:
-    """Run the function in the child, and send its values to the parent."""
     torch.set_num_threads(threads)
     set_environment(environment)  # instead of the environment of the forkserver
-    os.setpgid(0, 0)  # start a new process group, which the parent will kill
+    os.setpgid(0, 0)  # a new process group, which the parent will kill
     if sys.platform == "linux":  # kill the child when the parent exits, even if the child hangs
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
@@ -219,7 +213,6 @@ def _run(
 
 
 def import_all(modules: Iterable[str]) -> None:
-    """Import modules. Raise click.ClickException if a module cannot be imported."""
     for module in modules:
         path = Path(module.removesuffix(".py"))
         if not module.strip(".") or module != path.name:
@@ -241,7 +234,7 @@ def import_all(modules: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _report_exit(module: str) -> Iterator[None]:
-    """Print a message if `os._exit` is called inside the `with` block."""
+    """Print a message if `os._exit` is called in the block, because it would exit silently."""
     leave, process = os._exit, os.getpid()
 
     def report(status: int = 0) -> NoReturn:
@@ -271,7 +264,7 @@ def _raised_at(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def report_errors(what: str) -> Iterator[None]:
-    """Convert exceptions in the `with` block to a click.ClickException that starts with `what`."""
+    """Convert exceptions in the `with` block to a ClickException that starts with `what`."""
     try:
         yield
     except click.ClickException:
@@ -281,7 +274,6 @@ def report_errors(what: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type of an exception, and the first line of its message, shortened."""
     text = str(error).strip().partition("\n")[0]
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

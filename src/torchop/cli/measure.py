@@ -31,8 +31,8 @@ _LARGEST = 2**30  # the maximum size of a call's tensors, in bytes
 _NOT_REGISTERED = "no module registers it in a separate process"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-# The recorded calls to an operator. Each item is a kind of call, e.g. with arguments of certain
-# dtypes and shapes, and the number of calls of this kind. The most frequent kind comes first.
+# The recorded calls to an operator: the arguments of each distinct call, and how often it was made.
+# The most frequent call comes first.
 Kinds = list[tuple[CallRecord, int]]
 
 
@@ -41,17 +41,14 @@ class Cost(NamedTuple):
 
     before: float  # for a call through the dispatcher
     after: float  # for a native call
-    noise: float  # the median round minus the fastest, for the faster of the two
+    noise: float  # the median round minus the fastest round, of the faster way of calling
 
     @property
     def is_noise(self) -> bool:
-        """Whether the two times differ by no more than the noise."""
         return abs(self.before - self.after) <= self.noise
 
 
 class Measurement(NamedTuple):
-    """The result of measuring an operator."""
-
     native: float | None = None  # the share of recorded calls that would be native, if known
     cost: Cost | None = None  # the time of a call, if known
     problem: str = ""  # the reason if the time is unknown
@@ -131,7 +128,7 @@ def _without_dimensions(part: Any) -> Any:
 
 
 def _cost(operator: Operator, kinds: Kinds) -> Cost:
-    """Return the time of the most frequent call among those that can be measured."""
+    """Return the time of the most frequent call that can be measured."""
     if operator.effect is not None:
         raise click.ClickException("it has an effect, so measuring would repeat it")
     problem: click.ClickException | None = None
@@ -170,7 +167,6 @@ def _working(timing: Timing | Exception) -> Timing:
 
 
 def _check(call: CallRecord) -> None:
-    """Raise a ClickException if a call's arguments cannot be created, or need too much memory."""
     tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
@@ -190,7 +186,6 @@ def _check(call: CallRecord) -> None:
 
 
 def _is_on_accelerator(call: CallRecord) -> bool:
-    """Return whether a call has a tensor on an accelerator, or an accelerator as an argument."""
     devices = [
         torch.device(part.device if isinstance(part, TensorRecord) else part)
         for part in call.parts()

@@ -88,7 +88,7 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
     The wheel is written to a temporary folder first, so an incomplete wheel is never visible.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # Import wheel here, because it is an optional dependency.
+    # wheel is an optional dependency
     wheel_file = importlib.import_module("wheel.wheelfile").WheelFile
     version = f"{torchop.__version__}+torch{re.sub(r'[^A-Za-z0-9]+', '.', torch.__version__)}"
     values = {
@@ -123,11 +123,7 @@ def _tag() -> str:
     return f"{python}-{python}{threading}-{platform}"
 
 
-# --------------------------------------------------------------------------------------------------
-# doctor
-
-
-# The last line of the report of `doctor`, for each state of the native call path.
+# The last line of the report, for each state of the native call path.
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
@@ -245,5 +241,4 @@ def _problem_of(place: files.Place) -> str | None:
 
 
 def _lock_problem() -> str | None:
-    """Return why programs would not use an available extension, or None if they would."""
     return recipe.lock_problem() if native.mode() in ("auto", "prebuilt") else None

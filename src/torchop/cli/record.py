@@ -110,7 +110,6 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
-    """Remove the frames of this module and of runpy from the start of a traceback."""
     while traceback is not None:
         file = traceback.tb_frame.f_code.co_filename
         if file not in (__file__, runpy.__file__) and not file.startswith("<frozen "):
@@ -120,7 +119,7 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _save_temporary(recorded: Recorded) -> str:
-    """Save a recording in a temporary folder, in case the report fails. Return the folder."""
+    """Save a recording in a new temporary folder, in case the report fails. Return the folder."""
     folder = ""
     with contextlib.suppress(OSError):  # the report works without the file
         folder = tempfile.mkdtemp(prefix="torchop-")
@@ -131,7 +130,6 @@ def _save_temporary(recorded: Recorded) -> str:
 
 
 def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
-    """Write the recording to `out`, or print a report. Return False if writing failed."""
     if out is not None:
         calls = sum(map(recorded.calls, recorded))
         try:

@@ -66,12 +66,10 @@ def compare(old: Path, new: Path, as_json: bool) -> None:
 
 
 class Change(NamedTuple):
-    """A difference between two versions of an operator's schema."""
-
     op: str
     kind: str  # "added", "removed" or "changed"
     breaks: bool  # whether the new schema is not backward compatible by PyTorch's rule
-    differences: tuple[str, ...]  # a line for each changed argument or result
+    differences: tuple[str, ...]  # one line for each changed argument or result
     old: str = ""
     new: str = ""
 
@@ -115,7 +113,6 @@ def _parsed(op: str, text: str) -> Schema:
 
 
 def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Iterator[Change]:
-    """Yield the changes from `old` to `new`, sorted by operator name."""
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
         if before is None:
@@ -148,7 +145,6 @@ def _differences(old: Schema, new: Schema) -> Iterator[str]:
 
 
 def _arguments(schema: Schema) -> dict[str, str]:
-    """Return the text of each argument, such as `int n=1, keyword-only`, by name."""
     texts = [text for text in schema.written_arguments if text != "*"]
     return {
         argument.name: f"{text}, keyword-only" if argument.keyword_only else text

@@ -31,7 +31,7 @@ class Selection(NamedTuple):
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a command: add arguments that select operators, and pass it a `Selection`."""
+    """Decorate a command: add arguments that select operators, and pass it the `Selection`."""
 
     @functools.wraps(command)
     def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:
@@ -50,19 +50,16 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require(package: str, what: str, extra: str = "cli") -> None:
-    """Raise click.ClickException if `what` needs a package that is not installed."""
     if importlib.util.find_spec(package) is None:
         raise click.ClickException(f"{what} needs {package}: {installing(extra)}")
 
 
 def console() -> Console:
-    """Return a console that does not wrap lines if the output is not a terminal."""
     terminal = Console()
     return terminal if terminal.is_terminal else Console(width=10_000)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table in which long cells, such as paths, wrap within their column."""
     folded = [Column(name, overflow="fold") for name in columns]
     table = Table(*folded, box=None, pad_edge=False)
     for row in rows:
@@ -71,7 +68,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a click option for an output file. A file that is not writable is an error."""
+    """Return a click option for an output file, which must be writable."""
 
     def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
         if path is None:
@@ -86,7 +83,6 @@ def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Call
 
 
 def short_place(place: str) -> str:
-    """Shorten `"file:line"` to a relative path if the file is inside the working directory."""
     file, separator, line = place.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
     return f"{file if relative.startswith('..') else relative}{separator}{line}"
@@ -95,16 +91,11 @@ def short_place(place: str) -> str:
 def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Import packages and find their operators.
 
-    Args:
-        names: packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
-            package `mylib` is imported if it exists.
-        imports: other modules to import.
-
-    Raises:
-        click.ClickException: a module cannot be imported, or no operator matches.
+    `names` contains packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
+    package `mylib` is imported if it exists. `imports` contains other modules to import.
     """
-    # Importing Dynamo registers operators. Import it first, because they would otherwise be
-    # attributed to a package that imports Dynamo.
+    # Importing Dynamo registers operators. Import it first, because its operators would otherwise
+    # be attributed to a package that imports Dynamo.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
@@ -138,7 +129,6 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 
 
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
-    """Import a package, and return the registered operators that can be attributed to it."""
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
     # For operators defined in C++, the registering module is unknown. Attribute them to the package

@@ -58,7 +58,7 @@ static const bool has_loaded = [] {{
   return true;
 }}();
 """
-_LOADER_PREFIX = "torchop_operators_"  # the start of the loader's file name in a package
+_LOADER_PREFIX = "torchop_operators_"  # the start of the loader's file name
 
 
 def aoti_package(
@@ -194,12 +194,11 @@ def _source(path: str, operators: list[Operator], loader: str) -> str:
 def _with_libraries(
     libraries: list[str], ep: ExportedProgram, path: str | None, configs: Any
 ) -> str:
-    """Compile a package, and add the kernel libraries and a loader that defines the operators."""
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
         # The name of the loader must be unique, because a process that loads several packages loads
-        # only one library of each name. First link the package with an empty library of this name.
+        # only one library of each name. Link the package with an empty library of this name first.
         # The compiled package then shows which operators the real loader must define.
         loader = os.path.join(folder, f"{_LOADER_PREFIX}{uuid.uuid4().hex}")
         on_demand.build_library("", loader)
@@ -207,7 +206,7 @@ def _with_libraries(
         try:
             _add_libraries(libraries, loader, path)
         except BaseException:
-            os.remove(path)  # because the package is unusable without the loader
+            os.remove(path)  # unusable without the loader
             raise
     return path
 
@@ -227,7 +226,6 @@ def _compiled(ep: ExportedProgram, path: str | None, configs: Any, **options: st
 
 
 def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
-    """Add kernel libraries to a package, and a loader compiled for the operators that it calls."""
     names, device = contents_of_package(path)
     operators = _with_kernels(names, device)
     text = _LOADER.format(
@@ -254,7 +252,6 @@ def _has_loader(path: str) -> bool:
 
 
 def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
-    """Look up the operators. Raise MissingKernelError if one has no C++ kernel for the device."""
     for op, site in _without_kernels(names, device).items():
         raise torchop.MissingKernelError(
             f"{op}: the package calls it on {device}, but it has no C++ kernel there (see "

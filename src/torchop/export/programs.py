@@ -1,7 +1,7 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. We read the names of the operators that a
-program calls from the entries that PyTorch writes, and add the names of the modules.
+Exported programs and AOTInductor packages are zip files. torchop reads the names of the operators
+that a program calls from the entries that PyTorch writes, and adds the names of the modules.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
-# The zip entry of an exported program that stores the modules of its operators.
+# The name of the zip entry that lists the modules of an exported program's operators.
 _MANIFEST = "torchop_operators.json"
-# The metadata key under which a package stores the modules of its operators.
+# The metadata key under which a package lists the modules of its operators.
 METADATA = "torchop_operators"
 _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its device type
 # The names of the folder for extra files, in PyTorch's current and previous file format.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # Matches an operator in the JSON of a program. A node either calls the operator, or passes it to a
-# higher-order operator. The latter happens in decomposed programs, for mutation and effects.
+# higher-order operator. In decomposed programs, operators that mutate or have effects are passed.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # The exceptions that reading a damaged file may raise.
 _UNREADABLE = (
@@ -105,7 +105,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     Based on `torch.export.load`.
     """
     if not isinstance(f, (str, os.PathLike)):
-        f = io.BytesIO(f.read())  # because the contents are read twice
+        f = io.BytesIO(f.read())  # the contents are read twice
     _check_archive(f)
     check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
     if not isinstance(f, (str, os.PathLike)):
@@ -159,7 +159,6 @@ def in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterab
 
 
 def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str]:
-    """Return the operators that a package calls, and the device type for which it was compiled."""
     path = os.fspath(path)
     _check_archive(path)
     called: set[OpName] = set()
@@ -173,12 +172,11 @@ def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str
 
 
 def _called_operators(calls: Any) -> Iterable[OpName]:
-    """Yield the operators that compiled code calls through the dispatcher."""
     for node in calls["nodes"]:
         try:
             yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:
-            continue  # not the name of an operator: a higher-order operator, for example
+            continue  # the name of a higher-order operator, for example
 
 
 def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
@@ -216,7 +214,7 @@ def check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: s
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"
         advice = f"Import {where} defines it, before loading the program."
-        if module == "__main__":  # of the program that saved the file, so it cannot be imported
+        if module == "__main__":  # the script that saved the file, which cannot be imported
             advice = (
                 "The script that saved the program defines it: move it into a module, and import "
                 "the module in both programs, before loading the program."

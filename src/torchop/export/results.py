@@ -18,16 +18,12 @@ from torchop._compat.fake_results import copied, fake_results, is_builtin
 from torchop.extend import OpOverload, named_outputs, short_text, warn
 
 # The result types that AOTInductor supports (`export_extern_kernel_node` in torch/_inductor/ir.py).
-# For other types, AOTInductor's error does not name the operator, so we find the operator here.
+# For other types, AOTInductor's error does not name the operator, so torchop's error does.
 _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
-    """Run a program on the example inputs, and compare the results of kernels and fake kernels.
-
-    Raises:
-        FakeKernelError: the results of a kernel and a fake kernel differ.
-    """
+    """Run a program on its example inputs, and compare the results of kernels and fake kernels."""
     if ep.example_inputs is None:
         return
     module = ep.module()
