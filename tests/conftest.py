@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torchop is imported: tests run with native calls, as users' programs do. TORCHOP_NATIVE=0
-# tests without them. The extension is compiled once, into the working tree.
+# Set these before torchop is imported. Tests require native calls unless TORCHOP_NATIVE=0. The
+# extension is compiled once, into the working tree.
 os.environ.setdefault("TORCHOP_NATIVE", "require")
 os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".native_cache"))
-# Idle OpenMP threads must not spin, because they would take processor time from the other workers.
+# Idle OpenMP threads must not spin, because they would take CPU time from the other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Inductor compiles in the process itself: starting its pool of processes takes longer than
-# compiling the small programs of tests.
+# Starting Inductor's pool of compiler processes takes longer than compiling the small programs of
+# tests, so compile in this process.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Without vector instructions, Inductor compiles no programs that detect them and no headers for
-# them, which takes a third of the time. Operators are called, not compiled.
+# Detecting vector instructions takes a third of the compile time, so disable them. Tests compile
+# calls of operators, not their kernels.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
@@ -37,8 +37,8 @@ from tests._support.forking import leave_guards_untimed
 from torchop.testing.process_state import process_state
 
 FOLDER = Path(__file__).parent
-# These files iterate over all operators or objects of the process, which takes ten times as long
-# after the other tests.
+# These files iterate over all operators or objects of the process. After the other tests, this
+# would take ten times as long.
 FIRST = (
     "inspect/test_registrant.py",
     "rules/fake/test_declared.py",
@@ -62,13 +62,14 @@ FIRST = (
     "cli/test_record.py",
     "inspect/test_record.py",
 )
-# Files that take ten CPU-seconds or more run next, so that no worker ends with one of them alone.
+# Files that take ten CPU-seconds or more run next, so that no worker runs one of them alone at the
+# end.
 LONGEST = (
     "project/test_site.py",
     "project/test_benchmarks.py",
     "testing/check/test_zoo.py",
     "integration/test_device.py",
-    "project/test_typing.py",  # where mypy has read nothing yet
+    "project/test_typing.py",  # if mypy's cache is empty
     "project/test_docs.py",
     "integration/compile/test_mutation.py",
     "define/test_out_op_compiled.py",
@@ -90,8 +91,8 @@ LONGEST = (
     "project/test_threads.py",
 )
 
-# Objects of a compiler live until it has compiled, so frequent garbage collection is useless and
-# takes a twentieth of the time.
+# Most objects of a compiler live until the compilation ends, so frequent garbage collection frees
+# nothing, but takes a twentieth of the time.
 gc.set_threshold(10_000, 20, 10)
 
 # pytest adds a handler to loggers that do not propagate. With a handler on this logger, PyTorch
@@ -102,8 +103,8 @@ _numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell script starts background jobs with SIGINT ignored, and a process inherits that. Tests
-    # need Python's usual handler.
+    # A shell script starts background jobs with SIGINT ignored, and processes inherit this setting.
+    # Tests need Python's default handler.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     free_threads.pytest_configure(config)
@@ -113,9 +114,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
-    """Import all tests without garbage collection, which would take a fourth of the time."""
-    # The first backward starts a thread for each accelerator. After the first fake tensor on a GPU,
-    # a forked process could not start them, so run a backward before any test.
+    """Import all tests without garbage collection, which takes a quarter of the time."""
+    # The first backward starts a thread for each accelerator. In a process forked after the first
+    # fake tensor on a GPU, starting these threads fails, so run a backward first.
     torch.ones(1, requires_grad=True).sum().backward()
     gc.disable()
     try:
@@ -126,10 +127,10 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
 
 
 def _import_in_turns(config: pytest.Config) -> None:
-    """Import all tests, where several processes do, beginning with other files in each.
+    """In a pytest-xdist worker, import all test files, in a different order in each worker.
 
-    pytest caches the rewritten asserts of a file. If all workers began with the same file, all of
-    them would rewrite it.
+    pytest caches the rewritten asserts of a file. If all workers imported the same file first, all
+    of them would rewrite it.
     """
     worker = getattr(config, "workerinput", None)
     if worker is None or [Path(name).resolve() for name in config.args] != [FOLDER]:
@@ -157,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def namespace() -> str:
     """Return a namespace that no other test uses, because operators live as long as the process.
 
-    It has a number instead of the name of the test, whose words could match expected messages.
+    It contains a number instead of the name of the test, which could match expected messages.
     """
     # torch.export searches every namespace in this list for decompositions. With the namespaces of
     # hundreds of tests, that takes longer than exporting.
@@ -169,24 +170,23 @@ def namespace() -> str:
 def frozen_objects() -> None:
     """Exclude existing objects from garbage collection during the tests of a file.
 
-    Collecting all objects of PyTorch takes a second, and some tests collect hundreds of times.
+    A full collection takes a second, and some tests run hundreds of them.
     """
     gc.collect()
     gc.freeze()
 
 
-# Environment variables that pytest and Inductor change.
 _OF_OTHERS = re.compile(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+|TRITON_\w+")
 
 
 def _shared_state() -> dict[str, Any]:
-    """Return the state that tests of a process share, except random numbers."""
+    """Return process state that tests must not change. It does not include random numbers."""
     state = process_state(random_numbers=False)
-    del state["warnings.filters"]  # pytest restores it, and imports add to it
+    del state["warnings.filters"]  # pytest restores it, and imports change it
     for name, value in state.pop("os.environ").items():
         if not _OF_OTHERS.fullmatch(name):
             state[f"os.environ[{name!r}]"] = value
-    # setuptools, which Inductor imports, adds its own packages.
+    # Inductor imports setuptools, which adds its own packages.
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]
     return state | {
         "sys.path": path,
@@ -199,8 +199,8 @@ def _shared_state() -> dict[str, Any]:
 def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test run fake kernels in several threads at once.
 
-    PyTorch sets what torch.library.get_ctx returns for the whole process, and puts back after each
-    fake kernel what it found before. So the context of a thread may stay when all have ended.
+    PyTorch sets `global_ctx_getter` for the whole process, and restores the previous value after
+    each fake kernel. If fake kernels run at the same time, the value of one of them may remain.
     """
     monkeypatch.setattr(fake_impl, "global_ctx_getter", fake_impl.global_ctx_getter)
 

@@ -32,17 +32,17 @@ def like_x(x: Tensor) -> Tensor:
 
 
 def engine(source: str, module: str) -> dict[str, Any]:
-    """The module of an engine's package."""
+    """Run the source as a module of an engine's package, and return its variables."""
     scope: dict[str, Any] = {"__name__": module}
     exec(source, scope)
     return scope
 
 
 # --------------------------------------------------------------------------------------------------
-# vLLM's, and SGLang's of the same name
+# direct_register_custom_op of vLLM and of SGLang
 
 
-def test_the_signature_is_that_of_vllm() -> None:
+def test_signature_equals_vllms() -> None:
     parameters = inspect.signature(direct_register_custom_op).parameters.values()
     assert [(p.name, p.default) for p in parameters] == [
         ("op_name", inspect.Parameter.empty),
@@ -56,7 +56,7 @@ def test_the_signature_is_that_of_vllm() -> None:
     assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def test_an_operator_of_vllm_runs_compiles_and_writes(namespace: str) -> None:
+def test_vllm_operator_runs_compiles_and_mutates(namespace: str) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     op = direct_register_custom_op(
         op_name="add_into",
@@ -93,7 +93,7 @@ def attention(
 
 
 def vllms_own(*, op_name: str, op_func: Any, target_lib: Any, **options: Any) -> None:
-    """`direct_register_custom_op` of vLLM 0.32, with infer_schema, define and impl."""
+    """`direct_register_custom_op` as in vLLM 0.32: infer_schema, define and impl."""
     schema = torch.library.infer_schema(op_func, mutates_args=options["mutates_args"])
     target_lib.define(op_name + schema)
     target_lib.impl(op_name, op_func, dispatch_key=options["dispatch_key"])
@@ -101,9 +101,7 @@ def vllms_own(*, op_name: str, op_func: Any, target_lib: Any, **options: Any) ->
 
 @needs_native
 @pytest.mark.parametrize("register", [direct_register_custom_op, vllms_own])
-def test_vllms_calls_for_each_layer_are_native(
-    namespace: str, register: Callable[..., Any]
-) -> None:
+def test_vllm_calls_for_each_layer_are_native(namespace: str, register: Callable[..., Any]) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     register(
         op_name="attention",
@@ -115,7 +113,7 @@ def test_vllms_calls_for_each_layer_are_native(
     packet = getattr(torch.ops, namespace).attention
     query, output = torch.ones(2), torch.zeros(2)
     with torchop.accelerate(f"{namespace}::*"), torch.inference_mode():
-        packet(query, output, Constant(1))  # makes it native
+        packet(query, output, Constant(1))  # the next calls are native
         with counting(f"{namespace}::attention") as calls:
             for layer in range(4):
                 packet(query, output, Constant(layer), kv_cache_dummy_dep=torch.empty(0))
@@ -124,7 +122,7 @@ def test_vllms_calls_for_each_layer_are_native(
     library._destroy()
 
 
-def test_the_kernel_is_for_the_device_of_the_key(namespace: str) -> None:
+def test_dispatch_key_selects_the_device_of_the_kernel(namespace: str) -> None:
     op = direct_register_custom_op(f"{namespace}::double", double, dispatch_key="CUDA")
     with pytest.raises(NotImplementedError, match="does not have a kernel registered for cpu"):
         op(torch.ones(1))
@@ -139,7 +137,7 @@ def test_the_kernel_is_for_the_device_of_the_key(namespace: str) -> None:
     assert f"kernels for {backend}" in repr(other)
 
 
-def test_the_operator_ends_with_the_target_library(namespace: str) -> None:
+def test_closing_the_target_library_deregisters_the_operator(namespace: str) -> None:
     library = torchop.Library(namespace, "FRAGMENT")
     op = direct_register_custom_op("double", double, target_lib=library)
     assert op(torch.ones(1)).tolist() == [2]
@@ -148,7 +146,7 @@ def test_the_operator_ends_with_the_target_library(namespace: str) -> None:
         op(torch.ones(1))
 
 
-def test_a_library_that_is_dropped_takes_the_operator_along(namespace: str) -> None:
+def test_deleting_the_target_library_deregisters_the_operator(namespace: str) -> None:
     library = torchop.Library(namespace, "FRAGMENT")
     op = direct_register_custom_op("double", double, target_lib=library)
     reference = weakref.ref(library)
@@ -161,7 +159,7 @@ def test_a_library_that_is_dropped_takes_the_operator_along(namespace: str) -> N
         direct_register_custom_op(f"{namespace}::double", double, target_lib="lib")  # type: ignore[arg-type]
 
 
-def test_the_namespace_is_the_package_that_calls(namespace: str) -> None:
+def test_default_namespace_is_the_calling_package(namespace: str) -> None:
     source = """
 import torch
 from torchop.compat import direct_register_custom_op, register_custom_op
@@ -187,10 +185,10 @@ def function(x: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# SGLang's register_custom_op, TensorRT-LLM's fast_custom_op
+# register_custom_op of SGLang, and fast_custom_op of TensorRT-LLM
 
 
-def test_what_the_result_looks_like_is_declared_by_name_or_position(namespace: str) -> None:
+def test_out_shape_accepts_a_name_or_a_position(namespace: str) -> None:
     def product(scale: float, x: Tensor) -> Tensor:
         return (x * scale).to(torch.float16)
 
@@ -206,7 +204,7 @@ def test_what_the_result_looks_like_is_declared_by_name_or_position(namespace: s
         torchop.opcheck(op, (2.0, torch.ones(3, 2)))
 
 
-def test_a_decorator_with_the_name_first_is_that_of_tensorrt_llm(namespace: str) -> None:
+def test_decorator_accepts_the_name_first_like_tensorrt_llm(namespace: str) -> None:
     @register_custom_op(f"{namespace}::op", mutates_args=(), device_types=("CPU", "cuda"))
     def op(x: Tensor) -> Tensor:
         """Doubles."""
@@ -219,7 +217,7 @@ def test_a_decorator_with_the_name_first_is_that_of_tensorrt_llm(namespace: str)
     assert torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(1)).tolist() == [2]
 
 
-def test_an_inplace_operator_needs_no_description(namespace: str) -> None:
+def test_inplace_operator_needs_no_fake_kernel(namespace: str) -> None:
     @register_custom_op(op_name=f"{namespace}::add_one_", mutates_args=["x"], eager=False)
     def add_one_(x: Tensor) -> None:
         x.add_(1)
@@ -230,10 +228,10 @@ def test_an_inplace_operator_needs_no_description(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Again, and wrongly
+# Repeated and wrong registrations
 
 
-def test_the_same_registration_again_is_the_same_operator(namespace: str) -> None:
+def test_repeating_a_registration_returns_the_same_operator(namespace: str) -> None:
     def register(**options: Any) -> Any:
         return direct_register_custom_op(f"{namespace}::double", double, [], like_x, **options)
 
@@ -241,12 +239,12 @@ def test_the_same_registration_again_is_the_same_operator(namespace: str) -> Non
     held = first.overload
     assert register() is first
     assert held(torch.ones(1)).tolist() == [2]
-    # Other options are another operator, in place of the first.
+    # Other options define a new operator, which replaces the first.
     second = register(tags=(torch.Tag.needs_fixed_stride_order,))
     assert second is not first
     with pytest.raises(torchop.OperatorGoneError):
         first(torch.ones(1))
-    # Of an operator that ended in the meantime, nothing is returned.
+    # A deregistered operator is not returned again.
     second._definition.deregister("over")
     assert register()(torch.ones(1)).tolist() == [2]
 
@@ -288,7 +286,7 @@ WRONG: dict[str, tuple[Callable[[str], Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_refused_and_defines_nothing(namespace: str, wrong: str) -> None:
+def test_wrong_registration_raises_and_defines_nothing(namespace: str, wrong: str) -> None:
     call, message = WRONG[wrong]
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as caught:
         call(f"{namespace}::op")

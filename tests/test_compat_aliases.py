@@ -1,4 +1,4 @@
-"""Operators with results that share memory behave as with an engine's helper."""
+"""Operators whose results share memory behave as with an engine's own helper."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def engines_helper(
     fake_impl: Callable[..., Any],
     target_lib: torch.library.Library,
 ) -> None:
-    """Register an operator as `direct_register_custom_op` of vLLM does."""
+    """Register an operator like `direct_register_custom_op` of vLLM."""
     schema = torch.library.infer_schema(op_func, mutates_args=mutates_args)
     target_lib.define(op_name + schema)
     target_lib.impl(op_name, op_func, "CompositeExplicitAutograd")
@@ -66,7 +66,8 @@ def empty_twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return result, result
 
 
-# By kernel: a fake kernel that tells of the alias, one that does not, and how a message names it.
+# For each kernel: a fake kernel whose results alias in the same way, a fake kernel whose results do
+# not alias, and the description of the alias in messages.
 KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], str]] = {
     itself: (itself, torch.empty_like, "output 0 is input 'x' itself"),
     view: (view, lambda x: x.new_empty(x.shape[0] - 1), "output 0 shares memory with input 'x'"),
@@ -77,16 +78,16 @@ KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], 
 }
 ALIASING = [kernel for kernel in KERNELS if kernel is not fresh]
 EACH = pytest.mark.parametrize("kernel", KERNELS)
-ERROR = "error_on_custom_op_aliasing"  # of the configuration of AOTAutograd
-TOLD = pytest.mark.parametrize("is_told", [True, False])
+ERROR = "error_on_custom_op_aliasing"  # an option of AOTAutograd
+FAKE_ALIASES = pytest.mark.parametrize("fake_aliases", [True, False])
 GRAD = pytest.mark.parametrize("requires_grad", [False, True])
 
 
 def both(
-    namespace: str, kernel: Callable[..., Any], is_told: bool
+    namespace: str, kernel: Callable[..., Any], fake_aliases: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """The operator of the helper, ours, and its handle."""
-    fake = KERNELS[kernel][0 if is_told else 1]
+    """Return the operator of the engine's helper, torchop's operator, and its handle."""
+    fake = KERNELS[kernel][0 if fake_aliases else 1]
     mutates_args = ["out"] if kernel is out else []
     packets = []
     handle: Any = None
@@ -103,7 +104,7 @@ LIBRARIES: list[torch.library.Library] = []
 
 @pytest.fixture
 def aliasing_is_no_error() -> Iterator[None]:
-    """PyTorch warns of results that share memory, also where CI=1 makes that an error."""
+    """Results that share memory are a warning, even if CI=1, where PyTorch makes them an error."""
     with aot_config.patch({ERROR: False}) if hasattr(aot_config, ERROR) else nullcontext():
         yield
 
@@ -114,7 +115,7 @@ def arguments(kernel: Callable[..., Any], sign: int, requires_grad: bool) -> lis
 
 
 def described(result: Any, args: list[Tensor]) -> list[Any]:
-    """Describe results: their values, and which are the same object as arguments."""
+    """Return the values of arguments and results, and describe which of them share memory."""
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     everything = [*args, *results]
     return [
@@ -136,10 +137,10 @@ def described(result: Any, args: list[Tensor]) -> list[Any]:
 @GRAD
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:.*returns such results anyway")
-def test_calls_do_what_they_do_with_the_helper(
+def test_eager_calls_behave_as_with_the_engines_helper(
     namespace: str, kernel: Any, requires_grad: bool, context: Any
 ) -> None:
-    theirs, ours, handle = both(namespace, kernel, is_told=True)
+    theirs, ours, handle = both(namespace, kernel, fake_aliases=True)
     for sign in (-1, 1, -1):
 
         def seen(op: Any, sign: int = sign) -> list[Any]:
@@ -158,19 +159,19 @@ def test_calls_do_what_they_do_with_the_helper(
 
 @pytest.mark.pairwise
 @EACH
-@TOLD
+@FAKE_ALIASES
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
     [("aot_eager", True), ("inductor", False)],
 )
 @pytest.mark.usefixtures("aliasing_is_no_error")
 @pytest.mark.filterwarnings("ignore:.*returns such results anyway")
-@pytest.mark.filterwarnings("ignore:.*The output of this custom operator")  # of PyTorch, for both
+@pytest.mark.filterwarnings("ignore:.*The output of this custom operator")  # PyTorch warns for both
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
-def test_compiled_calls_do_what_they_do_with_the_helper(
-    namespace: str, kernel: Any, is_told: bool, backend: str, requires_grad: bool
+def test_compiled_calls_behave_as_with_the_engines_helper(
+    namespace: str, kernel: Any, fake_aliases: bool, backend: str, requires_grad: bool
 ) -> None:
-    theirs, ours, _ = both(namespace, kernel, is_told)
+    theirs, ours, _ = both(namespace, kernel, fake_aliases)
 
     def seen(op: Any) -> list[Any]:
         def add_one(*args: Tensor) -> Any:
@@ -184,7 +185,8 @@ def test_compiled_calls_do_what_they_do_with_the_helper(
             torch._dynamo.reset()
             compiled = torch.compile(function, backend=backend, fullgraph=True)
             args = arguments(kernel, 1, requires_grad)
-            # The caches on disk find the code of other kernels by the operator's name.
+            # The caches on disk identify code by the operator's name, so they would return code for
+            # another kernel.
             with (
                 inductor_config.patch(fx_graph_cache=False),
                 aot_config.patch(enable_autograd_cache=False),
@@ -198,7 +200,7 @@ def test_compiled_calls_do_what_they_do_with_the_helper(
 @pytest.mark.skipif(not hasattr(aot_config, ERROR), reason="this PyTorch does not check it")
 @pytest.mark.parametrize("kernel", [itself, view, sometimes, twice])
 @pytest.mark.filterwarnings("ignore:.*returns such results anyway")
-def test_where_pytorch_raises_for_the_helper_it_raises_for_ours(
+def test_pytorch_raises_the_same_error_as_for_the_engines_helper(
     namespace: str, kernel: Any
 ) -> None:
     def raised(op: Any) -> str:
@@ -211,19 +213,19 @@ def test_where_pytorch_raises_for_the_helper_it_raises_for_ours(
             compiled(*arguments(kernel, 1, False))
         return str(caught.value)
 
-    theirs, ours, _ = both(namespace, kernel, is_told=False)
+    theirs, ours, _ = both(namespace, kernel, fake_aliases=False)
     assert raised(ours) == raised(theirs).replace("_helper::", "::")
 
 
 @pytest.mark.parametrize("kernel", ALIASING)
 @pytest.mark.parametrize("is_native", [True, False])
-def test_the_first_result_that_shares_memory_is_warned_of(
+def test_first_result_that_shares_memory_raises_a_warning(
     namespace: str, kernel: Any, is_native: bool
 ) -> None:
-    _, _, op = both(namespace, kernel, is_told=True)
+    _, _, op = both(namespace, kernel, fake_aliases=True)
     with nullcontext() if is_native else torchop.native.disabled():
         if kernel is sometimes:
-            op(*arguments(kernel, -1, False))  # a fresh result
+            op(*arguments(kernel, -1, False))  # this result does not alias
         with pytest.warns(UserWarning, match="returns such results anyway") as caught:
             op(*arguments(kernel, 1, False))
         message = str(caught[0].message)
@@ -237,8 +239,8 @@ def test_the_first_result_that_shares_memory_is_warned_of(
             op(*arguments(kernel, 1, False))
 
 
-def test_a_warning_that_is_an_error_comes_again(namespace: str) -> None:
-    _, _, op = both(namespace, itself, is_told=True)
+def test_warning_turned_into_an_error_is_raised_again(namespace: str) -> None:
+    _, _, op = both(namespace, itself, fake_aliases=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):
@@ -246,8 +248,8 @@ def test_a_warning_that_is_an_error_comes_again(namespace: str) -> None:
                 op(torch.ones(1))
 
 
-def test_a_formula_can_be_registered(namespace: str) -> None:
-    _, packet, op = both(namespace, fresh, is_told=True)
+def test_autograd_formula_can_be_registered(namespace: str) -> None:
+    _, packet, op = both(namespace, fresh, fake_aliases=True)
     op.register_autograd(lambda ctx, grad: grad * 7)
     x = torch.ones(2, requires_grad=True)
     for call in (packet, op):

@@ -1,4 +1,4 @@
-"""Warnings point at the user's line. Uses private names."""
+"""Warnings point to the user's line. Uses private names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests._support.common import in_threads
 from torchop import _errors
 
 
-def test_users_place_is_the_first_line_outside_torchop() -> None:
+def test_users_place_is_the_first_frame_outside_torchop() -> None:
     place = _errors.users_place()
     assert (place.file, place.module) == (__file__, __name__)
     assert (
@@ -18,7 +18,7 @@ def test_users_place_is_the_first_line_outside_torchop() -> None:
     )
 
 
-def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:
+def test_users_place_skips_frames_of_torchop_and_of_imports() -> None:
     inside = {"__name__": "torchop._somewhere", "users_place": _errors.users_place}
     exec("def find(): return users_place()", inside)
     outside = {"__name__": "torchop", "find": inside["find"]}

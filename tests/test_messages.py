@@ -18,7 +18,7 @@ LONG_NAME = "a" * 100_000
 
 
 class Huge:
-    """An object whose `repr` is long, and would colour a terminal."""
+    """An object with a long `repr` that contains control characters."""
 
     def __repr__(self) -> str:
         return TEXT
@@ -78,7 +78,7 @@ def on_sample(name: str, *args: Any, **options: Any) -> Callable[[str], Any]:
     return lambda namespace: getattr(torchop, name)(sample(namespace), *args, **options)
 
 
-# What is wrong in each, with something huge.
+# For each argument, a call where this argument is wrong and very long.
 MISTAKES: dict[str, Callable[[str], Any]] = {
     "name": lambda _: torchop.custom_op(TEXT, mutates_args=()),
     "name of letters": lambda _: torchop.custom_op(LONG_NAME, mutates_args=()),
@@ -212,8 +212,8 @@ def fill(x: Tensor, *, out: Tensor) -> None:
     out.copy_(x)
 
 
-def what_is_said(mistake: Callable[[str], Any], namespace: str) -> str:
-    """The message of the exception or, where none is raised, of the warnings."""
+def message_of(mistake: Callable[[str], Any], namespace: str) -> str:
+    """Return the message of the exception, or the warnings if the call does not raise."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
@@ -225,8 +225,8 @@ def what_is_said(mistake: Callable[[str], Any], namespace: str) -> str:
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_message_is_short_for_any_argument(namespace: str, mistake: Callable[[str], Any]) -> None:
-    message = what_is_said(mistake, namespace)
+def test_message_is_short_for_any_argument(namespace: str, mistake: Callable[[str], Any]) -> None:
+    message = message_of(mistake, namespace)
     assert "long long" * 20 not in message.replace(" ", "").replace("longlong", "long long")
     assert "\x1b" not in message
     assert message.count("long") < LONGEST / 4
@@ -245,7 +245,7 @@ WITH_LIBRARY = [
 
 @pytest.mark.filterwarnings("ignore:impl_abstract")
 @pytest.mark.parametrize("name", WITH_LIBRARY)
-def test_what_is_no_library_is_refused(namespace: str, name: str) -> None:
+def test_value_that_is_not_a_library_is_rejected(namespace: str, name: str) -> None:
     op = sample(namespace)
     calls: dict[str, Callable[..., Any]] = {
         "custom_op": lambda f: f(f"{namespace}::f", mutates_args=(), lib="x"),
@@ -265,17 +265,17 @@ def test_what_is_no_library_is_refused(namespace: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["derive_inplace", "derive_out"])
-def test_a_form_that_is_derived_checks_its_library(namespace: str, method: str) -> None:
+def test_derived_form_checks_its_library(namespace: str, method: str) -> None:
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         getattr(define(namespace), method)(lib="x")
 
 
-def test_a_user_rule_checks_its_library(namespace: str) -> None:
+def test_user_rule_checks_its_library(namespace: str) -> None:
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         torchop.get_rule("inverse").register(define(namespace), torch.clone, lib="x")
 
 
-def test_a_repr_that_raises_is_replaced() -> None:
+def test_repr_that_raises_is_replaced() -> None:
     class Broken:
         def __repr__(self) -> str:
             raise ZeroDivisionError

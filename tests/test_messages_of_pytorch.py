@@ -1,4 +1,4 @@
-"""Messages contain the words of `torch.library`'s that programs look for."""
+"""Messages contain words of `torch.library`'s messages, because programs search for them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ WORDS: dict[str, tuple[Scenario, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("name", WORDS)
-def test_the_words_are_in_both_messages(namespace, name):
+def test_both_messages_contain_the_same_words(namespace, name):
     scenario, kind, words = WORDS[name]
     both = on_both(scenario, namespace)
     for error in (both.stock, both.ours):

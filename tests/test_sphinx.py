@@ -1,4 +1,4 @@
-"""torchop.sphinx: a module's operators are documented by `automodule`, as functions."""
+"""With torchop.sphinx, `automodule` documents the operators of a module as functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sphinx.util.docutils import docutils_namespace, patch_docutils
 import torchop
 from tests._support.common import close_operators
 
-# Sphinx's own napoleon, which uses what Sphinx 11 will not have.
+# Sphinx's extension napoleon causes this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The mapping interface for autodoc options")
 
 MODULE = '''
@@ -94,7 +94,7 @@ sphinx_kernels.shift(x: Tensor, by: float = 1.0) -> Tensor
 
 
 def build(folder: Path, configuration: str = "", extension: str = "torchop.sphinx") -> str:
-    """The page of the module, as text."""
+    """Build the documentation of the module, and return the page as text."""
     (folder / "conf.py").write_text(
         f"extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon', {extension!r}]\n"
         + configuration
@@ -132,19 +132,19 @@ def test_operators_are_documented_as_functions(package: Path, configuration: str
     assert "cube(x: Tensor, *, out: Tensor | None = None) -> Tensor" in text
     assert '"sphinx_kernels::cube.out(Tensor x, *, Tensor(' in text
     assert "Schema" not in text[text.index("sphinx_kernels.plain") : text.index("No operator")]
-    # The module is as it was.
+    # The module is unchanged.
     module = sys.modules["sphinx_kernels"]
     assert isinstance(module.shift, torchop.CustomOp)
     assert isinstance(module.cube, torchop.OperatorFamily)
 
 
-def test_without_the_extension_automodule_passes_over_operators(package: Path) -> None:
+def test_automodule_skips_operators_without_the_extension(package: Path) -> None:
     text = build(package, extension="sphinx.ext.autosectionlabel")
     assert text.count("sphinx_kernels.shift(") == 1  # by autofunction
     assert "Schema" not in text
 
 
-def test_a_module_that_fails_to_import_is_reported_by_autodoc(package: Path) -> None:
+def test_autodoc_reports_a_module_that_fails_to_import(package: Path) -> None:
     (package / "sphinx_kernels.py").write_text("raise RuntimeError('no driver')\n")
     with pytest.raises(AssertionError, match=r"failed to import[\s\S]*no driver"):
         build(package)

@@ -1,8 +1,8 @@
 """The pytest plugin of torchop. It generates one test for each operator and check.
 
-pytest imports all installed plugins, even in projects that do not use them. Importing torchop takes
-seconds, because torchop imports PyTorch. So the plugin is a separate package. It imports
-`torchop.testing.pytest_plugin` only when a test needs it.
+pytest imports all installed plugins, even in projects that do not use them, and importing torchop
+takes seconds. So the plugin is a separate package, which imports `torchop.testing.pytest_plugin`
+only when a test needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The key of a temporary folder. Each pytest-xdist worker writes the current call to a file there.
+# The stash key of a temporary folder, where each pytest-xdist worker writes its current call to a
+# file.
 _FOLDER = pytest.StashKey[Path]()
 
 
@@ -41,9 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Give each pytest-xdist worker the name of a file, where it writes the current call.
+    """Pass the name of a file to each pytest-xdist worker.
 
-    If the worker crashes, `pytest_handlecrashitem` reads the file.
+    The worker writes each call to the file before it makes the call. If the worker crashes,
+    `pytest_handlecrashitem` reads the file.
     """
     folder = node.config.stash.get(_FOLDER, None)
     if folder is None:

@@ -1,6 +1,6 @@
-"""Test the benchmarks with tiny settings, and the numbers that pages state.
+"""Run the benchmarks with tiny settings, and check the numbers on pages.
 
-These tests show that the benchmarks run. They do not test how fast anything is.
+These tests do not check how fast anything is.
 """
 
 import importlib
@@ -26,7 +26,7 @@ BENCHMARKS = ROOT / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 # The rows of `calls` that need a tag of PyTorch.
 FORMS = sum(hasattr(torch.Tag, tag) for tag in ("inplace", "out"))
-# Each part runs in a fork, because importing PyTorch takes longer than the part.
+# Run each part in a forked process, because importing PyTorch takes longer than the part.
 FORK = """
     import json, os, sys, traceback
     sys.path.insert(0, {folder!r})
@@ -57,7 +57,7 @@ FORK = """
 
 
 class Run:
-    """A benchmark with the smallest settings.
+    """A benchmark run with the smallest settings.
 
     Attributes:
         tables: the stored numbers, by table, row and variant.
@@ -96,7 +96,7 @@ class Run:
 
 
 # --------------------------------------------------------------------------------------------------
-# Each benchmark
+# Benchmarks
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(run_compiling, "calls", tmp_path_factory.mktemp("calls") / "results.json", rounds=1)
 
 
-def test_calls_measures_every_row_by_its_variants(calls: Run) -> None:
+def test_calls_measures_every_row_and_variant(calls: Run) -> None:
     usual = {
         "plain call",
         "torchop handle",
@@ -132,7 +132,7 @@ def test_calls_checks_its_limits(calls: Run) -> None:
     assert calls.limits == 20 + FORMS + 3 * with_cpp
 
 
-def test_calls_fails_when_the_dispatcher_was_measured() -> None:
+def test_calls_fails_if_calls_are_not_native() -> None:
     program = f"""
         import sys
         sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -230,7 +230,7 @@ def test_device_measures_every_table(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The numbers of README.md and the documentation
+# Numbers in README.md and in the documentation
 
 
 @pytest.fixture(scope="module")
@@ -242,7 +242,7 @@ def report() -> Iterator[Any]:
 
 PAGES = [str(path.relative_to(ROOT)) for path in common.PAGES]
 MEASUREMENT = re.compile(r"\b\d[\d.,]*\s*(?:us|µs|ns|ms|KB|kB|%|x|times|microseconds)(?![\w/])")
-# Numbers that no benchmark measures.
+# Numbers that are not measurements.
 STATED = {
     "512 KB",  # native-calls.md: a limit in the source
     "95 %",  # several-kernels.md: a confidence level
@@ -250,13 +250,13 @@ STATED = {
 
 
 def prose(page: str) -> str:
-    """Return a page without blocks of code."""
+    """Return a page without its code blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.sub(r"^ *(```+).*?^ *\1$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_measurements_of_a_page_are_those_of_the_results(report: Any, page: str) -> None:
+def test_page_shows_the_stored_measurements(report: Any, page: str) -> None:
     text, rest = (ROOT / page).read_text(encoding="utf-8"), prose(page)
     for passage in report.passages().get(page, ()):
         assert report.refresh(text, passage) == text, "run `python benchmarks/report.py`"
@@ -265,7 +265,7 @@ def test_measurements_of_a_page_are_those_of_the_results(report: Any, page: str)
     assert not unexplained, "add the passages to `benchmarks/report.py`"
 
 
-def test_a_measurement_without_a_passage_is_found() -> None:
+def test_pattern_matches_measurements() -> None:
     assert MEASUREMENT.findall("takes 1.0 us, 4x, 3 times") == ["1.0 us", "4x", "3 times"]
     assert not MEASUREMENT.search("4 xs, 2 timestamps")
 
@@ -289,7 +289,7 @@ def test_results_have_machine_release_and_commit(file: Path) -> None:
 
 
 def shown(svg: Path) -> list[str]:
-    """Return the texts of a chart."""
+    """Return the texts in a chart."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
 
 

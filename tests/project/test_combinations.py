@@ -1,4 +1,4 @@
-"""Of the combinations of a test, each pair of values is run."""
+"""Of the combinations of a test's parameters, a sample that contains each pair of values runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ pytest_plugins = ["pytester"]
 COMBINATIONS: list[dict[str, Any]] = [
     {"name": name, "form": form, "backend": backend}
     for name, form, backend in itertools.product(range(20), "abcd", ["eager", "aot", "inductor"])
-    if (name, backend) != (3, "aot")  # pairs that no test has need not be there
+    if (name, backend) != (3, "aot")  # a pair that no test has
 ]
 
 
-def test_every_pair_is_there_in_few_combinations() -> None:
+def test_few_combinations_contain_every_pair() -> None:
     chosen = pairwise(COMBINATIONS)
     everything = set().union(*map(pairs, COMBINATIONS))
     assert set().union(*(pairs(COMBINATIONS[number]) for number in chosen)) == everything
@@ -29,12 +29,12 @@ def test_every_pair_is_there_in_few_combinations() -> None:
     assert pairwise(COMBINATIONS) == chosen
 
 
-def test_a_test_that_was_asked_for_alone_runs() -> None:
+def test_single_selected_test_runs() -> None:
     assert pairwise(COMBINATIONS[7:8]) == {0}
 
 
 @pytest.mark.needs_torch("2.13", "Inductor calls in-place operators in place of what it generates")
-def test_a_third_of_what_inductor_compiles_is_cpp(pytester: pytest.Pytester) -> None:
+def test_a_third_of_the_inductor_tests_compile_cpp(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("from tests._support.combinations import *")
     pytester.makepyfile(
         """

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "differences.md").read_text()
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 ROWS = re.findall(r"^\| ([ABC]\d+) \| (.+)$", PAGE, flags=re.MULTILINE)
-# The tests of an entry follow its name, in a list below the tables.
+# A list below the tables names the tests of each entry.
 TESTED = set(re.findall(r"^- (\w+):\s+`tests/", PAGE, flags=re.MULTILINE))
 
 
@@ -21,13 +21,13 @@ def test_named_test_exists(file: str, test: str) -> None:
 
 
 @pytest.mark.parametrize(("entry", "row"), ROWS)
-def test_entry_has_an_outcome_and_its_proof(entry: str, row: str) -> None:
+def test_entry_has_an_outcome_and_a_test(entry: str, row: str) -> None:
     outcomes = re.findall(r"\*\*(fixed|rejected|out of reach)\*\*", row)
     assert outcomes
     if {"fixed", "rejected"} & set(outcomes):
         assert entry in TESTED
 
 
-def test_every_entry_is_there() -> None:
+def test_page_has_every_entry() -> None:
     expected = [f"A{n}" for n in range(1, 29)] + [f"B{n}" for n in range(1, 15)]
     assert [entry for entry, _ in ROWS] == expected + [f"C{n}" for n in range(1, 13)]

@@ -1,7 +1,7 @@
-"""Every example of the documentation, run; and the documentation, built.
+"""Run every example of the documentation.
 
-A page is a program: its Python blocks run in order, in one namespace. What a block prints must be
-shown, in an `output` block right after it, and what is shown must be what is printed.
+The Python blocks of a page run in order, in one namespace. If a block prints something, an `output`
+block right after it must show the same text.
 
 Uses private names.
 """
@@ -36,20 +36,20 @@ from torchop._rules.providers import tuned
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
+PLAIN = {"", "bash", "console", "text", "toml"}  # not executed
 DIRECTIVES = {"{eval-rst}", "{image}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# What Hypothesis takes for slow in an example of a page is the machine, if it is busy.
+# On a busy machine, Hypothesis would report the examples of pages as too slow.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
 
 # --------------------------------------------------------------------------------------------------
-# The collector
+# Collecting and running blocks
 
 
 class Block(NamedTuple):
-    """A block of a page: `python` or `pycon`, and what the page says it prints."""
+    """A `python` or `pycon` block of a page, with the output that the page shows."""
 
     place: str
     line: int  # of the first line of code, from 0
@@ -60,15 +60,15 @@ class Block(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def measurements_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Examples that measure kernels write a table, which later runs are not to find."""
+    """Examples that measure kernels write a table, which other tests must not read."""
     monkeypatch.setattr(tuned, "users_table", lambda: tmp_path / "tuning.json")
 
 
 def collect(path: Path) -> list[Block]:
-    """The blocks of a page that are to be run.
+    """Return the blocks of a page to run.
 
     Raises:
-        ValueError: a block that nobody would run or check.
+        ValueError: the page has a block that would not be checked.
     """
     tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
     found: list[Block] = []
@@ -90,12 +90,12 @@ def collect(path: Path) -> list[Block]:
 
 
 def run_page(path: Path) -> int:
-    """Run the blocks of a page, and return how many there are.
+    """Run the blocks of a page, and return their number.
 
     Raises:
-        AssertionError: a block raised, or printed something else than the page shows.
+        AssertionError: a block raised, or its output differs from the page.
     """
-    page = types.ModuleType("mylib")  # whose operators the pages define
+    page = types.ModuleType("mylib")  # the pages define operators of this module
     page.__file__ = str(path)
     found = collect(path)
     with _as_in_a_fresh_process(page):
@@ -113,7 +113,7 @@ def run_page(path: Path) -> int:
 
 def _run(block: Block, path: Path, page: types.ModuleType) -> None:
     printed = io.StringIO()
-    # With as many empty lines before it that a traceback, and Dynamo, find the source in the page.
+    # Add empty lines before the code, so that tracebacks and Dynamo show the lines of the page.
     code = compile("\n" * block.line + block.code, str(path), "exec", dont_inherit=True)
     try:
         with contextlib.redirect_stdout(printed):
@@ -136,10 +136,10 @@ def _run_doctest(test: doctest.DocTest) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
-    """Forget what other pages compiled, defined and configured."""
+    """Reset state that other pages may have changed."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sys.modules[page.__name__] = page  # Dynamo and pickle look functions up by their module
+    sys.modules[page.__name__] = page  # Dynamo and pickle look up functions by module
     try:
         with (
             torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False),
@@ -152,7 +152,7 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The pages
+# Pages
 
 
 # Pages that show which calls are native.
@@ -175,8 +175,8 @@ def test_examples_of_page_run(page: Path) -> None:
     run_page(page)
 
 
-def test_pages_hold_examples() -> None:
-    # A collector that finds nothing finds no mistake either.
+def test_pages_contain_examples() -> None:
+    # Verify that `collect` returns blocks, because a page without blocks passes.
     counts = {page: len(collect(page)) for page in PAGES}
     lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
     assert len(lessons) >= 15
@@ -186,7 +186,7 @@ def test_pages_hold_examples() -> None:
     assert sum(counts.values()) > 60
 
 
-def test_blocks_of_the_readme_run_alone(tmp_path: Path) -> None:
+def test_each_block_of_the_readme_runs_alone(tmp_path: Path) -> None:
     blocks = collect(ROOT / "README.md")
     assert len(blocks) >= 3
     for block in blocks:
@@ -199,7 +199,7 @@ def test_readme_and_architecture_are_short() -> None:
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most, name
 
 
-def test_first_screen_says_what_why_and_how_fast() -> None:
+def test_first_screen_of_the_readme_shows_purpose_and_speed() -> None:
     screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## ")[0]
     assert "turns Python functions into PyTorch operators" in screen
     assert "Why" in screen
@@ -214,7 +214,7 @@ def test_quick_start_is_short() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The docstrings
+# Docstrings
 
 
 def modules() -> list[str]:
@@ -223,13 +223,13 @@ def modules() -> list[str]:
 
 
 def docstring_examples() -> dict[str, doctest.DocTest]:
-    """The examples of every docstring, each to be run on its own."""
+    """Return the examples of all docstrings."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     found: dict[str, doctest.DocTest] = {}
     for name in modules():
         for test in finder.find(importlib.import_module(name), name):
             if test.examples:
-                test.globs = {"__name__": "docstring"}  # as for a user: nothing is imported yet
+                test.globs = {"__name__": "docstring"}  # nothing is imported before the example
                 found[test.name] = test
     return found
 
@@ -246,7 +246,7 @@ def test_example_of_docstring_runs(name: str) -> None:
     close_operators(test.globs)
 
 
-def test_docstrings_hold_examples() -> None:
+def test_docstrings_contain_examples() -> None:
     assert {
         "torchop._define.custom_op.custom_op",
         "torchop._define.library.Library",
@@ -255,7 +255,7 @@ def test_docstrings_hold_examples() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The collector can fail
+# Wrong pages fail
 
 
 def page_of(tmp_path: Path, text: str) -> Path:
@@ -295,12 +295,12 @@ def test_wrong_example_fails(tmp_path: Path, text: str, message: str) -> None:
     ],
     ids=["py", "Python", "directive", "indented", "lone output", "far output"],
 )
-def test_block_that_would_not_be_checked_is_refused(tmp_path: Path, text: str) -> None:
+def test_block_that_cannot_be_checked_is_rejected(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match=r"^page.md:\d"):
         run_page(page_of(tmp_path, text))
 
 
-def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> None:
+def test_blocks_of_a_page_share_a_namespace_that_is_removed(tmp_path: Path) -> None:
     text = """
         ```python
         import torch, torchop
@@ -319,13 +319,13 @@ def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> Non
         tensor([0...])
         ```
     """
-    for _ in range(2):  # the second time, the name is free
+    for _ in range(2):  # the page removes its operators, so it can run again
         assert run_page(page_of(tmp_path, text)) == 3
     assert not hasattr(torch.ops.docs_meta, "twice")
 
 
 # --------------------------------------------------------------------------------------------------
-# Links into the documentation of others
+# Links to the documentation of other projects
 
 
 @pytest.mark.parametrize("inventory", ["python", "torch"])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.project
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "crop_demo.py"
-ON_RANKS = EXAMPLES / "tensor_parallel.py"  # `rules/user/sharding/program.py` runs it on four
+ON_RANKS = EXAMPLES / "tensor_parallel.py"  # `rules/user/sharding/program.py` runs it on four ranks
 
 
 def run(script: Path, *arguments: str) -> str:
@@ -26,7 +26,7 @@ def run(script: Path, *arguments: str) -> str:
     return shown
 
 
-# What an example is about, and so needs besides torchop.
+# Packages that examples need besides torchop.
 NEEDS = {"nanobind_kernel": "nanobind", "tvm_ffi_kernel": "tvm_ffi"}
 
 
@@ -42,7 +42,7 @@ def test_example_runs_and_prints_a_result(script: Path) -> None:
 
 
 def install(name: str, folder: Path) -> str:
-    """Install the package of an example into a folder; return a search path that has it."""
+    """Install the package of an example into a folder, and return a PYTHONPATH with the package."""
     source, target = folder / name, folder / "installed"
     shutil.copytree(EXAMPLES / name, source)  # building may write into it
     subprocess.run(
@@ -54,11 +54,11 @@ def install(name: str, folder: Path) -> str:
     return os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def test_a_package_of_operators_builds_and_passes_its_own_tests(tmp_path: Path) -> None:
+def test_package_of_operators_builds_and_passes_its_tests(tmp_path: Path) -> None:
     path = install("package", tmp_path)
     assert (tmp_path / "installed" / "mykernels" / "_native.so").exists()
     tests = str(tmp_path / "package" / "tests")
-    # The checks that compile programs take two thirds of the time.
+    # Checks that compile programs take two thirds of the time.
     fast = "not compile and not inductor and not aot_dispatch"
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-k", fast]
     warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
@@ -71,7 +71,7 @@ def test_a_package_of_operators_builds_and_passes_its_own_tests(tmp_path: Path) 
     assert "test_softcap_is_a_scaled_tanh" in done.stdout
 
 
-def test_a_rule_of_another_package_is_installed_and_used(tmp_path: Path) -> None:
+def test_rule_of_another_package_is_installed_and_used(tmp_path: Path) -> None:
     path = install("latency_rule", tmp_path)
     program = """
 import torch, torchop
@@ -119,7 +119,7 @@ print("passed", latency)
 def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> None:
     shown = run(DEMO, "--output", str(tmp_path), "--rounds", "2")
     for step in ("eager", "torch.compile", "torch.export", "backward", "opcheck"):
-        assert f"...  {step}\nok  {step}" in shown  # what is at work can be seen in a log too
+        assert f"...  {step}\nok  {step}" in shown  # a log also shows the running step
     sizes = {"picture.png": (512, 600), "crop.png": (250, 300), "gradient.png": (512, 600)}
     for name, size in sizes.items():
         with Image.open(tmp_path / name) as picture:
@@ -133,9 +133,9 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
     assert "\x1b" not in shown, "colours in a pipe"
 
 
-def test_demo_fails_when_a_step_fails(tmp_path: Path) -> None:
-    # A box that reaches out of the picture: what PIL fills in is not what slicing leaves out.
-    # The other steps, and what calls cost, are the same as in the test above.
+def test_demo_fails_if_a_step_fails(tmp_path: Path) -> None:
+    # The box extends beyond the picture, where PIL pads the crop, but slicing does not. Run only
+    # two steps, because the test above runs the others.
     broken = """
         import sys, crop_demo
         crop_demo.BOX = (0, 0, 900, 900)

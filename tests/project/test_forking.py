@@ -1,4 +1,4 @@
-"""The servers that fork the programs of tests."""
+"""Server processes that fork to run the programs of tests."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ def answer(server: forking._Server, source: str = "print(1)") -> str:
     return run.stdout
 
 
-def test_the_folder_of_temporary_files_may_have_a_long_name(tmp_path, monkeypatch):
+def test_temporary_folder_may_have_a_long_name(tmp_path, monkeypatch):
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -33,14 +33,14 @@ def test_the_folder_of_temporary_files_may_have_a_long_name(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("when", ["before", "while"])
-def test_another_server_takes_the_place_of_one_that_is_killed(monkeypatch, when):
+def test_new_server_replaces_a_killed_one(monkeypatch, when):
     monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     place = f"{forking._folder()}/torchop-{os.getpid()}-{when}"
     with socket.socket(socket.AF_UNIX) as killed:
         killed.bind(place)
         if when == "before":
             killed.close()
-        else:  # while somebody connects with it
+        else:  # killed while a client connects
             killed.listen()
             threading.Thread(target=lambda: killed.accept()[0].close()).start()
         server = forking._Server(when, (), ())

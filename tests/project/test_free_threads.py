@@ -1,4 +1,4 @@
-"""The marker of tests that a Python without the GIL cannot pass: they have to fail on 3.13t."""
+"""Tests with the marker `needs_gil` must fail on a Python without the GIL."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_of_any_python(): pass
         ),
     ],
 )
-def test_a_marked_test_has_to_fail_without_the_gil(
+def test_marked_test_must_fail_without_the_gil(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,
     has_gil: bool,

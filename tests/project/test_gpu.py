@@ -15,7 +15,7 @@ from tests._support import on_device
 pytestmark = pytest.mark.project
 
 
-def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
+def test_parts_name_existing_files(tmp_path: Path) -> None:
     parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}
     assert {"scenarios", "marked", "anywhere", "benchmark", "page_kernels"} <= set(parts)
     assert set(parts) - {"anywhere"} == {part.name for part in gpu.parts("cpu", tmp_path)}
@@ -35,7 +35,7 @@ def test_the_parts_name_what_there_is(tmp_path: Path) -> None:
         ("import time; print('on', flush=True); time.sleep(60)", "stopped after 3 s", "on"),
     ],
 )
-def test_a_part_that_fails_or_hangs_is_reported(
+def test_part_that_fails_or_hangs_is_reported(
     program: str, status: str, last: str, tmp_path: Path
 ) -> None:
     part = gpu.Part("part", 3, (sys.executable, "-c", program))
@@ -43,25 +43,25 @@ def test_a_part_that_fails_or_hangs_is_reported(
     assert (outcome.status, outcome.last) == (status, last)
 
 
-def test_a_part_is_not_begun_when_the_time_is_over(tmp_path: Path) -> None:
+def test_part_does_not_start_without_enough_time(tmp_path: Path) -> None:
     part = gpu.Part("part", 3, (sys.executable, "-c", "print('run')"))
     outcome = gpu.run(part, "cuda:0", tmp_path, time.monotonic() + 5)
     assert (outcome.status, outcome.last) == ("not run: no time left", "")
 
 
-def test_what_measures_runs_alone(tmp_path: Path) -> None:
+def test_parts_that_measure_run_alone(tmp_path: Path) -> None:
     stages = gpu.stages(gpu.parts("cuda:0", tmp_path))
     alone = {part.name for stage in stages if len(stage) == 1 for part in stage}
     assert {"build", "benchmark", "anywhere"} <= alone
     assert {"scenarios", "marked", "page_kernels"} <= {part.name for part in stages[2]}
 
 
-def test_tensors_of_tests_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_factories_called_by_tests_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = on_device._on_device(torch.ones, torch.device("meta"))
     assert ones(2).device.type == "meta"
     assert ones(2, device="cpu").device.type == "cpu"
     assert ones(2, layout=torch.strided).device.type == "meta"
     into = torch.empty(2)
     assert ones(2, out=into) is into
-    monkeypatch.setattr(on_device, "TESTS", "/elsewhere")  # as for the factories of a library
+    monkeypatch.setattr(on_device, "TESTS", "/elsewhere")  # now the caller is not a test
     assert ones(2).device.type == "cpu"

@@ -1,4 +1,4 @@
-"""One package, loaded twice under two namespaces as the kernel hub does: `examples/kernel_hub`.
+"""`examples/kernel_hub` loads one package twice, in two namespaces, like the kernel hub.
 
 Uses private names.
 """
@@ -61,7 +61,7 @@ def _reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return torch.nn.functional.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def test_the_example_runs() -> None:
+def test_example_runs() -> None:
     done = run_script(FOLDER / "load_twice.py")
     assert done.returncode == 0, done.stderr
     assert "3f9c2ab: calls float64" in done.stdout
@@ -84,7 +84,7 @@ def test_every_operator_of_both_copies_works(copies: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_both_copies_are_compiled_into_one_program(copies: list[Any], backend: str) -> None:
+def test_one_compiled_program_uses_both_copies(copies: list[Any], backend: str) -> None:
     first, second = copies
     layers = [module.layers.RMSNorm() for module in copies]
     for layer in layers:
@@ -104,7 +104,7 @@ def test_both_copies_are_compiled_into_one_program(copies: list[Any], backend: s
     torch.testing.assert_close(compiled_x.grad, x.grad)
 
 
-def test_a_rule_of_one_copy_does_not_reach_the_other(copies: list[Any]) -> None:
+def test_rule_of_one_copy_does_not_affect_the_other(copies: list[Any]) -> None:
     first, second = copies
     before = cache_key.identify([second.rms_norm._qualname])
     first.rms_norm.register_fake(lambda x, weight, eps=1e-6: x.new_empty(7))
@@ -124,7 +124,7 @@ def test_a_rule_of_one_copy_does_not_reach_the_other(copies: list[Any]) -> None:
     assert first.rms_norm(X.to("meta"), WEIGHT.to("meta")).shape == (7,)
 
 
-def test_a_provider_is_chosen_in_one_copy_alone(copies: list[Any]) -> None:
+def test_priority_applies_to_one_copy(copies: list[Any]) -> None:
     with copies[0].use_float64():
         ranks = [
             {each.provider: each.rank for each in torchop.providers(f"{module.NAMESPACE}::*")}
@@ -140,7 +140,7 @@ def test_both_copies_have_sharding_rules(copies: list[Any]) -> None:
 
 
 @needs_native
-def test_both_copies_accelerate_their_own_operator(copies: list[Any]) -> None:
+def test_both_copies_accelerate_their_operator(copies: list[Any]) -> None:
     for module in copies:
         op = getattr(torch.ops, module.NAMESPACE).negate
         op(X)
@@ -149,7 +149,7 @@ def test_both_copies_accelerate_their_own_operator(copies: list[Any]) -> None:
         assert torchop.native.counters(op)["native"] == before + 1
 
 
-def test_the_handles_of_copies_are_pickled_and_inspected(copies: list[Any]) -> None:
+def test_handles_of_copies_can_be_pickled_and_inspected(copies: list[Any]) -> None:
     for module in copies:
         assert pickle.loads(pickle.dumps(module.rms_norm)) is module.rms_norm
         assert copy.deepcopy(module.gate) is module.gate
@@ -158,7 +158,7 @@ def test_the_handles_of_copies_are_pickled_and_inspected(copies: list[Any]) -> N
         assert "rsqrt" in inspect.getsource(inspect.unwrap(module.rms_norm))
 
 
-def test_an_operator_belongs_to_the_copy_that_defined_it(copies: list[Any]) -> None:
+def test_operator_belongs_to_the_copy_that_defined_it(copies: list[Any]) -> None:
     first, second = (module.__name__ for module in copies)
     for module, other in ((copies[0], second), (copies[1], first)):
         for local in ("rms_norm", "gate", "negate"):

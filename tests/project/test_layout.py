@@ -1,6 +1,6 @@
-"""Imports between packages, the place of every file, and limits on lines of code.
+"""Layers of packages, names of files, and limits on lines of code.
 
-Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
+Imports inside functions and under `TYPE_CHECKING` count, because readers follow them too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.project
 
 PACKAGE = Path(torchop.__file__).parent
 CSRC = PACKAGE / "_native/csrc"
-# From the bottom up. A package imports only itself and packages in earlier rows.
+# From the lowest layer to the highest. A package imports only packages in lower layers.
 LAYERS = (
     ("_errors",),
     ("_hooks",),
@@ -46,13 +46,13 @@ LAYERS = (
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
-# Lines of code, without blank lines, comments and docstrings. Limits for a design: a change that
-# needs more merges or removes something else, or raises the limit in a commit that says why.
+# Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
+# limit must remove other code, or raise the limit and explain this in the commit.
 MOST_PYTHON_LINES = 29_800  # of the whole package
-MOST_CORE_LINES = 15_550  # of Python, in all packages that are not tools
+MOST_CORE_LINES = 15_550  # of all packages that are not tools
 MOST_CPP_LINES = 5_825
-# The core does not import tools. They use public names and `torchop.extend`, as third-party tools
-# do. A file of `_compat` that only tools use belongs to them.
+# The core does not import tools. Tools use public names and `torchop.extend`, like third-party
+# tools. A file of `_compat` that only tools use is a tool too.
 TOOLS = (
     "__main__",
     "_accelerate",
@@ -66,9 +66,9 @@ TOOLS = (
     "sphinx",
     "testing",
 )
-# Modules of the core that publish tools: `torchop`, and the methods of handles.
+# Modules of the core that make tools public, so they may import tools.
 OFFERS = {"torchop", "torchop._define.registrations"}
-# The modules of the core that tools may import besides, and the reasons.
+# Modules of the core that tools may import although they are private, with the reason.
 EXCEPTIONS = {
     "_accelerate": (
         "it enables native calls for operators of other packages",
@@ -114,7 +114,6 @@ EXCEPTIONS = {
         },
     ),
 }
-# Tokens that are not code.
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -124,12 +123,12 @@ NO_CODE = {
     tokenize.NEWLINE,
     tokenize.NL,
 }
-# A comment on the line of a late import gives the reason.
+# A comment on the line of a late import must give a reason.
 REASON = re.compile(r"#\s*\S")
 
 
 class Import(NamedTuple):
-    """An import of a module of torchop, or of a name in it."""
+    """An import of a module of torchop, or of a name in the module."""
 
     importer: str
     imported: str
@@ -140,7 +139,7 @@ class Import(NamedTuple):
 
 
 def sources(package: Path) -> dict[str, Path]:
-    """The files of a package, by the name of the module."""
+    """Map the name of each module in a package to its file."""
     modules = {}
     for path in package.rglob("*.py"):
         parts = (package.name, *path.relative_to(package).with_suffix("").parts)
@@ -149,28 +148,27 @@ def sources(package: Path) -> dict[str, Path]:
 
 
 def imports(package: Path) -> list[Import]:
-    """Every import of a module of the package, by a module of it."""
+    """Return every import between modules of the package."""
     modules = sources(package)
     return [each for name in modules for each in _imports_of(name, modules)]
 
 
 @functools.cache
 def of_torchop() -> list[Import]:
-    """Return the imports of the package."""
     return imports(PACKAGE)
 
 
 def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
     text = modules[importer].read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)
-    if importer == "torchop":  # whose late names are imported where they are used, see below
+    if importer == "torchop":  # test_late_names_are_imported_for_type_checkers checks these
         tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
     for node, is_late in _nodes(tree, is_late=False):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
             assert node.level == 0, f"{importer}:{node.lineno}: a relative import"
-            # A name may be that of a module in a package.
+            # A name may be a module in a package.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         comment = any(REASON.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
         for name in names:
@@ -193,12 +191,12 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
 
 
 def entry_of(module: str) -> str:
-    """The entry of the package that a module belongs to."""
+    """Return the top-level package or module that contains a module."""
     return (module.split(".") + ["__init__"])[1]
 
 
 def upward(found: list[Import]) -> list[str]:
-    """The imports that do not go down."""
+    """Return the imports from the same or a higher layer."""
     wrong = []
     for each in found:
         importer, imported = entry_of(each.importer), entry_of(each.imported)
@@ -208,7 +206,7 @@ def upward(found: list[Import]) -> list[str]:
 
 
 def circle(found: list[Import]) -> list[str]:
-    """A circle of modules that import each other; empty if there is none."""
+    """Return a cycle of modules that import each other, or an empty list."""
     graph: dict[str, set[str]] = {}
     for each in found:
         if each.importer != each.imported:
@@ -222,15 +220,15 @@ def circle(found: list[Import]) -> list[str]:
 
 def test_every_entry_has_a_layer() -> None:
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__",)}
-    assert entries == {*LEVELS, "py"}  # py.typed, which nobody reads
+    assert entries == {*LEVELS, "py"}  # the file py.typed
     assert len(LEVELS) <= MOST_ENTRIES
 
 
-def test_no_import_goes_up() -> None:
+def test_no_package_imports_a_higher_layer() -> None:
     assert upward(of_torchop()) == []
 
 
-def test_no_modules_import_each_other() -> None:
+def test_imports_have_no_cycle() -> None:
     assert circle(of_torchop()) == []
 
 
@@ -250,7 +248,7 @@ def test_late_names_are_imported_for_type_checkers() -> None:
 def modules_of_tools(found: list[Import]) -> dict[str, str]:
     """Return the modules of tools, each with its tool.
 
-    A file of `_compat` that `torchop` alone imports connects PyTorch with a tool, so it is one too.
+    If only tools and `torchop` import a file of `_compat`, the file belongs to the tools.
     """
     users: dict[str, set[str]] = {}
     for each in found:
@@ -282,14 +280,14 @@ def of_the_core(found: list[Import]) -> list[Import]:
 
 
 def is_public(each: Import) -> bool:
-    """Return whether `torchop` has the name too, which it may be importing just now."""
+    """Return whether `torchop` has the same object under the same name."""
     if each.name not in torchop.__all__:
         return False
     module = importlib.import_module(each.imported)
     return getattr(module, each.name) is getattr(torchop, each.name)
 
 
-def test_the_core_imports_no_tools() -> None:
+def test_core_imports_no_tools() -> None:
     found = of_torchop()
     tools = modules_of_tools(found)
     wrong = [
@@ -316,7 +314,7 @@ def test_tools_use_public_names() -> None:
     assert {tool: allowed for tool, (_, allowed) in EXCEPTIONS.items()} == used
 
 
-def test_a_private_name_of_the_core_is_found() -> None:
+def test_import_of_a_private_name_of_the_core_is_detected() -> None:
     def importing(importer: str, imported: str, name: str) -> Import:
         return Import(f"torchop.{importer}", f"torchop.{imported}", name, 1, False, False)
 
@@ -331,29 +329,29 @@ def test_a_private_name_of_the_core_is_found() -> None:
     assert of_the_core(found) == [private, private_file]
 
 
-def test_importing_torchop_imports_the_core_alone() -> None:
+def test_importing_torchop_imports_only_the_core() -> None:
     program = "import sys, torchop; print(*sys.modules)"
     loaded = run_forked(program).stdout.split()
     tools = {tool_of(name) for name in loaded if name.startswith("torchop.")}
     assert tools == {"", "_rules.providers", "_rules.user"}
 
 
-def test_the_core_is_small() -> None:
+def test_core_is_within_its_line_limit() -> None:
     tools = modules_of_tools(of_torchop())
     count = sum(
         python_lines(path.read_text(encoding="utf-8"))
         for name, path in sources(PACKAGE).items()
-        if name not in tools and not tool_of(name)  # which may import nothing of ours
+        if name not in tools and not tool_of(name)  # may not import names of torchop
     )
     assert count <= MOST_CORE_LINES
 
 
-def test_an_import_inside_a_function_says_why() -> None:
+def test_import_inside_a_function_has_a_comment() -> None:
     late = [each for each in of_torchop() if each.is_late and not each.comment]
     assert [f"{each.importer}:{each.line}" for each in late] == []
 
 
-def test_no_file_is_long() -> None:
+def test_files_are_within_the_line_limit() -> None:
     files = {**sources(PACKAGE), **{path.name: path for path in CSRC.iterdir()}}
     lines = {
         name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()
@@ -361,7 +359,7 @@ def test_no_file_is_long() -> None:
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
-def test_the_page_about_native_calls_names_every_file() -> None:
+def test_page_about_native_calls_names_every_file() -> None:
     page = PACKAGE.parents[1] / "docs/dev/native-calls.md"
     table = set(re.findall(r"`(\w+)\.(?:cpp|h)`", page.read_text(encoding="utf-8")))
     assert {path.stem for path in CSRC.iterdir()} - table == set()
@@ -369,7 +367,7 @@ def test_the_page_about_native_calls_names_every_file() -> None:
 
 @functools.cache
 def python_lines(text: str) -> int:
-    """Lines that hold code of Python: no blank lines, comments or docstrings."""
+    """Return the number of lines of code, without blank lines, comments and docstrings."""
     lines = {
         line
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
@@ -385,19 +383,19 @@ def python_lines(text: str) -> int:
 
 
 def cpp_lines(text: str) -> int:
-    """Lines that hold code of C++, whose comments here are of whole lines."""
+    """Return the number of lines of code. Comments at the end of a line are not recognized."""
     return sum(
         1 for line in text.splitlines() if line.strip() and not line.strip().startswith("//")
     )
 
 
-def test_the_package_is_small() -> None:
+def test_package_is_within_its_line_limit() -> None:
     files = sources(PACKAGE).values()
     count = sum(python_lines(path.read_text(encoding="utf-8")) for path in files)
     assert count <= MOST_PYTHON_LINES
 
 
-def test_the_call_path_is_small() -> None:
+def test_cpp_is_within_its_line_limit() -> None:
     count = sum(cpp_lines(path.read_text(encoding="utf-8")) for path in CSRC.iterdir())
     assert count <= MOST_CPP_LINES
 
@@ -412,15 +410,15 @@ def test_comments_and_docstrings_are_not_code() -> None:
 
 
 def names_in(tree: str) -> set[str]:
-    """The files and folders that the tree in ARCHITECTURE.md names."""
+    """Return the names of files and folders in the tree in ARCHITECTURE.md."""
     return set(re.findall(r"[a-z_]+", tree))
 
 
-def test_the_tree_names_every_file() -> None:
+def test_architecture_names_every_file() -> None:
     text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"```text\ntorchop/\n(.*?)```", text, re.DOTALL)
     modules = {part for name in sources(PACKAGE) for part in name.split(".")[1:]}
-    # ARCHITECTURE.md mentions the helpers of these packages without their names.
+    # ARCHITECTURE.md does not name the helpers in these packages.
     packages = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
     helpers = {
         name.rpartition(".")[2]
@@ -432,7 +430,7 @@ def test_the_tree_names_every_file() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with two layers, whose imports are as they should be."""
+    """A package with two layers and correct imports."""
     folder = tmp_path / "torchop"
     for name, text in {
         "__init__.py": "",
@@ -457,14 +455,14 @@ UPWARD = {
 
 
 @pytest.mark.parametrize("text", UPWARD.values(), ids=UPWARD)
-def test_an_import_that_goes_up_is_found(package: Path, text: str) -> None:
+def test_import_of_a_higher_layer_is_detected(package: Path, text: str) -> None:
     (package / "_core" / "definition.py").write_text(text)
     (wrong,) = upward(imports(package))
     assert wrong.startswith("torchop._core.definition:")
     assert circle(imports(package)) != []
 
 
-def test_a_circle_inside_a_package_is_found(package: Path) -> None:
+def test_import_cycle_inside_a_package_is_detected(package: Path) -> None:
     (package / "_core" / "lock.py").write_text(
         "def f():\n    from torchop._core import definition\n"
     )

@@ -32,10 +32,10 @@ def client() -> Iterator[Any]:
 
 
 def shown(notebook: Any) -> list[tuple[str, list[list[str]]]]:
-    """Return the output of each cell, and the types of its other results."""
+    """Return the text output of each cell, and the MIME types of its other results."""
     return [
         (
-            # Jupyter may store what a cell prints in one piece or in several.
+            # Jupyter may split the output of a cell.
             without_notes_of_pytorch("".join(out.get("text", "") for out in cell.outputs)),
             [sorted(output.data) for output in cell.outputs if "data" in output],
         )
@@ -51,26 +51,26 @@ def pictures(notebook: Any) -> list[Image.Image]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_shows_what_it_has_stored(path: Path, client: Any) -> None:
+def test_notebook_reproduces_its_stored_outputs(path: Path, client: Any) -> None:
     stored = notebooks.nbformat.read(path, as_version=4)
     notebooks.nbformat.validate(stored)
     run = notebooks.run(path, client)
     assert shown(run) == shown(stored)
     assert len(pictures(stored)) >= 3
     for now, before in zip(pictures(run), pictures(stored), strict=True):
-        # Releases of matplotlib may differ in a pixel.
+        # Releases of matplotlib may differ in a few pixels.
         assert now.resize((8, 8)).tobytes() == pytest.approx(
             before.resize((8, 8)).tobytes(), abs=12
         )
     assert path.stat().st_size < 150_000
 
 
-def test_the_founding_tutorials_are_there() -> None:
+def test_all_notebooks_exist() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["contracts", "crop_and_paste", "libraries"]
 
 
-def test_a_cell_that_raises_fails(tmp_path: Path, client: Any) -> None:
-    cell = notebooks.nbformat.v4.new_code_cell("photo")  # of another notebook
+def test_cell_that_raises_fails(tmp_path: Path, client: Any) -> None:
+    cell = notebooks.nbformat.v4.new_code_cell("photo")  # another notebook defines this name
     path = tmp_path / "wrong.ipynb"
     notebooks.nbformat.write(notebooks.nbformat.v4.new_notebook(cells=[cell]), path)
     with pytest.raises(Exception, match="NameError"):

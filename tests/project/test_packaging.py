@@ -40,7 +40,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, unpacked."""
+    """The extracted source distribution."""
     folder = tmp_path_factory.mktemp("sdist")
     (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(folder))
     with tarfile.open(built) as opened:
@@ -50,18 +50,18 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is in it
+# Contents
 
 
 def tracked(*folders: str) -> set[str]:
-    """The files that git has."""
+    """Return the files that git tracks."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("these sources are not those of a clone")
     listed = subprocess.check_output(["git", "ls-files", *folders], cwd=ROOT, text=True)
     return {name for name in listed.splitlines() if (ROOT / name).exists()}
 
 
-def test_wheel_has_the_packages_and_nothing_else(archive: zipfile.ZipFile) -> None:
+def test_wheel_contains_only_the_packages(archive: zipfile.ZipFile) -> None:
     names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert tracked("src") <= {f"src/{name}" for name in names}
     assert {name.partition("/")[0] for name in names} == {"torchop", "pytest_torchop"}
@@ -72,14 +72,14 @@ def test_wheel_has_the_packages_and_nothing_else(archive: zipfile.ZipFile) -> No
     assert "torchop/py.typed" in names
 
 
-def test_wheel_makes_the_command(archive: zipfile.ZipFile) -> None:
+def test_wheel_installs_the_command(archive: zipfile.ZipFile) -> None:
     (file,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     text = archive.read(file).decode()
     (place,) = re.findall(r"\[console_scripts\]\ntorchop = (\S+)\n", text)
     assert EntryPoint("torchop", place, "console_scripts").load() is __main__.main
 
 
-def test_source_distribution_has_all_that_git_has(sources: Path) -> None:
+def test_source_distribution_contains_all_tracked_files(sources: Path) -> None:
     files = {str(path.relative_to(sources)) for path in sources.rglob("*") if path.is_file()}
     assert tracked() <= files
     assert not [name for name in files if name.startswith(".venv") or name.endswith(".so")]
@@ -100,18 +100,18 @@ def test_tests_of_the_source_distribution_run(sources: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What an index shows
+# The page on a package index
 
 
 def shown(**urls: str) -> str:
-    """The page that an index shows, where these are the addresses of the project."""
+    """Return the page on a package index for a project with these URLs."""
     metadata: dict[str, Any] = {"version": "1.2.3", "urls": urls}
     HATCH_BUILD["MetadataHook"](str(ROOT), {}).update(metadata)
     return str(metadata["readme"]["text"])
 
 
 def targets(text: str) -> list[tuple[str, str]]:
-    """Return the targets of links and pictures of a page, with their kind."""
+    """Return the kind and the target of each link and picture on a page."""
     tokens = [t for block in MarkdownIt("commonmark").parse(text) for t in block.children or ()]
     links = [("link", str(t.attrs["href"])) for t in tokens if t.type == "link_open"]
     return links + [("picture", str(t.attrs["src"])) for t in tokens if t.type == "image"]
@@ -121,7 +121,7 @@ def is_absolute(target: tuple[str, str]) -> bool:
     return target[1].startswith(("https://", "#"))
 
 
-def test_links_of_the_readme_work_where_its_files_are_not() -> None:
+def test_links_of_the_published_readme_are_absolute() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert not all(map(is_absolute, targets(readme)))
     page = shown(Repository=f"{REPOSITORY}/")
@@ -131,7 +131,7 @@ def test_links_of_the_readme_work_where_its_files_are_not() -> None:
     assert ("link", f"{REPOSITORY}/blob/v1.2.3/docs/how-to/packages.md") in targets(page)
 
 
-def test_without_a_public_address_nothing_leads_astray(archive: zipfile.ZipFile) -> None:
+def test_metadata_without_a_repository_has_no_wrong_links(archive: zipfile.ZipFile) -> None:
     assert all(map(is_absolute, targets(shown())))
     (file,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
     written = Parser().parsestr(archive.read(file).decode())
@@ -140,12 +140,12 @@ def test_without_a_public_address_nothing_leads_astray(archive: zipfile.ZipFile)
     classifiers = written.get_all("Classifier")
     versions = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
     assert versions == ["3.10", "3.11", "3.12", "3.13"]
-    # The extension is not written for it.
+    # The extension does not support free-threaded Python.
     assert not [c for c in classifiers if "Free Threading" in c]
 
 
 # --------------------------------------------------------------------------------------------------
-# How pages say to install it
+# Installation instructions
 
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in common.PAGES}
 FROM_INDEX = re.compile(r"pip\s+(?:install|wheel)\b[^`\n#]*\s'?torchop\b(?!-)")
@@ -155,7 +155,7 @@ FROM_CHECKOUT = re.compile(
 
 
 def places(pattern: re.Pattern[str], on_index: bool) -> set[str]:
-    """The pages on which readers find it."""
+    """Return the pages that match the pattern."""
     published = HATCH_BUILD["published"]
     pages = {name: " ".join(published(text, on_index).split(" ")) for name, text in PAGES.items()}
     return {
@@ -165,7 +165,7 @@ def places(pattern: re.Pattern[str], on_index: bool) -> set[str]:
     }
 
 
-def test_pages_say_what_works_today() -> None:
+def test_pages_show_the_installation_that_works() -> None:
     assert len(places(FROM_CHECKOUT, on_index=False)) >= 8
     if not _extras.ON_INDEX:
         assert places(FROM_INDEX, on_index=False) == set()
@@ -176,14 +176,14 @@ def test_one_switch_changes_every_page() -> None:
     assert places(FROM_INDEX, on_index=True) == places(FROM_CHECKOUT, on_index=False)
 
 
-def test_messages_say_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_show_the_installation_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_extras, "ON_INDEX", False)
     assert _extras.installing("cli") == "pip install '.[cli]' in a checkout of torchop"
     monkeypatch.setattr(_extras, "ON_INDEX", True)
     assert _extras.installing("cli") == "pip install 'torchop[cli]'"
 
 
-def test_no_message_says_it_in_words_of_its_own() -> None:
+def test_only_one_file_contains_installation_commands() -> None:
     found = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "src").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Check that tests of behaviour use public names, and that other test files are marked."""
+"""Test files that import private names are marked as such."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_files_that_import_private_names_are_marked() -> None:
         "def f():\n    from torchop._core.lock import registration_lock",
     ],
 )
-def test_an_import_of_a_private_name_is_found(line: str) -> None:
+def test_import_of_a_private_name_is_detected(line: str) -> None:
     assert imports_private_names(line)
 
 

@@ -34,12 +34,12 @@ PUBLIC = {
     "torchop.extend": torchop.extend.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
-# Taken from PyTorch as they are, with the docstrings they have there, if any.
+# Names that come from PyTorch, with PyTorch's docstrings.
 PYTORCHS_OWN = {"CustomOpDef", "EffectType", "OpOverload", "fallthrough_kernel", "wrap_triton"}
 
 
 def find(name: str) -> Any:
-    return functools.reduce(getattr, name.split(".")[1:], torchop)  # all are found like that
+    return functools.reduce(getattr, name.split(".")[1:], torchop)  # imports submodules
 
 
 def is_function(name: str) -> bool:
@@ -55,7 +55,7 @@ CLASSES = [
 
 
 # --------------------------------------------------------------------------------------------------
-# There, and documented
+# Existence and documentation
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,11 +63,11 @@ def test_name_is_importable(name: str) -> None:
     assert find(name) is not None
 
 
-def test_wrap_triton_is_the_function_of_pytorch() -> None:
+def test_wrap_triton_is_pytorchs_function() -> None:
     assert torchop.wrap_triton is torch.library.wrap_triton
 
 
-def test_all_names_every_public_name_once() -> None:
+def test_all_contains_every_public_name_once() -> None:
     assert len(set(torchop.__all__)) == len(torchop.__all__)
     public = {
         name
@@ -77,25 +77,25 @@ def test_all_names_every_public_name_once() -> None:
     assert public == set(torchop.__all__)
 
 
-def test_the_names_of_the_package_are_public() -> None:
+def test_dir_lists_public_names() -> None:
     names = dir(torchop)
     assert not [n for n in names if n.startswith("_") and not n.startswith("__")]
     assert {"compat", "export", "native", "testing", "__version__", *torchop.__all__} <= set(names)
     assert not {"importlib", "typing"} & set(names)
 
 
-def test_modules_are_found_without_an_import_of_their_own() -> None:
+def test_modules_are_available_without_importing_them() -> None:
     program = "import torchop; print(torchop.testing.check, torchop.export.save, torchop.compat)"
     assert run_forked(program).stdout.startswith("<function check at ")
 
 
-def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+def test_missing_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'torchop' has no attribute 'recod'"):
         torchop.recod  # noqa: B018  # for what it raises
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_class_has_a_docstring_of_its_own(name: str) -> None:
+def test_class_has_its_own_docstring(name: str) -> None:
     cls = find(name)
     doc = vars(cls).get("__doc__") or ""
     assert re.match(r"[A-Z].*\.(\n|$)", doc, re.DOTALL), doc
@@ -107,7 +107,7 @@ def sections(function: Callable[..., Any]) -> set[str]:
     return set(re.findall(r"^(\w+):", inspect.getdoc(function) or "", re.MULTILINE))
 
 
-# Functions that cannot be called wrongly, or only as something else says already.
+# Functions that have no errors of their own.
 CANNOT_FAIL = {
     "torchop.cache_key_tag",
     "torchop.impl_abstract",
@@ -124,7 +124,7 @@ CANNOT_FAIL = {
     "torchop.residuals",
     "torchop.native.status",
 }
-WITHOUT_EXAMPLE = {"torchop.impl_abstract", "torchop.export.load"}  # deprecated; see save
+WITHOUT_EXAMPLE = {"torchop.impl_abstract", "torchop.export.load"}  # deprecated; see export.save
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -149,7 +149,7 @@ def test_function_is_documented(name: str) -> None:
 
 
 def methods_of(cls: type, *bases: type) -> list[str]:
-    """The public methods that a class and some of its bases define."""
+    """Return the public methods that a class and some of its bases define."""
     return [
         f"{cls.__name__}.{name}"
         for base in (cls, *bases)
@@ -167,12 +167,12 @@ def test_method_is_documented(method: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(n for n in torchop.__all__ if n.startswith("register_")))
-def test_a_registration_is_the_same_as_a_function_and_as_a_method(name: str) -> None:
+def test_registration_function_and_method_are_the_same(name: str) -> None:
     assert getattr(torchop.CustomOp, name) is getattr(torchop, name)
 
 
 def in_reference(text: str) -> set[str]:
-    """The names that the reference describes, each on a page of its own or where it stands."""
+    """Return the names that the reference describes."""
     directives = r"^\.\. (?:auto)?(?:function|class|exception|data):: (\w+)"
     tables = re.findall(r"^\.\. autosummary::\n(.*?)```", text, re.MULTILINE | re.DOTALL)
     entries = re.findall(r"^   ([a-zA-Z][\w.]*)$", "\n".join(tables), re.MULTILINE)
@@ -185,12 +185,12 @@ def test_reference_has_every_public_name() -> None:
     assert in_reference(REFERENCE.read_text(encoding="utf-8")) == expected
 
 
-def test_reader_of_the_reference_misses_what_is_missing() -> None:
+def test_missing_name_in_the_reference_is_detected() -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     assert in_reference(text.replace("   opcheck\n", "")) == in_reference(text) - {"opcheck"}
 
 
-def test_every_error_has_a_section_that_says_what_to_do() -> None:
+def test_every_error_has_a_section_on_the_page() -> None:
     page = (REFERENCE.parent / "errors.md").read_text(encoding="utf-8")
     errors = {
         name.removeprefix("torchop.") for name in CLASSES if issubclass(find(name), BaseException)
@@ -201,14 +201,14 @@ def test_every_error_has_a_section_that_says_what_to_do() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Like torch.library
+# Signatures as in torch.library
 
 
 def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
     """Return the differences between two signatures that break calls of `stock`.
 
-    Ours may have more parameters, after those that can be passed by position, or keyword-only; and
-    it may take by keyword, under any name, what `stock` takes by position only.
+    `ours` may have more optional parameters. It may also accept a positional-only parameter of
+    `stock` by keyword.
     """
     mine = list(inspect.signature(ours).parameters.values())
     theirs = list(inspect.signature(stock).parameters.values())
@@ -240,7 +240,7 @@ def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
     return found
 
 
-# torch.library.opcheck is a function of torch.testing._internal with the same signature.
+# The module of torch.library.opcheck is torch.testing._internal, so name it explicitly.
 SHARED = sorted(
     {
         "custom_op",
@@ -261,7 +261,7 @@ SHARED = sorted(
 )
 
 
-def test_nothing_of_torch_library_is_forgotten() -> None:
+def test_every_function_of_torch_library_exists() -> None:
     ours = set(torchop.__all__)
     public = {
         name
@@ -290,7 +290,7 @@ def test_library_is_called_as_in_torch_library(name: str) -> None:
     assert problems(getattr(torchop.Library, name), getattr(torch.library.Library, name)) == []
 
 
-def test_library_is_made_as_in_torch_library() -> None:
+def test_library_is_constructed_as_in_torch_library() -> None:
     assert problems(torchop.Library, torch.library.Library) == []
 
 
@@ -312,7 +312,7 @@ def test_handle_is_called_as_in_torch_library(name: str) -> None:
     assert problems(types.MethodType(ours, op), types.MethodType(stock, op)) == []
 
 
-def test_exceptions_are_those_that_callers_catch() -> None:
+def test_exceptions_derive_from_builtin_exceptions() -> None:
     for name in torchop.__all__:
         value = getattr(torchop, name)
         if inspect.isclass(value) and issubclass(value, BaseException):
@@ -322,7 +322,7 @@ def test_exceptions_are_those_that_callers_catch() -> None:
     assert issubclass(torchop.testing.OpCheckError, Exception)
 
 
-def test_comparison_sees_differences() -> None:
+def test_comparison_detects_differences() -> None:
     def stock(op, func=None, /, key=None, *, lib=None):
         """The reference."""
 

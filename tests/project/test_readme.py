@@ -1,4 +1,4 @@
-"""The two commands of the README, as a new user and continuous integration run them."""
+"""The README shows two commands, which new users and CI run."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ X = torch.tensor([1.0, math.nan, 0.0])
         ([1], [True], "value 0 is 1 instead of True"),
     ],
 )
-def test_a_difference_of_any_bit_is_found(found, expected, said) -> None:
+def test_difference_in_any_bit_is_detected(found, expected, said) -> None:
     difference = _case.difference(found, expected)
     assert said in difference
     assert bool(difference) == bool(said)
 
 
-def test_a_run_shows_results_writes_versions_and_gradients() -> None:
+def test_run_returns_results_writes_versions_and_gradients() -> None:
     def scaled(x: Tensor, log: Tensor) -> Tensor:
         log.add_(x.detach().sum())
         return x * 3
@@ -67,7 +67,7 @@ def test_a_run_shows_results_writes_versions_and_gradients() -> None:
 
 
 @needs_native
-def test_a_case_is_compared_with_and_without(namespace) -> None:
+def test_case_is_compared_with_and_without_acceleration(namespace) -> None:
     numbers = itertools.count()
 
     @torch.library.custom_op(f"{namespace}::good", mutates_args=())
@@ -89,7 +89,7 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
 
 
 @needs_native
-def test_an_operator_without_a_case_needs_a_reason(namespace) -> None:
+def test_operator_without_a_case_needs_a_reason(namespace) -> None:
     library = torch.library.Library(namespace, "FRAGMENT")
     for name in ("has_case", "has_reason", "forgotten"):
         library.define(f"{name}(Tensor x) -> Tensor")
@@ -113,7 +113,7 @@ def test_overhead_does_not_depend_on_the_order(monkeypatch, first) -> None:
 
     def takes(name: str, nanoseconds: int) -> None:
         nonlocal now
-        # Who comes second pays for what the first one left in the caches.
+        # The second call of a pair is slower, because the first one changed the caches.
         is_second = len(calls) % 2 == 1
         calls.append(name)
         now += nanoseconds + 500 * (is_second == (first == "call"))
@@ -146,14 +146,14 @@ GOOD = own_tests.Run({"a": "passed", "b": "skipped"}, {"quanto::op": {"native": 
         ),
     ],
 )
-def test_runs_of_tests_are_compared(accelerated, said) -> None:
+def test_outcomes_of_two_test_runs_are_compared(accelerated, said) -> None:
     found = own_tests.problems(GOOD, accelerated)
     assert len(found) == len(said)
     assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
 
 
 @needs_native
-def test_a_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
+def test_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
     (tmp_path / "pyproject.toml").write_text("")
     folder = tmp_path / "test" / "library"
     folder.mkdir(parents=True)
@@ -194,8 +194,8 @@ def test_a_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
 
 
 @needs_native
-def test_an_operator_and_a_step_are_measured(namespace: str, monkeypatch) -> None:
-    """In one round each: whether they can be measured, not what they take."""
+def test_operator_and_training_step_are_measured(namespace: str, monkeypatch) -> None:
+    """This test uses one round, because it does not check the times."""
 
     @torch.library.custom_op(f"{namespace}::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:

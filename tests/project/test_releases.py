@@ -36,7 +36,7 @@ def test_that_passes_until_it_ends(): pass
 """
 
 
-def test_a_marked_test_has_to_fail_on_other_releases(pytester: pytest.Pytester) -> None:
+def test_marked_test_must_fail_on_other_releases(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(TESTS)
     result = pytester.runpytest_inprocess("-p", "tests._support.releases", "-p", "no:xdist", "-rA")
     result.assert_outcomes(passed=2, failed=3, xfailed=2)

@@ -28,7 +28,7 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
         check=False,
-        # No request leaves the machine: the inventories of other projects are in the sources.
+        # The sources contain the inventories of other projects, so the build needs no network.
         env={**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
     )
 
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[str, str]:
-    """The pages that we write, by their path. Those with sources have no structure of ours."""
+    """The HTML of all pages, except source code, by path."""
     return {
         page.relative_to(site).as_posix(): page.read_text(encoding="utf-8")
         for page in site.rglob("*.html")
@@ -52,7 +52,7 @@ def pages(site: Path) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The build
+# Build
 
 
 def test_documentation_builds_without_a_warning_or_a_network(site: Path) -> None:
@@ -87,7 +87,7 @@ def test_build_fails_on_a_warning(other_site: tuple[str, Path]) -> None:
     assert "nowhere.md" in said
 
 
-def test_addresses_of_the_project_bring_edit_links_and_pictures(
+def test_project_urls_add_edit_links_and_preview_images(
     other_site: tuple[str, Path],
 ) -> None:
     _, folder = other_site
@@ -105,7 +105,7 @@ def test_addresses_of_the_project_bring_edit_links_and_pictures(
 
 
 def broken_links(site: Path, pages: dict[str, str]) -> list[str]:
-    """The links and images of pages that lead nowhere."""
+    """Return the links and images whose target does not exist."""
     anchors: dict[Path, set[str]] = {}
     broken = []
     for page, html in pages.items():
@@ -132,7 +132,7 @@ def test_no_internal_link_is_broken(site: Path, pages: dict[str, str]) -> None:
     assert broken_links(site, pages) == []
 
 
-def test_a_broken_link_is_found(site: Path) -> None:
+def test_broken_link_is_detected(site: Path) -> None:
     text = '<a href="nowhere.html">a</a> <a href="index.html#nowhere">b</a> <a href="#c">c</a>'
     text += ' <a href="index.html">d</a> <img src="no.png">'
     found = broken_links(site, {"index.html": text})
@@ -144,7 +144,7 @@ def test_a_broken_link_is_found(site: Path) -> None:
     }
 
 
-def test_pages_load_nothing_from_elsewhere(pages: dict[str, str]) -> None:
+def test_pages_load_no_external_files(pages: dict[str, str]) -> None:
     loaded = re.compile(r'<(?:script|img|iframe|link)\b[^>]+\b(?:href|src)="(?:https?:)?//[^"]*"')
     assert loaded.search('<script async src="https://cdn.example/x.js"></script>')
     for page, html in pages.items():
@@ -152,7 +152,7 @@ def test_pages_load_nothing_from_elsewhere(pages: dict[str, str]) -> None:
 
 
 def test_pages_have_the_structure_that_screen_readers_need(pages: dict[str, str]) -> None:
-    # One template makes all pages of the API.
+    # All API pages use the same template.
     api = ("reference/api/torchop.CustomOp", "reference/api/torchop.register_fake")
     for page in (name for name in pages if "/api/" not in name or name.startswith(api)):
         soup = BeautifulSoup(pages[page], "html.parser")
@@ -171,15 +171,15 @@ def test_pages_have_the_structure_that_screen_readers_need(pages: dict[str, str]
 
 
 def luminance(colour: str) -> float:
-    """Return the relative luminance of a colour such as #1f2328, as WCAG 2 defines it."""
+    """Return the relative luminance of a colour such as #1f2328, as defined by WCAG 2."""
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-# The backgrounds of furo's light and dark pages.
+# The backgrounds of light and dark pages in the furo theme.
 @pytest.mark.parametrize(("suffix", "background"), [("", "#ffffff"), ("-dark", "#131416")])
-def test_texts_of_charts_have_contrast(site: Path, suffix: str, background: str) -> None:
+def test_text_of_charts_has_enough_contrast(site: Path, suffix: str, background: str) -> None:
     for chart in (f"calls{suffix}.svg", f"kernels{suffix}.svg"):
         drawing = (site / "_images" / chart).read_text(encoding="utf-8")
         colours = set(re.findall(r"fill: (#[0-9a-f]{6})", drawing)) - {"#ffffff"}
@@ -189,22 +189,22 @@ def test_texts_of_charts_have_contrast(site: Path, suffix: str, background: str)
             assert (light + 0.05) / (dark + 0.05) >= 4.5, (chart, colour)
 
 
-def test_the_page_of_an_object_begins_with_what_it_is_for(pages: dict[str, str]) -> None:
+def test_page_of_an_object_starts_with_its_summary(pages: dict[str, str]) -> None:
     signatures = {}
     for page in (name for name in pages if "/api/" in name):
         article = pages[page].partition("</h1>")[2].partition("<footer")[0]
         assert re.match(r"\s*<p>[A-Z]", article), page
         signatures[page] = article.count('<dt class="sig ')
-    # A decorator has one, also where its type has two; `define` has two ways to name the operator.
+    # A decorator has one signature, even if its type has two. `define` has two overloads.
     assert signatures["reference/api/torchop.custom_op.html"] == 1
     assert signatures["reference/api/torchop.define.html"] == 2
 
 
 # --------------------------------------------------------------------------------------------------
-# For assistants
+# Markdown for language models
 
 
-def test_every_page_is_there_as_markdown_and_listed(site: Path, pages: dict[str, str]) -> None:
+def test_every_page_exists_as_markdown_and_is_listed(site: Path, pages: dict[str, str]) -> None:
     listed = re.findall(r"\]\(([^)]+)\)", (site / "llms.txt").read_text(encoding="utf-8"))
     written = {page.relative_to(site).as_posix() for page in site.rglob("*.md")}
     assert written >= set(listed)
@@ -214,7 +214,7 @@ def test_every_page_is_there_as_markdown_and_listed(site: Path, pages: dict[str,
     assert {page.replace(".html", ".md") for page in set(pages) - without} == written
 
 
-def test_markdown_is_clean(site: Path) -> None:
+def test_markdown_contains_no_html(site: Path) -> None:
     for page in site.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         assert text.startswith("# "), page

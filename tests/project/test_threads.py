@@ -1,4 +1,4 @@
-"""The stress test of tools/threads.py, for a moment; `nox -s threads` runs it for longer."""
+"""A short run of the stress test tools/threads.py. `nox -s threads` runs it for longer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.project
 
 
 @needs_native
-def test_threads_call_operators_that_others_change() -> None:
-    """In a process of its own, because the failure may be the end of it."""
+def test_threads_call_operators_that_other_threads_change() -> None:
+    """Run in another process, because a failure may crash the process."""
     done = run_forked(
         """
         import torchop, warnings
@@ -47,7 +47,7 @@ def test_wrong_result_is_a_failure() -> None:
     assert threads.check(torch.ones(2)) == "result"
 
 
-def test_batches_count_that_ran_at_once() -> None:
+def test_only_overlapping_batches_are_counted() -> None:
     threads = load_tool("threads")
 
     def batches(*times: tuple[int, int, int]) -> list[Any]:
@@ -55,7 +55,7 @@ def test_batches_count_that_ran_at_once() -> None:
 
     own = batches((0, 2, 2), (2, 4, 2), (4, 9, 2), (9, 11, 2), (11, 13, 2))
     other = batches((1, 3, 2), (3, 8, 5), (8, 12, 4), (12, 20, 1))
-    assert threads.at_once(own, []) == [20_000] * 4  # one was interrupted
+    assert threads.at_once(own, []) == [20_000] * 4  # one batch was interrupted
     assert threads.at_once(own, [other]) == [20_000] * 2
     assert threads.at_once(own, [other, batches((0, 5, 5))]) == [20_000]
     assert threads.at_once(own, [other, []]) == []

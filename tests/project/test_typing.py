@@ -1,7 +1,7 @@
-"""Type checkers accept correct uses of operators and reject wrong ones.
+"""Type checkers accept correct uses of operators, and reject wrong ones.
 
-The samples in `typing/` are checked, not executed. Each line of a sample that has to be an error is
-marked with `# ERROR`, and no other line may be one.
+Type checkers read the samples in `typing/`. The marker `# ERROR` is on each line with an error, and
+no other line may have one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.project  # mypy reads all of PyTorch where it has not yet
+pytestmark = pytest.mark.project  # with an empty cache, mypy reads all of PyTorch
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "typing"
 
 
 class Report(NamedTuple):
-    """The output of a type checker: errors and revealed types, by file and line."""
+    """The errors and the revealed types of a type checker, by file and line."""
 
     checker: str
     errors: dict[tuple[str, int], str]
@@ -31,8 +31,7 @@ class Report(NamedTuple):
 
 
 def run_mypy(scratch: Path) -> Report:
-    # With the settings of `make lint`, and so with what that keeps of PyTorch, for which mypy takes
-    # 30 seconds otherwise.
+    # Use the settings and the cache of `make lint`. Without the cache, mypy takes 30 seconds.
     output = run(ROOT, "mypy", "--output=json", str(SAMPLES))
     report = Report("mypy", {}, {})
     for line in output.splitlines():
@@ -66,7 +65,7 @@ def run_basedpyright(scratch: Path) -> Report:
 def run(directory: Path, module: str, *arguments: str) -> str:
     command: Sequence[str] = (sys.executable, "-m", module, *arguments)
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert result.returncode in (0, 1), result.stderr  # 2 and up: it could not check at all
+    assert result.returncode in (0, 1), result.stderr  # 2 or more: it could not run
     return result.stdout
 
 
@@ -82,7 +81,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def marked(sample: str, mark: str) -> dict[tuple[str, int], str]:
-    """The lines of a sample that have a mark, and what follows it."""
+    """Return the lines of a sample that have a mark, with the text after the mark."""
     lines = (SAMPLES / sample).read_text().splitlines()
     return {
         (sample, number): line.partition(f"  # {mark}: ")[2]
@@ -99,12 +98,12 @@ def test_right_uses_are_accepted(report: Report) -> None:
     assert errors_in("accepted.py", report) == {}
 
 
-def test_wrong_uses_are_errors_and_nothing_else_is(report: Report) -> None:
+def test_only_wrong_uses_are_errors(report: Report) -> None:
     errors = errors_in("rejected.py", report)
     assert errors.keys() == marked("rejected.py", "ERROR").keys(), errors
 
 
-def test_a_decorated_class_is_an_operator(report: Report) -> None:
+def test_decorated_class_is_an_operator(report: Report) -> None:
     errors = errors_in("decorated.py", report)
     assert errors.keys() == marked("decorated.py", "ERROR").keys(), errors
 
@@ -113,20 +112,21 @@ def test_lambdas_need_no_types(report: Report) -> None:
     assert errors_in("strict.py", report) == {}
 
 
-def test_wrong_calls_of_a_family_are_errors_for_mypy(report: Report) -> None:
-    # A type cannot make a parameter of a function optional, so others accept every call.
+def test_wrong_calls_of_a_family_are_errors_in_mypy(report: Report) -> None:
+    # Only the mypy plugin knows which parameters of a family are optional. Other checkers accept
+    # every call.
     expected = marked("families.py", "ERROR") if report.checker == "mypy" else {}
     errors = errors_in("families.py", report)
     assert errors.keys() == expected.keys(), errors
 
 
-def test_a_handle_has_the_parameters_and_the_result_of_its_function(report: Report) -> None:
+def test_handle_has_the_parameters_and_result_type_of_its_function(report: Report) -> None:
     revealed = {place: normalized(text) for place, text in report.revealed.items()}
     assert revealed == marked("accepted.py", "IS")
 
 
 def normalized(text: str) -> str:
-    """A type as both checkers could print it: no modules, no values of defaults, one bracket."""
+    """Remove modules and default values from a type, and use one kind of bracket."""
     text = re.sub(r"\w[\w.]*\.", "", text)
     text = re.sub(r" = ?\w*", "=", text)
     return text.translate(str.maketrans("()", "[]"))
@@ -139,11 +139,11 @@ def normalized(text: str) -> str:
         "CustomOp[(x: Tensor, *, n: int = 3), int]",
     ],
 )
-def test_types_are_compared_in_one_spelling(text: str) -> None:
+def test_types_are_normalized(text: str) -> None:
     assert normalized(text) == "CustomOp[[x: Tensor, *, n: int=], int]"
 
 
-def test_there_are_samples_to_check() -> None:
+def test_samples_contain_marked_lines() -> None:
     assert len(marked("rejected.py", "ERROR")) > 30
     assert len(marked("accepted.py", "IS")) == 9
     assert len(marked("families.py", "ERROR")) > 5

@@ -1,4 +1,4 @@
-"""Check that the workflows of hosted CI name existing sessions and targets, and all releases."""
+"""CI workflows name existing sessions and targets, and test all supported releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKFLOWS = {
     for path in (ROOT / ".github" / "workflows").glob("*.yml")
 }
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-# Importing the noxfile would change the environment of this process.
+# Parse the noxfile, because importing it would change the environment of this process.
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
 LISTS = {
     node.targets[0].id: ast.literal_eval(node.value)
@@ -29,13 +29,13 @@ SESSIONS = {node.name for node in NOXFILE.body if isinstance(node, ast.FunctionD
 TARGETS = re.search(r"^\.PHONY: (.+)$", MAKEFILE, re.MULTILINE)[1].split()  # type: ignore[index]
 
 
-def test_there_are_ten_targets() -> None:
+def test_makefile_has_ten_targets() -> None:
     defined = re.findall(r"^([a-z][a-z -]*):(?! export)", MAKEFILE, re.MULTILINE)
     assert {name for names in defined for name in names.split()} == set(TARGETS)
     assert len(TARGETS) == 10
 
 
-def test_every_session_says_what_it_does() -> None:
+def test_every_session_has_a_docstring() -> None:
     public = [
         node
         for node in NOXFILE.body
@@ -44,7 +44,7 @@ def test_every_session_says_what_it_does() -> None:
     assert [node.name for node in public if not ast.get_docstring(node)] == []
 
 
-def test_the_tests_run_with_every_supported_release() -> None:
+def test_tests_run_with_every_supported_release() -> None:
     rows = re.findall(r'\{ python: "([\d.]+)", torch: "([\d.]+)" \}', WORKFLOWS["tests.yml"])
     assert {torch for _, torch in rows} == set(LISTS["RELEASES"])
     assert {python for python, _ in rows} <= set(LISTS["PYTHONS"])

@@ -62,7 +62,7 @@ def _differentiable(namespace: str, kernel: Callable[..., Any]) -> Any:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("called_before", [False, True])
-def test_undeclared_mutation_is_found_however_it_is_called(
+def test_undeclared_mutation_is_detected_for_every_kind_of_call(
     namespace: str, call: Callable[[Any], Any], called_before: bool
 ) -> None:
     op = _differentiable(namespace, adds)
@@ -76,17 +76,17 @@ def test_undeclared_mutation_is_found_however_it_is_called(
     assert isinstance(e.value, torchop.UndeclaredMutationError)
     assert MUTATED in str(e.value)
     assert "mutates_args" in str(e.value)
-    call(op)  # outside, nobody looks
+    call(op)  # not checked outside the block
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_kernels_that_keep_their_word_pass(namespace: str, call: Callable[[Any], Any]) -> None:
+def test_correct_kernel_passes(namespace: str, call: Callable[[Any], Any]) -> None:
     op = _differentiable(namespace, keeps)
     with torchop.testing.checking():
         call(op)
 
 
-def test_declared_mutation_passes_whether_or_not_it_happens(namespace: str) -> None:
+def test_declared_mutation_passes_even_if_values_do_not_change(namespace: str) -> None:
     def kernel(x: Tensor, amount: float) -> None:
         x.add_(amount)
 
@@ -97,7 +97,7 @@ def test_declared_mutation_passes_whether_or_not_it_happens(namespace: str) -> N
         op(torch.zeros(2, requires_grad=True).detach(), 1.0)
 
 
-def test_mutation_through_numpy_is_found(namespace: str) -> None:
+def test_mutation_through_numpy_is_detected(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         x.numpy()[::-1].sort()
         return torch.from_numpy(np.sin(x.numpy()))
@@ -109,7 +109,7 @@ def test_mutation_through_numpy_is_found(namespace: str) -> None:
         define(namespace, kernel)(torch.arange(4.0))
 
 
-def test_place_in_a_list_is_named(namespace: str) -> None:
+def test_message_names_the_mutated_list_item(namespace: str) -> None:
     def kernel(xs, y):
         for x in xs:
             if x is not None and len(x):
@@ -127,7 +127,7 @@ def test_place_in_a_list_is_named(namespace: str) -> None:
             op([None, torch.empty(0), torch.ones(2)], torch.ones(2))
 
 
-def test_kernels_of_every_device_and_of_others_operators_are_looked_at(namespace: str) -> None:
+def test_device_kernels_and_kernels_of_other_operators_are_checked(namespace: str) -> None:
     op = define(namespace, keeps)
     op.register_kernel(TYPE, adds)
     with torchop.Library(namespace, "FRAGMENT") as library:
@@ -143,7 +143,7 @@ def test_kernels_of_every_device_and_of_others_operators_are_looked_at(namespace
 
 @pytest.mark.parametrize("with_keyset", [False, True])
 @pytest.mark.parametrize("called_before", [False, True])
-def test_kernels_of_a_library_are_looked_at(
+def test_kernels_registered_with_a_library_are_checked(
     namespace: str, with_keyset: bool, called_before: bool
 ) -> None:
     kernel = (lambda keyset, x: adds(x)) if with_keyset else adds
@@ -161,7 +161,7 @@ def test_kernels_of_a_library_are_looked_at(
             op(torch.zeros(2))
 
 
-def test_calls_from_kernels_are_looked_at(namespace: str) -> None:
+def test_calls_from_kernels_are_checked(namespace: str) -> None:
     inner = define(namespace, adds, "inner")
     outer = define(namespace, lambda x: inner(x.clone()), "outer", schema="(Tensor x) -> Tensor")
     with (
@@ -172,7 +172,7 @@ def test_calls_from_kernels_are_looked_at(namespace: str) -> None:
 
 
 @needs_context_in_backward
-def test_calls_from_backward_are_looked_at(namespace: str) -> None:
+def test_calls_from_backward_are_checked(namespace: str) -> None:
     inner = define(namespace, adds, "inner")
     outer = define(namespace, keeps, "outer")
     outer.register_autograd(lambda ctx, grad: inner(grad.clone()))
@@ -188,7 +188,7 @@ def test_calls_from_backward_are_looked_at(namespace: str) -> None:
 # The block
 
 
-def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
+def test_blocks_may_be_nested_and_may_raise(namespace: str) -> None:
     op = define(namespace)
     block = torchop.testing.checking()
     with block:
@@ -216,7 +216,7 @@ def test_function_may_be_decorated(namespace: str) -> None:
     op(torch.zeros(2))
 
 
-def test_exception_of_a_kernel_is_the_one_that_is_seen(namespace: str) -> None:
+def test_exception_of_the_kernel_is_raised_unchanged(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         x.add_(1)
         raise KeyError("mine")
@@ -225,7 +225,7 @@ def test_exception_of_a_kernel_is_the_one_that_is_seen(namespace: str) -> None:
         define(namespace, kernel)(torch.zeros(2))
 
 
-def test_other_threads_are_left_alone(namespace: str) -> None:
+def test_other_threads_are_not_checked(namespace: str) -> None:
     op = define(namespace)
     results: list[Any] = []
 
@@ -244,7 +244,7 @@ def test_other_threads_are_left_alone(namespace: str) -> None:
     assert results == [[1.0, 1.0]]
 
 
-def test_operators_defined_in_a_block_are_looked_at_there_only(namespace: str) -> None:
+def test_operator_defined_in_a_block_is_checked_only_there(namespace: str) -> None:
     with torchop.testing.checking():
         op = define(namespace)
         with pytest.raises(torchop.UndeclaredMutationError):
@@ -252,18 +252,18 @@ def test_operators_defined_in_a_block_are_looked_at_there_only(namespace: str) -
     op(torch.zeros(2))
 
 
-def test_outside_of_blocks_the_kernel_itself_runs(namespace: str) -> None:
+def test_kernel_is_not_wrapped_outside_blocks(namespace: str) -> None:
     op = define(namespace)
     plan = op._definition.plan
     assert plan[KernelRule].functions[None] is adds
     with torchop.testing.checking():
         assert op._definition.plan[KernelRule].functions[None] is not adds
     assert op._definition.plan[KernelRule].functions[None] is adds
-    # Nothing outdates a plan outside.
+    # Reading the plan does not invalidate it.
     assert op._definition.plan is op._definition.plan
 
 
-def test_opcheck_finds_it_with_any_other_checks(namespace: str) -> None:
+def test_opcheck_detects_mutations_with_any_selection_of_checks(namespace: str) -> None:
     op = define(namespace)
     op.register_fake(lambda x: torch.empty_like(x))
     for check in ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"):
@@ -271,7 +271,7 @@ def test_opcheck_finds_it_with_any_other_checks(namespace: str) -> None:
             torchop.opcheck(op, (torch.zeros(2),), test_utils=check)
 
 
-def test_opcheck_finds_a_write_outside_a_view(namespace: str) -> None:
+def test_opcheck_detects_a_write_outside_a_view(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         torch.empty(0).set_(x.untyped_storage()).zero_()
         return x.clone()
@@ -281,10 +281,10 @@ def test_opcheck_finds_a_write_outside_a_view(namespace: str) -> None:
     x = torch.ones(4)
     with pytest.raises(torchop.testing.OpCheckError, match="outside the elements of this view"):
         torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
-    assert x.tolist() == [1.0] * 4  # the sample itself is left alone
+    assert x.tolist() == [1.0] * 4  # opcheck does not change the caller's tensor
 
 
-def test_a_function_whose_body_runs_later_is_refused():
+def test_decorating_a_generator_or_coroutine_raises():
     def generator():
         yield
 
@@ -299,7 +299,7 @@ def test_a_function_whose_body_runs_later_is_refused():
             torchop.testing.checking()(function)
 
 
-def test_a_block_may_be_left_in_another_thread():
+def test_block_may_be_exited_in_another_thread():
     block = torchop.testing.checking()
     block.__enter__()
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
@@ -313,8 +313,8 @@ def test_a_block_may_be_left_in_another_thread():
 
 
 @pytest.mark.filterwarnings("ignore:.*beta state")
-def test_to_read_a_compressed_tensor_is_not_to_write_it(namespace: str) -> None:
-    """PyTorch counts it as three writes below autograd, in which kernels run."""
+def test_reading_a_compressed_sparse_tensor_is_not_a_write(namespace: str) -> None:
+    """PyTorch increments the version three times if kernels read the tensor below autograd."""
     op = define(namespace, torch.Tensor.to_dense, schema="(Tensor x) -> Tensor")
     x = torch.eye(2).to_sparse_csr()
     with torchop.testing.checking():

@@ -107,7 +107,7 @@ def in_the_dispatcher(op: Any) -> None:
 @pytest.mark.parametrize("call", [differentiate, in_the_dispatcher])
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_written_gradient_is_found(namespace, make, called_before, call):
+def test_write_to_an_incoming_gradient_is_detected(namespace, make, called_before, call):
     op = make(namespace)
     if called_before:
         for _ in range(2):
@@ -117,10 +117,10 @@ def test_a_written_gradient_is_found(namespace, make, called_before, call):
         pytest.raises(UndeclaredMutationError, match=namespace + GRADIENT),
     ):
         call(op)
-    call(op)  # outside, nothing is checked
+    call(op)  # not checked outside the block
 
 
-def test_a_node_from_before_the_block_is_checked(namespace):
+def test_graph_recorded_before_the_block_is_checked(namespace):
     op = define(namespace)
     x = torch.ones(3, requires_grad=True)
     y = op(x)
@@ -134,7 +134,7 @@ def test_other_threads_are_not_checked(namespace):
         threads.submit(differentiate, op).result()
 
 
-def test_the_gradient_of_a_list_is_named(namespace):
+def test_message_names_the_gradient_in_a_list(namespace):
     def rows(x: Tensor) -> tuple[Tensor, list[Tensor]]:
         return x * 2, [x * 3, x * 4]
 
@@ -176,7 +176,7 @@ def test_right_formulas_pass(namespace):
         assert torch.func.grad(lambda x: op(x)[0].sum())(torch.arange(3.0)).tolist() == [0, 1, 2]
 
 
-def test_writing_outside_a_narrowed_gradient_is_found(namespace):
+def test_write_outside_a_narrowed_gradient_is_detected(namespace):
     def backward(ctx, grad):
         grad.as_strided((1,), (1,), 0).fill_(7)
         return grad / 2
@@ -190,14 +190,14 @@ def test_writing_outside_a_narrowed_gradient_is_found(namespace):
 
 
 @pytest.mark.parametrize("make", [MAKERS["formula"], of_class])
-def test_in_a_transform(namespace, make):
+def test_formula_in_a_transform_is_checked(namespace, make):
     op = make(namespace)
     with torchop.testing.checking(), pytest.raises(UndeclaredMutationError, match=GRADIENT):
         torch.func.grad(lambda x: (op(x) * torch.ones(3)).sum())(torch.ones(3))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_in_a_graph_that_is_compiled_in_the_block(namespace, backend):
+def test_formula_compiled_in_the_block_is_checked(namespace, backend):
     op = define(namespace)
     compiled = torch.compile(lambda x: op(x) * 3, backend=backend, fullgraph=True)
     with torchop.testing.checking(), pytest.raises(BackendCompilerFailed, match=GRADIENT) as caught:
@@ -207,7 +207,7 @@ def test_in_a_graph_that_is_compiled_in_the_block(namespace, backend):
     differentiate(compiled)
 
 
-def test_a_backward_kernel(namespace):
+def test_backward_kernel_is_checked(namespace):
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x / 2, schema="(Tensor x) -> Tensor", mutates_args=()
     )
@@ -239,7 +239,7 @@ def writes_into(what: str) -> Callable[..., None]:
 @pytest.mark.parametrize("call", [differentiate, in_the_dispatcher])
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("what", ["input 'x'", "output 0"])
-def test_a_setup_context_that_writes_is_found(namespace, what, called_before, call):
+def test_write_in_setup_context_is_detected(namespace, what, called_before, call):
     op = define(namespace, lambda ctx, grad: grad / 2, writes_into(what))
     if called_before:
         for _ in range(2):
@@ -251,7 +251,7 @@ def test_a_setup_context_that_writes_is_found(namespace, what, called_before, ca
 
 
 @pytest.mark.parametrize("called_before", [False, True])
-def test_a_setup_context_with_residuals(namespace, called_before):
+def test_setup_context_with_residuals_is_checked(namespace, called_before):
     op = with_residuals(namespace)
 
     def setup_context(ctx, inputs, output, residuals):

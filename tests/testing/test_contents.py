@@ -1,4 +1,4 @@
-"""Undeclared mutation and shared memory in opcheck's test_schema."""
+"""`test_schema` of opcheck detects undeclared mutations and shared memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _writes_the_other_zero(x: Tensor) -> Tensor:
         (_writes_the_other_zero, torch.zeros(3)),
     ],
 )
-def test_a_mutation_too_small_for_a_tolerance_is_found(
+def test_mutation_below_the_tolerance_is_detected(
     namespace: str, kernel: Callable[..., Any], x: Tensor
 ) -> None:
     before = x.clone()
@@ -52,10 +52,10 @@ def test_a_mutation_too_small_for_a_tolerance_is_found(
     ) as error:
         check_schema(namespace, kernel, x)
     assert f"{namespace}::op" in str(error.value)
-    assert torch.equal(x, before)  # the sample itself is left alone
+    assert torch.equal(x, before)  # opcheck does not change the caller's tensor
 
 
-def test_a_mutation_in_a_list_is_found(namespace: str) -> None:
+def test_mutation_in_a_list_is_detected(namespace: str) -> None:
     def kernel(xs: list[Tensor]) -> Tensor:
         xs[1].add_(1e-9)
         return xs[0].clone()
@@ -69,7 +69,7 @@ def test_a_mutation_in_a_list_is_found(namespace: str) -> None:
         )
 
 
-def test_nan_that_stays_is_no_mutation(namespace: str) -> None:
+def test_unchanged_nan_is_not_a_mutation(namespace: str) -> None:
     check_schema(namespace, lambda x: x.clone(), torch.tensor([float("nan"), 1.0]))
 
 
@@ -83,7 +83,7 @@ def test_declared_mutation_is_allowed(namespace: str) -> None:
     }
 
 
-def test_memory_shared_through_numpy_is_found(namespace: str) -> None:
+def test_memory_shared_through_numpy_is_detected(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         return torch.from_numpy(np.asarray(x.detach().numpy())[:2])
 
@@ -93,7 +93,7 @@ def test_memory_shared_through_numpy_is_found(namespace: str) -> None:
     assert "input 'x'" in str(error.value)
 
 
-def test_a_tensor_kept_between_calls_is_found(namespace: str) -> None:
+def test_result_reused_by_the_next_call_is_detected(namespace: str) -> None:
     kept = torch.ones(3)
     with pytest.raises(torchop.testing.OpCheckError, match="same memory in two calls"):
         check_schema(namespace, lambda x: kept, torch.ones(3))
@@ -113,7 +113,5 @@ def test_a_tensor_kept_between_calls_is_found(namespace: str) -> None:
     ids=["empty", "transposed", "sliced", "complex", "bool", "sparse", "scalar"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_a_kernel_that_keeps_the_contract_passes_on_every_kind_of_tensor(
-    namespace: str, x: Tensor
-) -> None:
+def test_correct_kernel_passes_for_all_kinds_of_tensors(namespace: str, x: Tensor) -> None:
     check_schema(namespace, lambda x: x.clone(), x)

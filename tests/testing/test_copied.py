@@ -1,4 +1,4 @@
-"""copied_bytes: copies in compiled functions for operators that write."""
+"""copied_bytes counts copies in compiled functions for operators that write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import torchop
 from torchop.testing import copied_bytes
 
-SIZE = 8 * 4 * 4  # of a cache
+SIZE = 8 * 4 * 4  # the size of a cache in bytes
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def _twice(write: Any, cache: Tensor, row: Tensor) -> Tensor:
     return before * 2
 
 
-def test_a_write_without_a_later_read_of_the_old_value_copies_nothing(write: Any) -> None:
+def test_nothing_is_copied_if_the_old_value_is_not_read_later(write: Any) -> None:
     def read_after(cache: Tensor, row: Tensor) -> Tensor:
         write(cache, row)
         write(cache[1:], row)
@@ -48,7 +48,7 @@ def test_a_write_without_a_later_read_of_the_old_value_copies_nothing(write: Any
     assert cache.count_nonzero() == 0, "the function was run"
 
 
-def test_a_read_between_two_writes_copies_there_and_back(write: Any) -> None:
+def test_read_between_two_writes_copies_twice(write: Any) -> None:
     def twice(cache: Tensor, row: Tensor) -> Tensor:
         return _twice(write, cache, row)
 
@@ -56,12 +56,12 @@ def test_a_read_between_two_writes_copies_there_and_back(write: Any) -> None:
     assert copied_bytes(twice, cache, row) == {"cache": 2 * SIZE}
     assert copied_bytes(twice, row=row, cache=cache) == {"cache": 2 * SIZE}
     assert cache.count_nonzero() == 0, "the function was run"
-    # The copy is counted before Inductor generates code, and the generated code makes it.
+    # copied_bytes does not generate code. Check that the generated code makes the copy.
     _, (code,) = torch._inductor.utils.run_and_get_code(torch.compile(twice), cache, row)
     assert code.count("empty_strided_cpu((32, ), (1, )") == 1
 
 
-def test_names_of_items_buffers_and_tensors_of_the_function(write: Any) -> None:
+def test_result_names_list_items_buffers_and_computed_tensors(write: Any) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -93,7 +93,7 @@ def test_names_of_items_buffers_and_tensors_of_the_function(write: Any) -> None:
     assert copied_bytes(computed, cache, row) == {f"{write.name}.cache": SIZE}
 
 
-def test_operators_that_write_into_copies(namespace: str) -> None:
+def test_copies_by_functional_helper_operators_are_counted(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::sums", mutates_args=("cache",))
     def sums(row: Tensor, cache: Tensor) -> list[Tensor]:
         return [cache.add_(row).sum()]
@@ -103,7 +103,7 @@ def test_operators_that_write_into_copies(namespace: str) -> None:
     assert copied_bytes(sums, row, cache) == {"cache": 2 * SIZE}
 
 
-def test_copies_of_the_program_are_not_counted(write: Any) -> None:
+def test_copies_made_by_the_program_are_not_counted(write: Any) -> None:
     def on_a_copy(cache: Tensor, row: Tensor) -> Tensor:
         cache = cache.clone()
         write(cache, row)
@@ -116,7 +116,7 @@ def test_copies_of_the_program_are_not_counted(write: Any) -> None:
     assert copied_bytes(stored, *_inputs()) == {}
 
 
-def test_symbolic_sizes_count_as_in_the_call(write: Any) -> None:
+def test_symbolic_sizes_have_the_values_of_the_call(write: Any) -> None:
     def twice(cache: Tensor, row: Tensor) -> Tensor:
         return _twice(write, cache, row)
 
@@ -125,7 +125,7 @@ def test_symbolic_sizes_count_as_in_the_call(write: Any) -> None:
     assert copied_bytes(twice, cache, row) == {"cache": 2 * SIZE}
 
 
-def test_a_function_that_is_no_graph_is_refused(write: Any) -> None:
+def test_function_with_a_graph_break_raises(write: Any) -> None:
     def broken(cache: Tensor, row: Tensor) -> None:
         write(cache, row)
         torch._dynamo.graph_break()

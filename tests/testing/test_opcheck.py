@@ -1,4 +1,4 @@
-"""opcheck: the checks of torch.library.opcheck, under the same names."""
+"""opcheck runs the checks of torch.library.opcheck under the same names."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def op(namespace: str) -> Any:
     return handle
 
 
-# PyTorch 2.15 reads it in its own check.
+# The check itself reads .grad since PyTorch 2.15.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_result_is_the_dictionary_of_torch_library(op: Any) -> None:
+def test_result_equals_the_result_of_torch_library(op: Any) -> None:
     args = (torch.randn(3, requires_grad=True),)
     assert torchop.opcheck(op, args) == torch.library.opcheck(op, args)
     assert torchop.opcheck(op, args) == dict.fromkeys(CHECKS, "SUCCESS")
@@ -47,13 +47,13 @@ def test_result_is_the_dictionary_of_torch_library(op: Any) -> None:
     assert "test_aot_dispatch_static" in torchop.opcheck(op, args, test_utils="ALL")
 
 
-def test_operator_may_be_given_in_every_way(op: Any) -> None:
+def test_operator_may_be_passed_in_every_form(op: Any) -> None:
     packet = getattr(getattr(torch.ops, op._namespace), op._name)
     for given in (op, op.name, op.overload, packet, f"{op.name}.default"):
         assert torchop.opcheck(given, (torch.ones(2),), test_utils=CHECKS[:1])
 
 
-def test_what_is_no_operator_is_refused() -> None:
+def test_value_that_is_not_an_operator_is_rejected() -> None:
     with pytest.raises(ValueError, match="expected an operator"):
         torchop.opcheck(torch.sin, (torch.ones(2),))  # type: ignore[arg-type]
     with pytest.raises(torchop.OperatorNotFoundError, match="does not exist"):
@@ -65,12 +65,12 @@ def test_unknown_check_is_refused(op: Any) -> None:
         torchop.opcheck(op, (torch.ones(2),), test_utils="test_everything")
 
 
-def test_arguments_that_are_no_tuple_are_refused(op: Any) -> None:
+def test_arguments_must_be_a_tuple(op: Any) -> None:
     with pytest.raises(TypeError, match="args must be a tuple"):
         torchop.opcheck(op, torch.ones(2))  # type: ignore[arg-type]
 
 
-def test_one_tolerance_alone_is_refused(op: Any) -> None:
+def test_single_tolerance_is_rejected(op: Any) -> None:
     with pytest.raises(ValueError, match="you must specify both"):
         torchop.opcheck(op, (torch.ones(2),), rtol=0.1)
 
@@ -93,7 +93,7 @@ def test_replaced_operator_is_refused(op: Any) -> None:
 
 
 @pytest.mark.parametrize("library", [torchop, torch.library])
-def test_integers_may_stand_before_floating_point_results(namespace: str, library: Any) -> None:
+def test_integer_results_may_precede_floating_point_results(namespace: str, library: Any) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.long(), x * 2
@@ -109,7 +109,7 @@ def test_integers_may_stand_before_floating_point_results(namespace: str, librar
         with pytest.raises(Exception, match="Float can't be cast to the desired output type Long"):
             check()
     else:
-        # It compares the gradients: the formula is another one where it is traced.
+        # The check compares gradients, and the formula differs when it is traced.
         with pytest.raises(torchop.testing.OpCheckError, match=r"Gradients of .* Make the formula"):
             check()
         op.register_autograd(lambda ctx, _, grad: 2 * grad)
@@ -139,7 +139,7 @@ def test_tolerances_of_zero_mean_exactly_equal(namespace: str, library: Any) -> 
 
     check(1e-3)
     if library is torch.library:
-        check(0)  # reads 0 as "none given"
+        check(0)  # reads 0 as a missing tolerance
     else:
         with pytest.raises(torchop.testing.OpCheckError, match="eager-mode PyTorch vs AOT"):
             check(0)
@@ -215,7 +215,7 @@ def test_failures_can_be_collected(namespace: str) -> None:
     assert result["test_faketensor"] == "SUCCESS"
 
 
-def test_error_is_the_one_that_users_of_torch_library_catch(namespace: str) -> None:
+def test_error_is_also_an_error_of_torch_library(namespace: str) -> None:
     from torch.testing._internal.optests import OpCheckError
 
     op = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
@@ -225,7 +225,7 @@ def test_error_is_the_one_that_users_of_torch_library_catch(namespace: str) -> N
 
 
 def _database_of_ours() -> Any:
-    """PyTorch's database of custom operators, defined with torchop instead."""
+    """Define PyTorch's database of custom operators with torchop."""
     source = Path(custom_op_db.__file__).read_text()
     source = re.sub(r"\btorch\.library\b", "torchop", source)
     source = source.replace("_torch_testing", "torchop_testing")
@@ -246,7 +246,7 @@ def test_pytorchs_database_of_operators_passes() -> None:
         dtype = torch.float32 if torch.float32 in supported else min(supported, key=str)
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd))
         assert samples
-        for sample in samples[:2]:  # the others differ in shapes, and `opcheck` traces each
+        for sample in samples[:2]:  # the other samples only differ in shapes
             torchop.opcheck(info.op, (sample.input, *sample.args), sample.kwargs)
 
 
@@ -254,12 +254,12 @@ def test_pytorchs_database_of_operators_passes() -> None:
 # Examples
 
 
-def test_examples_stand_in_for_samples(namespace: str) -> None:
+def test_registered_examples_are_used_without_arguments(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::first", mutates_args=())
     def first(x: Tensor, count: int = 1) -> Tensor:
         return x[:count].clone()
 
-    first.register_fake(lambda x, count: x.new_empty(1))  # wrong for all other counts
+    first.register_fake(lambda x, count: x.new_empty(1))  # wrong for other counts
     with pytest.raises(torchop.MissingRuleError, match=r"::first has no examples\. Pass sample"):
         torchop.opcheck(first)
     first.register_examples(lambda: [(torch.ones(3),), {"x": torch.ones(3), "count": 1}])
@@ -312,7 +312,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, t
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", WRONG)
-def test_an_output_that_matters_is_found(namespace, name, dtype):
+def test_dependence_on_previous_contents_is_detected(namespace, name, dtype):
     op = define_out(namespace, WRONG[name])
     with pytest.raises(
         torchop.testing.OpCheckError,
@@ -327,7 +327,7 @@ def test_an_output_that_matters_is_found(namespace, name, dtype):
         )
 
 
-def test_clearing_by_multiplication_is_found_because_it_keeps_nan(namespace):
+def test_clearing_by_multiplication_is_detected_because_nan_remains(namespace):
     op = define_out(namespace, _clears_by_multiplying)
     with pytest.raises(torchop.testing.OpCheckError, match="depends on its previous contents"):
         torchop.opcheck(op, (torch.ones(3),), {"out": torch.zeros(3)}, test_utils="test_schema")
@@ -342,20 +342,20 @@ RIGHT = {
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", RIGHT)
-def test_an_operator_that_only_writes_passes(namespace, name, dtype):
+def test_operator_that_only_writes_its_output_passes(namespace, name, dtype):
     op = define_out(namespace, RIGHT[name])
     x, out = torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)
     torchop.opcheck(op, (x,), {"out": out}, test_utils="test_schema")
-    assert torch.equal(out, x)  # the caller's is left alone
+    assert torch.equal(out, x)  # opcheck does not change the caller's tensor
 
 
-def test_what_differs_at_every_call_is_not_blamed_on_the_output(namespace):
+def test_nondeterministic_output_passes(namespace):
     calls = iter(range(100))
     op = define_out(namespace, lambda x, out: out.fill_(next(calls)))
     torchop.opcheck(op, (torch.ones(3),), {"out": torch.zeros(3)}, test_utils="test_schema")
 
 
-def test_only_the_output_that_matters_is_named(namespace):
+def test_message_names_the_output_that_is_read(namespace):
     @torchop.custom_op(
         f"{namespace}::op",
         mutates_args=("a", "b"),
@@ -373,7 +373,7 @@ def test_only_the_output_that_matters_is_named(namespace):
         )
 
 
-def test_operators_without_the_tag_may_read_what_they_write(namespace):
+def test_operator_without_the_tag_may_read_its_written_argument(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=("out",))
     def op(x: Tensor, out: Tensor) -> None:
         out.add_(x)

@@ -17,7 +17,7 @@ from torchop.testing.process_state import (
 )
 
 
-def test_flushing_of_denormal_numbers_is_seen_and_put_back() -> None:
+def test_flush_denormal_is_read_and_restored() -> None:
     name = "torch.set_flush_denormal()"
     before = process_state()[name]
     with restored():
@@ -27,9 +27,9 @@ def test_flushing_of_denormal_numbers_is_seen_and_put_back() -> None:
     assert process_state()[name] is before
 
 
-def test_rounding_is_seen_and_put_back() -> None:
+def test_rounding_mode_is_read_and_restored() -> None:
     c = ctypes.CDLL(None)
-    downward = 0x400 if c.fesetround(0x400) == 0 else 0x800000  # of x86 and of ARM
+    downward = 0x400 if c.fesetround(0x400) == 0 else 0x800000  # on x86 and on ARM
     c.fesetround(0)
     with restored():
         c.fesetround(downward)

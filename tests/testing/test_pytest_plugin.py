@@ -1,4 +1,4 @@
-"""The pytest plugin: tests of operators, collected and run in processes of their own."""
+"""The pytest plugin, run in other processes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ WRONG = {
 
 @pytest.fixture
 def plugged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A folder with a package of operators, where pytest finds the plugin as an installed one."""
+    """A folder with a package of operators, where pytest detects the plugin as installed."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = [f"{name} = {value}" for name, value in points["pytest11"].items()]
     folder = pytester.mkdir("torchop_plugin-0.dist-info")
@@ -121,7 +121,7 @@ def plugged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
-def test_without_operators_nothing_is_imported(plugged: pytest.Pytester) -> None:
+def test_plugin_does_not_import_torch_without_operators(plugged: pytest.Pytester) -> None:
     plugged.makepyfile(
         "import sys\ndef test_it(): assert 'pytest_torchop' in sys.modules\n"
         "def test_torch(): assert not {'torch', 'torchop'} & sys.modules.keys()"
@@ -131,7 +131,7 @@ def test_without_operators_nothing_is_imported(plugged: pytest.Pytester) -> None
     plugged.runpytest_subprocess(timeout=200).assert_outcomes(passed=2)
 
 
-@pytest.mark.project  # whole runs of pytest with PyTorch
+@pytest.mark.project  # runs pytest with PyTorch in a new process
 def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     plugged.makepyfile(test_ops=TESTS)
     for name, (source, _) in WRONG.items():
@@ -164,7 +164,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     assert "plugged::flat: memory.gaps: the tensor with gaps" in text
     assert "test_without_a_mark uses torchop_check. Mark it with pytest.mark.torchop." in text
     assert "not reached" not in text.partition("short test summary")[2]
-    assert "run_check(" not in text  # no frame of the plugin
+    assert "run_check(" not in text  # the traceback does not show the plugin
 
     reports = json.loads((plugged.path / "out" / "report.json").read_text())
     outcomes = {r["op"]: [(c["check"], c["outcome"]) for c in r["results"]] for r in reports}
@@ -188,7 +188,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
 
 
 @pytest.mark.project
-def test_workers_report_and_a_crash_is_in_the_report(plugged: pytest.Pytester) -> None:
+def test_workers_report_results_and_crashes(plugged: pytest.Pytester) -> None:
     pytest.importorskip("xdist")
     plugged.makepyfile(
         "import plugged\n"

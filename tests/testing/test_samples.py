@@ -1,4 +1,4 @@
-"""Samples with tensors that require grad and are written. Uses private names."""
+"""opcheck supports samples that require grad and are written. Uses private names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def sin_out(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
-def test_all_forms_pass_on_all_kinds_of_samples(
+def test_all_operator_forms_pass_for_all_kinds_of_samples(
     make: Callable[[], Tensor], sin_into: Any, sin_: Any, exp_: Any, sin_out: Any
 ) -> None:
     x = make()
@@ -84,16 +84,16 @@ def test_all_forms_pass_on_all_kinds_of_samples(
     assert torchop.opcheck(sin_out, (x,), {"out": make()}) == SUCCESS
 
 
-def test_a_missing_formula_is_found(sin_: Any) -> None:
+def test_missing_formula_is_detected(sin_: Any) -> None:
     with pytest.raises(
         torchop.testing.OpCheckError, match="sin_ but no autograd formula was registered"
     ):
         torchop.opcheck(sin_, (torch.randn(3, requires_grad=True),))
 
 
-def test_a_wrong_formula_in_place_is_found(sin_: Any) -> None:
+def test_wrong_formula_of_an_in_place_operator_is_detected(sin_: Any) -> None:
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * float(grad.sum())  # no compiler can trace that
+        return grad * float(grad.sum())  # compilers cannot trace this
 
     sin_.register_autograd(backward)
     with pytest.raises(torchop.testing.OpCheckError, match="test_aot_dispatch_dynamic"):

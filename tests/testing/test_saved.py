@@ -1,4 +1,4 @@
-"""saved_bytes: the memory that a call keeps alive for its backward."""
+"""saved_bytes measures the memory that a call keeps alive for backward."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def test_each_storage_counts_once():
     assert saved_bytes(lambda x: x * x, x.detach()) == 0
 
 
-def test_residuals_and_what_hangs_on_ctx(namespace):
+def test_residuals_and_attributes_of_ctx_are_counted(namespace):
     def compute(x: Tensor) -> Tensor:
         return torchop.residuals(x * 2, x.double(), x > 0)
 

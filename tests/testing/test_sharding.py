@@ -1,4 +1,4 @@
-"""check_sharding, on operators whose rules are right and on such whose rules are wrong."""
+"""check_sharding passes for right sharding rules, and fails for wrong ones."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ RIGHT: dict[str, tuple[Definer, str, dict[str, Any], tuple[Any, ...], int]] = {
 
 
 @pytest.mark.parametrize(("definer", "rule", "options", "args", "count"), RIGHT.values(), ids=RIGHT)
-def test_right_rules(
+def test_right_rules_pass(
     namespace: str, definer: Definer, rule: str, options: Any, args: Any, count: int
 ) -> None:
     op = definer(namespace)
@@ -140,7 +140,7 @@ def test_wrong_rules_are_found(
         check_sharding(op, args)
 
 
-def test_what_is_no_number_is_the_same_on_all_ranks(namespace: str) -> None:
+def test_nan_results_of_all_ranks_agree(namespace: str) -> None:
     op = define(
         namespace, "(Tensor x) -> Tensor", lambda x: x.mean(-1), lambda x: x.new_empty(x.shape[:-1])
     )
@@ -163,7 +163,7 @@ def test_wrong_gradients_are_found(namespace: str) -> None:
         check_sharding(op, (X.clone().requires_grad_(),))
 
 
-def test_what_is_written_is_compared_and_moves_are_refused(namespace: str) -> None:
+def test_written_arguments_are_compared_and_not_redistributed(namespace: str) -> None:
     op = adding(namespace)
     op.register_sharding("..., ... ->")
     report = check_sharding(op, (X, X.exp()))
@@ -187,7 +187,7 @@ class Options:
     power: float = 2.0
 
 
-def test_structures_lists_and_several_mesh_dimensions(namespace: str) -> None:
+def test_structures_lists_and_several_mesh_dimensions_are_supported(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(xs: list[Tensor], options: Options) -> tuple[Tensor, Tensor]:
         total = xs[0] + xs[1]
@@ -211,7 +211,7 @@ def test_opcheck_checks_the_rule(namespace: str) -> None:
         torchop.opcheck(op, (X,))
 
 
-def test_uncaught_exceptions_are_shown_as_before(namespace: str) -> None:
+def test_excepthook_is_unchanged(namespace: str) -> None:
     before = sys.excepthook
     op = sine(namespace)
     op.register_sharding("pointwise")
@@ -222,7 +222,7 @@ def test_uncaught_exceptions_are_shown_as_before(namespace: str) -> None:
     assert sys.excepthook is before
 
 
-def test_what_cannot_be_checked_is_refused(namespace: str) -> None:
+def test_call_that_cannot_be_checked_is_rejected(namespace: str) -> None:
     op = sine(namespace)
     with pytest.raises(torchop.MissingRuleError, match="has no sharding rule"):
         check_sharding(op, (X,))
@@ -235,7 +235,7 @@ def test_what_cannot_be_checked_is_refused(namespace: str) -> None:
         check_sharding(optional, (None,))
 
 
-def test_arguments_that_are_not_in_a_tuple(namespace: str) -> None:
+def test_arguments_must_be_a_tuple(namespace: str) -> None:
     op = define(namespace, "(Tensor x) -> Tensor", torch.sin)
     op.register_sharding("pointwise")
     with pytest.raises(TypeError, match=r"args must be a tuple.*got Tensor. For one .* \(x,\)"):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Wrapper(Tensor):
-    """Has a size, and no memory."""
+    """A tensor with a size, but without memory."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:
@@ -61,7 +61,7 @@ def flip_a_bit(x: Tensor) -> None:
     bytes_[x.storage_offset() * x.element_size()] ^= 1
 
 
-# Every kind of tensor that has memory of its own, and how to look at it as strided ones.
+# Constructors for every kind of tensor that has its own memory.
 KINDS: dict[str, Callable[[], Tensor]] = {
     "float": lambda: torch.arange(6.0).view(2, 3),
     "scalar": lambda: torch.tensor(3.0),
@@ -114,12 +114,12 @@ EVERY = KINDS | SPARSE | EMPTY | LEFT_OUT
 
 
 @pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
-def test_unwritten_memory_is_unchanged(make: Callable[[], Tensor]) -> None:
+def test_unwritten_tensor_has_no_change(make: Callable[[], Tensor]) -> None:
     assert change(lambda x: None, make()) is None
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-def test_one_bit_is_found_in_every_kind(make: Callable[[], Tensor]) -> None:
+def test_one_changed_bit_is_detected_for_every_kind_of_tensor(make: Callable[[], Tensor]) -> None:
     said = change(flip_a_bit, make())
     assert said is not None
     assert "Argument x is not defined as mutable but was mutated, input 'x'" in said
@@ -127,7 +127,7 @@ def test_one_bit_is_found_in_every_kind(make: Callable[[], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("make", LEFT_OUT.values(), ids=LEFT_OUT)
-def test_what_cannot_be_compared_is_left_out(make: Callable[[], Tensor]) -> None:
+def test_tensors_that_cannot_be_compared_are_skipped(make: Callable[[], Tensor]) -> None:
     x = make()
     assert not Snapshot(ONE, (x,), {})._inputs
     said = change(lambda x, y: y.add_(1), x, torch.ones(2), of=schema("(Tensor x, Tensor y) -> ()"))
@@ -147,31 +147,31 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_way_of_writing_is_found(write: Callable[[Tensor], Any]) -> None:
+def test_every_kind_of_write_is_detected(write: Callable[[Tensor], Any]) -> None:
     said = change(write, torch.arange(6.0).view(3, 2))
     assert said is not None
     assert "the kernel changed its values, first at index [0, 0]" in said
 
 
-def test_the_first_element_that_changed_is_named() -> None:
+def test_message_names_the_first_changed_element() -> None:
     said = change(lambda x: x[2, 1].add_(1), torch.zeros(4, 3).t().contiguous().t())
     assert said is not None
     assert "first at index [2, 1]" in said
 
 
-def test_nan_with_another_payload_is_another_value() -> None:
+def test_nan_with_another_payload_is_a_change() -> None:
     def write(x: Tensor) -> None:
         x.view(torch.int32).add_(1)
 
     assert change(write, torch.tensor([float("nan")])) is not None
 
 
-def test_values_that_were_put_back_are_found_by_the_version() -> None:
+def test_restored_values_are_detected_by_the_version_counter() -> None:
     said = change(lambda x: x.add_(1).sub_(1), torch.zeros(2))
     assert said is not None
     assert "although its values are the same (its version went from 0 to 2)" in said
     with torch.inference_mode():
-        assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # there is no version
+        assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # no version
 
 
 LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
@@ -192,7 +192,7 @@ LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {
 
 
 @pytest.mark.parametrize(("write", "verb", "words"), LAYOUT.values(), ids=LAYOUT)
-def test_layout_counts(write: Callable[[Tensor], Any], verb: str, words: str) -> None:
+def test_layout_changes_are_detected(write: Callable[[Tensor], Any], verb: str, words: str) -> None:
     said = change(write, torch.zeros(2, 3))
     assert said is not None
     assert f"the kernel {verb} its {words.format('')}" in said
@@ -224,7 +224,7 @@ def test_a_declared_write_may_not_change_the_layout(
     assert said.endswith("Write into the tensor with copy_, or return a new tensor.")
 
 
-def test_out_may_be_resized_and_not_swapped() -> None:
+def test_out_argument_may_be_resized_but_not_swapped() -> None:
     of = schema("(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
 
     def said(write: Callable[[Tensor], Any]) -> str | None:
@@ -248,12 +248,12 @@ def test_an_operator_tagged_inplace_view_may_change_the_layout() -> None:
         snapshot.check("aten::add_.Tensor")
 
 
-def test_metadata_counts() -> None:
+def test_metadata_changes_are_detected() -> None:
     said = str(change(lambda x: x.requires_grad_(), torch.zeros(2, 3)))
     assert "the kernel changed its requires_grad, from False to True" in said
 
 
-def test_sparse_metadata_counts() -> None:
+def test_sparse_metadata_changes_are_detected() -> None:
     x = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,))
     assert "coalesced flag" in str(change(lambda x: x._coalesced_(True), x))
     x = torch.eye(2).to_sparse()._coalesced_(False)
@@ -261,10 +261,10 @@ def test_sparse_metadata_counts() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory that tensors share
+# Shared memory
 
 
-def test_memory_around_a_view_counts() -> None:
+def test_write_around_a_view_is_detected() -> None:
     said = change(lambda x: x._base.view(-1)[0].add_(1), torch.zeros(4, 4)[1:3, 1:3])
     assert said is not None
     assert "the kernel wrote into its storage, outside the elements of this view" in said
@@ -300,7 +300,7 @@ def test_declared_mutation_may_change_values_or_nothing() -> None:
         (slice(0, 8, 2), slice(1, 8, 2)),
     ],
 )
-def test_an_input_may_change_where_it_is_the_mutable_one_too(x: slice, out: slice) -> None:
+def test_input_may_change_where_it_overlaps_a_mutable_argument(x: slice, out: slice) -> None:
     base = torch.zeros(8)
     assert change(lambda x, out: out.add_(1), base[x], base[out], of=TWO) is None
     said = change(lambda x, out: base[7].add_(1), base[0:4], base[4:7], of=TWO)
@@ -323,7 +323,7 @@ def test_contents_are_not_compared_without_memory_for_a_copy(
     assert change(lambda x: x.numpy().fill(1), torch.zeros(2)) is None
 
 
-def test_modes_of_the_user_do_not_see_the_comparison() -> None:
+def test_user_modes_do_not_intercept_the_comparison() -> None:
     from torch.overrides import TorchFunctionMode
 
     class Counting(TorchFunctionMode):

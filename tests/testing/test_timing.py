@@ -1,4 +1,4 @@
-"""What calls cost, timed in turns. Uses private names."""
+"""Timing calls in alternation. Uses private names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchop.testing._timing import Timing, Way, timed
 
 
-def test_ways_take_turns_under_their_modes() -> None:
+def test_calls_alternate_in_their_own_modes() -> None:
     made: list[str] = []
 
     def way(name: str) -> Way:
@@ -26,7 +26,7 @@ def test_ways_take_turns_under_their_modes() -> None:
     ways = {"first": way("first"), "second": way("second")}
     timings = timed(ways, (), 0.1)
     assert list(timings) == ["first", "second"]
-    rounds = made[8:]  # at first, three calls of each find how long one takes
+    rounds = made[8:]  # the first rounds estimate how long a call takes
     assert rounds[:4] == ["first, recording: True", "second, recording: False"] * 2
     for timing in timings.values():
         assert isinstance(timing, Timing)
@@ -34,7 +34,7 @@ def test_ways_take_turns_under_their_modes() -> None:
         assert timing.noise >= 0
 
 
-def test_a_way_that_raises_says_what_and_the_others_are_timed() -> None:
+def test_call_that_raises_does_not_stop_the_others() -> None:
     calls = []
 
     def fail_later():
@@ -57,7 +57,7 @@ def test_a_way_that_raises_says_what_and_the_others_are_timed() -> None:
     assert len(calls) == 6
 
 
-def test_a_call_that_takes_longer_is_made_twice_and_its_noise_is_unknown() -> None:
+def test_slow_call_is_made_twice_and_has_infinite_noise() -> None:
     made = []
 
     def slow():
@@ -70,14 +70,16 @@ def test_a_call_that_takes_longer_is_made_twice_and_its_noise_is_unknown() -> No
     assert timing.noise == math.inf
 
 
-def test_an_accelerator_is_waited_for_only_if_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerator_is_synchronized_only_if_an_argument_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waits: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", waits.append)
     ways = {"call": Way(lambda: contextlib.nullcontext)}
     timed(ways, ([torch.ones(2)], {"x": torch.ones(2, device="meta")}), 1e-4)
     assert waits == []
-    # FakeTensors have the device of an accelerator that is not there.
+    # A fake tensor may be on an accelerator that does not exist.
     with FakeTensorMode():
         on_device = torch.empty(2, device="cuda:1")
     timed(ways, (on_device,), 1e-4)
-    assert set(waits) == {torch.device("cuda", 1)}  # which need not be the current one
+    assert set(waits) == {torch.device("cuda", 1)}  # not necessarily the current device

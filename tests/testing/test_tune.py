@@ -1,4 +1,4 @@
-"""`tune` and `tuning`: what is measured, when, and what becomes of it. Uses private names."""
+"""`tune` and `tuning` measure kernels, and apply the measurements. Uses private names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def slow(namespace: str) -> Any:
-    """An operator whose reference is slow, and a provider that is slow with one of its configs."""
+    """An operator with a slow reference, and a provider with a fast and a slow config."""
 
     @torchop.custom_op(f"{namespace}::slow", mutates_args=(), priority=["tuned", "sleepy"])
     def slow(x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def chosen(op: Any, *args: Any) -> str:
     return torchop.explain(op, *args).provider
 
 
-def test_the_fastest_that_agrees_with_the_reference_runs(slow, cache):
+def test_fastest_kernel_that_agrees_with_the_reference_runs(slow, cache):
     found = torchop.testing.tune(slow, [(torch.ones(5),), {"x": torch.ones(5, 5)}], budget=10)
     for measurement in found.measurements:
         labels = [kernel.label for kernel in measurement.kernels]
@@ -77,7 +77,7 @@ def test_the_fastest_that_agrees_with_the_reference_runs(slow, cache):
     assert [m["sizes"] for m in written["measurements"]] == [[[5, 8], [5, 8]], [[5, 8]]]
 
 
-def test_tolerances_decide_who_agrees(namespace):
+def test_kernel_must_agree_within_its_tolerance(namespace):
     @torchop.custom_op(f"{namespace}::near", mutates_args=())
     def near(x: Tensor) -> Tensor:
         return x * 2
@@ -90,13 +90,13 @@ def test_tolerances_decide_who_agrees(namespace):
     assert {k.provider for k in found.measurements[0].kernels} == {"reference", "near"}
 
 
-def test_a_budget_that_is_spent_is_said(slow):
+def test_exceeded_budget_is_reported(slow):
     found = torchop.testing.tune(slow, [(torch.ones(1),), (torch.ones(100),)], budget=1e-6)
     assert [m.call for m in found.measurements] == ["float32[1]"]
     assert found.problems[-1] == "float32[65..128] was left out: the budget is spent"
 
 
-def test_an_operator_that_mutates_leaves_the_inputs_alone(namespace):
+def test_inputs_of_a_mutating_operator_are_unchanged(namespace):
     @torchop.custom_op(f"{namespace}::grow", mutates_args=("x",))
     def grow(x: Tensor) -> None:
         x.mul_(2)
@@ -111,13 +111,13 @@ def test_an_operator_that_mutates_leaves_the_inputs_alone(namespace):
     assert {k.provider for k in found.measurements[0].kernels} == {"reference", "half"}
 
 
-def test_the_authors_buckets_count(slow):
+def test_buckets_of_the_author_are_used(slow):
     slow.set_tuning(buckets={"x": {0: [10, 100]}})
     found = torchop.testing.tune(slow, [(torch.ones(5),), (torch.ones(500),)], budget=0.3)
     assert [m.call for m in found.measurements] == ["float32[0..10]", "float32[101..]"]
 
 
-def test_examples_are_the_inputs_where_none_are_passed(slow, tmp_path):
+def test_registered_examples_are_the_default_inputs(slow, tmp_path):
     with pytest.raises(torchop.MissingRuleError, match="has no examples"):
         torchop.testing.tune(slow)
     slow.register_examples(lambda: [(torch.ones(3),)])
@@ -128,7 +128,7 @@ def test_examples_are_the_inputs_where_none_are_passed(slow, tmp_path):
     assert len(kept) == len(found.measurements) + len(again.measurements) == 2
 
 
-def test_what_cannot_be_measured_is_refused(slow, namespace):
+def test_call_that_cannot_be_measured_is_rejected(slow, namespace):
     @torchop.custom_op(f"{namespace}::alone", mutates_args=())
     def alone(x: Tensor) -> Tensor:
         return x.clone()
@@ -152,14 +152,14 @@ def test_what_cannot_be_measured_is_refused(slow, namespace):
         torchop.testing.tune(slow, call, budget="3")
 
 
-def test_a_block_measures_each_kind_of_call_once_and_counts_after_it(slow):
+def test_block_measures_each_kind_of_call_once_and_then_applies_the_results(slow):
     with torchop.testing.tuning(budget=1):
         slow(torch.ones(5))
         start = time.perf_counter()
-        slow(torch.ones(6))  # of the same bucket
+        slow(torch.ones(6))  # in the same bucket
         assert time.perf_counter() - start < 0.05
     assert chosen(slow, torch.ones(8)) == "sleepy"
-    assert chosen(slow, torch.ones(9)) == "sleepy"  # by the order of its author
+    assert chosen(slow, torch.ones(9)) == "sleepy"  # second in the priority
     assert tuned._own[0].kernels[0].label == "sleepy naps=0"
     before = list(tuned._own)
     with torchop.testing.tuning(budget=1):
@@ -167,14 +167,14 @@ def test_a_block_measures_each_kind_of_call_once_and_counts_after_it(slow):
     assert tuned._own == before
 
 
-def test_nothing_is_measured_where_it_was_not_asked_for(slow):
+def test_calls_are_measured_only_in_a_block_with_the_tuned_priority(slow):
     slow(torch.ones(5))
     torchop.explain(slow, torch.ones(5))
     with torchop.testing.tuning(budget=1), torchop.priority({slow: ["sleepy"]}):
         slow(torch.ones(5))
     with torchop.testing.tuning(budget=1):
         torchop.explain(slow, torch.ones(5))
-        torch.compile(slow, backend="eager")  # which was not called
+        torch.compile(slow, backend="eager")  # not called
     assert tuned._own == []
 
 
@@ -194,7 +194,7 @@ def test_nothing_is_measured_in_a_backward_or_on_fake_tensors(slow, namespace):
 
 
 @pytest.mark.parametrize("native", [True, False])
-def test_a_call_that_is_measured_keeps_its_own_residuals(namespace, native):
+def test_measured_call_returns_its_own_residuals(namespace, native):
     def drop(x: Tensor) -> Tensor:
         kept = torch.rand_like(x).round()
         return torchop.residuals(x * kept, kept)
@@ -220,7 +220,7 @@ def _masked(grad: Tensor, kept: Tensor) -> Tensor:
     return grad * kept
 
 
-def test_a_table_that_cannot_be_written_is_said(slow, tmp_path):
+def test_unwritable_table_raises_a_warning(slow, tmp_path):
     path = tmp_path / "newer.json"
     path.write_text('{"format": 99, "torchop": "9.9", "measurements": []}')
     with pytest.warns(torchop.ProviderWarning, match="in this process only.*newer torchop"):
@@ -233,7 +233,7 @@ def test_a_table_that_cannot_be_written_is_said(slow, tmp_path):
         )
 
 
-def test_ranks_use_the_measurements_of_the_first():
+def test_all_ranks_use_the_measurements_of_rank_0():
     program = """
 import os, sys, torch, torch.multiprocessing as mp, torchop
 from torch import Tensor
@@ -272,7 +272,7 @@ if __name__ == "__main__":
     assert (done.returncode, done.stdout) == (0, "same\n"), done.stderr
 
 
-def test_a_median_has_an_interval():
+def test_median_lies_in_its_confidence_interval():
     timing = timed({"nap": Way(lambda: lambda: time.sleep(0.001))}, (), 0.1)["nap"]
     assert isinstance(timing, Timing)
     assert timing.best <= timing.interval[0] <= timing.median <= timing.interval[1]

@@ -17,8 +17,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
     Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`. Only
-    operators with this tag, or with a signature that the tag allows, are checked. Other operators
-    may read the arguments that they write.
+    operators with this tag, or with a signature that the tag allows, are checked.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return

@@ -29,7 +29,7 @@ DEFAULT_TEST_UTILS = (
 )
 # PyTorch's checks treat a tolerance of 0 as missing, so pass the smallest float instead of 0.
 _TINY = 5e-324
-# The name of a check that torch.library.opcheck does not have, for operators with a sharding rule.
+# An additional check, for operators with a sharding rule.
 _SHARDING = "test_sharding"
 _PLACEMENTS = 100  # the largest number of combinations of placements that `test_sharding` tries
 
@@ -104,7 +104,7 @@ def opcheck(
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
-    # `opcheck` looks for undeclared mutations only once, together with this check.
+    # Check for undeclared mutations only once, together with this check.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
@@ -170,7 +170,7 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    Most checks of in-place operators use the arguments `sample`. Other checks use `accepted`, where
+    Most checks call an in-place operator with `sample`. All other calls use `accepted`, where
     tensors that must not require grad are detached.
     """
     schema, overload = operator.schema, operator.overload
@@ -190,8 +190,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes.
 
-        Since PyTorch 2.15, the check makes copies of the arguments, and later computes the
-        gradients of these copies. So the operator must not overwrite them.
+        Since PyTorch 2.15, the check computes the gradients of its arguments after the call, so the
+        operator must not overwrite them.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)

@@ -18,12 +18,7 @@ Sample = tuple[tuple[Any, ...], dict[str, Any]]
 def sample_of(
     operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Sample:
-    """Convert a sample call to the arguments that the schema of the operator defines.
-
-    Raises:
-        TypeError: `args` is not a list or tuple, or `kwargs` is not a mapping.
-        ValueError: a tensor has no data.
-    """
+    """Convert a sample call to the arguments that the schema of the operator defines."""
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"{caller}(op, args, ...): args must be a tuple of the positional arguments, got "
@@ -92,7 +87,6 @@ def _changed(
 
 
 def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split an example that was passed to `check` into positional and keyword arguments."""
     if isinstance(example, Mapping):
         return (), dict(example)
     if not isinstance(example, (tuple, list)):
@@ -118,19 +112,12 @@ def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def single(tensor: Tensor) -> Tensor:
-    """Return a clone that requires grad if the tensor is in single precision.
-
-    Return tensors of other dtypes unchanged.
-    """
     is_single = tensor.dtype in (torch.float32, torch.complex64)
     return tensor.clone().requires_grad_() if is_single else tensor
 
 
 def double(tensor: Tensor) -> Tensor:
-    """Return a copy in double precision that requires grad.
-
-    Return a tensor unchanged if it is neither floating-point nor complex.
-    """
+    """Return a copy in double precision that requires grad. Return integers and bools unchanged."""
     if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
         return tensor
     dtype = torch.complex128 if tensor.dtype.is_complex else torch.double

@@ -58,7 +58,6 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
 
 
 def _nodes(results: Any) -> Iterator[Any]:
-    """Yield the autograd nodes that are reachable from the results."""
     waiting = [value.grad_fn for value in tree_leaves(results) if isinstance(value, Tensor)]
     seen = set()
     while waiting:

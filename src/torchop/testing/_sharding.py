@@ -129,9 +129,8 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # The operator may reject any placement except number 0. In number 0, all tensors are
-            # replicated, so an error means that the sharding rule does not fit the shapes of the
-            # whole tensors.
+            # In placement 0, all tensors are replicated, so an error means that the sharding rule
+            # does not fit the shapes of the whole tensors. The operator may reject all others.
             if number:
                 refused.append(described)
                 continue
@@ -165,7 +164,6 @@ class _Call:
         self.cotangents: list[Tensor] = []
 
     def expected(self) -> _Outcome:
-        """Return the outcome of the call on whole tensors."""
         tensors = [tensor.detach().clone() for tensor in self.tensors]
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
@@ -200,7 +198,6 @@ class _Call:
     def _outcome(
         self, function: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]
     ) -> _Outcome:
-        """Return the results, gradients and written arguments of a call."""
         for tensor, original in zip(tensors, self.tensors, strict=True):
             tensor.requires_grad_(original.requires_grad)
         args, kwargs = with_tensors(self.sample, tensors)
@@ -236,7 +233,6 @@ class _Call:
         return None
 
     def described(self, placements: Sequence[Any]) -> str:
-        """Describe the placements of all tensors."""
         named = zip(self.names, placements, strict=True)
         return ", ".join(f"{name}: {_spelled(each)}" for name, each in named)
 

@@ -26,14 +26,10 @@ MARGIN = 2**24
 class Words(NamedTuple):
     """The parts of error messages that differ between kernels and formulas.
 
-    Attributes:
-        mutated: a format string that says which input was mutated. It may use the fields
-            `argument`, the name of the argument, and `where`, a longer description.
-        function: the name of the function that mutated the input, such as "the kernel".
-        fix: how to fix a function that changes values.
-        state_fix: how to fix a function that changes metadata, such as the shape.
-        around_fix: an additional fix, for a function that writes into the base of a view, outside
-            the elements of the view.
+    `mutated` is a format string with the fields `argument`, the name of the mutated argument, and
+    `where`, a longer description. `fix` is advice for a function that changes values, `state_fix`
+    for one that changes metadata, and `around_fix` for one that writes outside the elements of a
+    view.
     """
 
     mutated: str
@@ -93,8 +89,7 @@ class Snapshot:
         """Return a snapshot of the arguments of `backward` or `setup_context`.
 
         `tensors` yields pairs of a description and a tensor. Compilers and `torch.func` transforms
-        pass tensors without data to these functions. For a tensor without data, only the version
-        counter is compared.
+        pass tensors without data, and only their version counters are compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -195,7 +190,8 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # If the kernel replaced the storage of a mutable input, `holders` is empty.
+        # If the kernel replaced the storage of a mutable input, `holders` is empty, and nothing is
+        # raised.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -255,10 +251,7 @@ class _Input(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A copy of some bytes of a storage, from position `start`.
-
-    `size` is the size of the whole storage in bytes.
-    """
+    """A copy of some bytes of a storage, from `start` on. `size` is the size of the storage."""
 
     storage: torch.UntypedStorage
     size: int
@@ -293,8 +286,8 @@ class _Memory(NamedTuple):
 
 
 # The fields of `_state` that a declared mutation must not change. An error reports only the first
-# field that changed. So a field comes before those that it affects, as the storage affects the
-# storage size.
+# changed field, so a field comes before the fields that it affects. For example, a new storage may
+# have another size.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -304,7 +297,7 @@ _LAYOUT = (
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
     """Describe how a field of `_state` changed, for error messages.
 
-    `of` is a format string that names the field and its tensor, such as "its {}".
+    `of` is a format string for the field and its tensor, such as "its {}".
     """
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
@@ -315,7 +308,6 @@ def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: s
 
 
 def _is_inplace_view(name: object) -> bool:
-    """Return whether an operator has the tag `inplace_view`, as `t_` and `resize_` do."""
     parts = OpName.parse(str(name))
     return operators.is_registered(
         parts.packet, parts.overload
@@ -350,10 +342,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
-    """Return the metadata and the version counter of a tensor.
-
-    If several of these fields change, an error reports only the first one.
-    """
     parts = _parts(tensor)
     storages = [part.untyped_storage() for part in parts]
     memory = {
@@ -380,7 +368,6 @@ def _state(tensor: Tensor) -> dict[str, Any]:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """Return a uint8 tensor that shares the memory of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -400,7 +387,6 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return where the bytes of a tensor start and end in its storage."""
     size, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * size, first * size

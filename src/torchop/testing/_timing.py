@@ -25,10 +25,8 @@ _LEAD_IN = 3  # untimed warm-up calls before each round
 class Way(NamedTuple):
     """A call to time, such as a call that runs the kernel of one provider.
 
-    Attributes:
-        make: a function that creates the arguments for one round. It returns a function without
-            parameters that makes the call.
-        mode: a function that returns the context manager for one round, such as `torch.no_grad`.
+    `make` creates the arguments for one round, and returns a function without parameters that makes
+    the call. `mode` returns the context manager for one round, such as `torch.no_grad()`.
     """
 
     make: Callable[[], Callable[[], Any]]
@@ -68,14 +66,10 @@ def timed(
 ) -> dict[str, Timing | Exception]:
     """Time several calls in alternation, and return the timing of each call.
 
-    If a call raises, the result contains the exception instead of a timing. Accelerators run
-    kernels asynchronously, so by default only the time to launch them is measured.
-
-    Args:
-        ways: the calls to time, by name.
-        arguments: the arguments of the calls. Their tensors determine the device to synchronize.
-        seconds: the time limit for each entry of `ways`, unless a single call takes longer.
-        on_device: whether to measure how long kernels run on the accelerator, with cold caches.
+    If a call raises, the result contains the exception instead of a timing. Each entry of `ways`
+    takes at most `seconds`, unless a single call takes longer. By default, only the launch of
+    kernels is timed. If `on_device`, the kernels on the accelerator of `arguments` are timed, with
+    cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
         native.wait()  # until the extension is built and loaded, because calls are slower before

@@ -188,8 +188,6 @@ class tuning(priority):  # noqa: N801  (called like a function)
 
 
 class _Tuner:
-    """Measure calls within a time limit, and collect the results."""
-
     def __init__(self, budget: float, table: Path | None) -> None:
         self._left, self._table = budget, table
         self._found: dict[tuple[Any, ...], Measurement] = {}
@@ -200,10 +198,7 @@ class _Tuner:
     def measure(
         self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """Measure a call that the program makes inside `tuning`.
-
-        Skip the call if a measurement for it exists, or if the call must not be repeated.
-        """
+        """Measure a call that the program makes inside `tuning`, if the call may be repeated."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
@@ -222,8 +217,8 @@ class _Tuner:
     ) -> None:
         """Measure the kernels for a call, within the remaining budget.
 
-        `calls` is the number of calls that share the remaining budget. If `known`, skip the call if
-        a measurement for it exists.
+        `calls` is the number of calls that share the budget. If `known`, skip the call if a
+        measurement for it exists.
         """
         operator = Operator(kernels.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -375,7 +370,6 @@ def _is_measurable(call: Sample) -> bool:
 
 
 def _rank() -> int | None:
-    """Return the rank of this process, or None outside a process group."""
     group = torch.distributed
     return group.get_rank() if group.is_available() and group.is_initialized() else None
 

@@ -28,20 +28,17 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors inside arguments or results, in order."""
     collected: list[torch.Tensor] = []
     mapped(value, collected.append)
     return collected
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the arguments, with their tensors replaced by `tensors` in order."""
     iterator = iter(tensors)
     return mapped(value, lambda tensor: next(iterator))
 
 
 def requiring_grad(value: Any) -> Any:
-    """Return the arguments, with requires_grad set on all floating-point and complex tensors."""
     return mapped(
         value, lambda t: t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
     )
@@ -167,7 +164,6 @@ def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
 
 
 def outcome_of_copies(op: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the outcome of a call with copies of the arguments."""
     return outcome(op, *copies((args, kwargs)))
 
 
@@ -184,15 +180,9 @@ def assert_same(
 ) -> None:
     """Raise AssertionError if the outcomes of two calls differ.
 
-    Args:
-        actual: one outcome.
-        expected: the other outcome.
-        what: a description of `actual`, for the start of the error message.
-        rtol: the relative tolerance; by default, as in `torch.testing.assert_close`.
-        atol: the absolute tolerance; by default, as in `torch.testing.assert_close`.
-        tolerance: `(rtol, atol)` for some dtypes, in place of the arguments `rtol` and `atol`.
-        values: whether to compare values, in addition to shapes and dtypes.
-        dtypes: whether to compare dtypes.
+    `what` describes `actual`, for the error message. The default tolerances are as in
+    `torch.testing.assert_close`. For some dtypes, `tolerance` contains `(rtol, atol)`, which
+    replace the arguments `rtol` and `atol`.
     """
     if len(actual) != len(expected):
         raise AssertionError(f"{what}: {len(actual)} results, not {len(expected)}.")
@@ -255,7 +245,6 @@ def has_digits_of_float32(tensor: torch.Tensor) -> bool:
 
 
 def shown(tensor: torch.Tensor) -> str:
-    """Return the first elements of a tensor as one line of text."""
     numbers = tensor.flatten()[:6].tolist()
     more = ", ..." if tensor.numel() > 6 else ""
     digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
@@ -263,7 +252,6 @@ def shown(tensor: torch.Tensor) -> str:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Convert a sparse tensor to a dense tensor, and return other tensors unchanged."""
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 
@@ -277,8 +265,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def contiguous_copies(value: Any) -> Any:
-    """Copy the arguments into contiguous memory."""
-
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
         if not is_plain(tensor):
@@ -343,9 +329,8 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
     """Return a function that makes a call with new values of the tensors that require grad.
 
     Also return the current values of these tensors. The function returns the floating-point and
-    complex results. It converts sparse results to dense tensors, because gradcheck requires dense
-    tensors. It clones the arguments of a mutable operator, because operators must not write leaves
-    that require grad.
+    complex results, as dense tensors, because gradcheck requires dense tensors. It clones the
+    arguments of a mutable operator, because operators must not write leaves that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -367,8 +352,8 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """Return a function that makes a call with new values of all tensors.
 
-    Also return the current values of the tensors. The function copies the tensors that it receives.
-    It returns the results and the written arguments.
+    Also return the current values of the tensors. The function returns the results and the written
+    arguments.
     """
     places = written_places(op)  # not inside the function, because compilers trace the function
 

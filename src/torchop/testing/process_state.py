@@ -48,7 +48,6 @@ _HALF = 0.5  # a variable, because Python computes products of constants at comp
 
 @functools.cache
 def _function_of_c(name: str) -> Any:
-    """Return a function of the C library, or None if it does not exist."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         return getattr(ctypes.CDLL(None), name)
     return None
@@ -72,7 +71,6 @@ def device_module() -> Any:
 
 
 def _each_device(function: Callable[[int], Any]) -> list[Any]:
-    """Call a function for each device of the accelerator. Return [] if it is not implemented."""
     with contextlib.suppress(NotImplementedError):
         return [function(index) for index in range(torch.accelerator.device_count())]
     return []
@@ -97,7 +95,6 @@ def _set_signal_handlers(handlers: list[tuple[int, Any]]) -> None:
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set the environment variables to `variables`, and remove all others."""
     for added in os.environ.keys() - variables.keys():
         del os.environ[added]
     os.environ.update(variables)
@@ -168,7 +165,7 @@ _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     """Return the process state that a call could change, as a dict from names to values.
 
-    If `random_numbers`, include the states of random number generators. Reading them is slow.
+    Reading the states of random number generators is slow, so they can be omitted.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
@@ -185,7 +182,6 @@ def is_of_generator(name: str) -> bool:
 
 
 def generator_states() -> dict[str, Any]:
-    """Return the states of the global random number generators."""
     return {name: state for name, state in process_state().items() if is_of_generator(name)}
 
 
@@ -202,7 +198,6 @@ def seed_torch(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the random number generators of PyTorch, Python and NumPy."""
     seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
@@ -211,7 +206,6 @@ def seed_all(seed: int) -> None:
 
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
-    """Restore the state of the process at the end of a `with` block."""
     before = process_state()
     accelerated: dict[str, Any] = {"devices": ()}
     accelerator = devices.accelerator()
@@ -232,7 +226,6 @@ def restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress warnings and log messages inside a `with` block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -255,7 +248,6 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def forks() -> int:
-    """Return how many times this process has forked."""
     return _forks[0]
 
 

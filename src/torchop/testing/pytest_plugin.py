@@ -1,7 +1,7 @@
 """The pytest plugin: generate a test for each operator and check, run it, and report the result.
 
-The pytest hooks themselves are in the package `pytest_torchop`. It does not import PyTorch, and
-imports this module only when a test needs it.
+The pytest hooks are in the package `pytest_torchop`. It does not import PyTorch, and imports this
+module only when a test needs it.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ class _Operator:
 class _Planned(NamedTuple):
     """A test that runs one check of one operator.
 
-    Attributes:
-        op: the operator.
-        check: the name of the check.
-        problem: the reason why the checks of the operator cannot be listed; empty if they can.
-        expected: the reason why the check is expected to fail; empty if it is not.
+    `problem` says why the checks of the operator cannot be listed. `expected` says why the check is
+    expected to fail. Both are empty by default.
     """
 
     op: _Operator
@@ -112,10 +109,7 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 
 
 def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned, bool]]:
-    """Yield each test of an operator, and whether its xfail mark is strict.
-
-    A strict mark makes the test fail if its check passes.
-    """
+    """Yield each test of an operator, and whether its xfail mark is strict."""
     options = {key: _of_operator(name, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
     operator = _Operator(str(name), options)
@@ -154,7 +148,6 @@ def _checks(op: _Operator) -> Mapping[str, Check]:
 
 
 def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
-    """Return the value of the fixture `torchop_check`."""
     if not hasattr(request, "param"):
         _fail(f"{request.node.nodeid} uses torchop_check. Mark it with pytest.mark.torchop.")
     check = PlannedCheck(request.param, request.config)
@@ -205,8 +198,7 @@ class PlannedCheck:
     def _written(self, check: Check, report: CheckReport, file: str) -> Check:
         """Return a copy of the check that writes a reproducer to `file` before each call.
 
-        The reproducer is a program that makes the same call. If the call crashes the process,
-        `report_crash` prints the program.
+        If the call crashes the process, `report_crash` prints the reproducer.
         """
         values = {
             "report": report.to_dict(),
@@ -233,7 +225,6 @@ class PlannedCheck:
 
 
 def _in_words(op: str, result: Result) -> str:
-    """Return the message of a failed test, with the program that reproduces the failure."""
     return f"{op}: {result.check}: {result.message}\n\n{result.program}".rstrip()
 
 
@@ -325,7 +316,6 @@ def write_report(test_reports: Sequence[Any], path: Path) -> None:
 
 
 def _merged(reports: Sequence[CheckReport]) -> CheckReport:
-    """Merge the reports of several tests of one operator into one report."""
     results = tuple(result for report in reports for result in report.results)
     return dataclasses.replace(
         reports[0],

@@ -38,8 +38,6 @@ def _double(x: Tensor, scale: float = 2.0) -> Tensor:
 
 @pytest.fixture
 def flat(namespace: str) -> Any:
-    """An operator that is wrong for all non-contiguous tensors."""
-
     def kernel(x: Tensor) -> Tensor:
         memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
         return memory[: x.numel()].reshape(x.shape) * 2
@@ -51,7 +49,7 @@ _UNARY = "(Tensor x) -> Tensor"
 EXAMPLE = (torch.arange(12.0).reshape(3, 4),)
 
 
-def test_report_of_a_right_operator(good: Any) -> None:
+def test_correct_operator_has_a_passing_report(good: Any) -> None:
     report = check(good, EXAMPLE, only=["memory", "contracts"])
     assert isinstance(report, CheckReport)
     assert report.ok
@@ -68,7 +66,7 @@ def test_failures_are_raised_with_the_report(flat: Any) -> None:
         check(flat, EXAMPLE, only="memory")
     assert isinstance(error.value, OpCheckError)  # the class of torch.library
     assert "torch.tensor(" in str(error.value)
-    assert "cannot be done because" not in str(error.value)  # who wants to know that has the report
+    assert "cannot be done because" not in str(error.value)  # only the printed report says this
 
 
 def test_failures_name_check_message_and_program(flat: Any) -> None:
@@ -77,11 +75,11 @@ def test_failures_name_check_message_and_program(flat: Any) -> None:
     assert not report.ok
     assert failure.check == "memory.transposed"
     assert "should be" in failure.message
-    # The smallest matrix that shows a transpose.
+    # This is the smallest transposed matrix with wrong results.
     assert ".as_strided((2, 2), (1, 2), 0)" in failure.program
 
 
-def test_examples_may_have_keywords_and_be_dicts(good: Any) -> None:
+def test_examples_may_contain_keywords_or_be_dicts(good: Any) -> None:
     for example in (((EXAMPLE[0],), {"scale": 3.0}), {"x": EXAMPLE[0]}, (EXAMPLE[0], 4.0)):
         assert check(good, example, only="memory.given").ok
 
@@ -109,7 +107,6 @@ def test_wrong_examples_are_refused(good: Any) -> None:
 def test_unknown_checks_are_refused(good: Any) -> None:
     with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only="memory.sideways")
-    # Also in addition to a valid name.
     with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has this name"):
         check(good, EXAMPLE, only=["memory.given", "memory.sideways"])
     with pytest.raises(ValueError, match=r"only=\[\]\): no check has this name"):
@@ -129,7 +126,7 @@ def test_operator_that_refuses_its_example_fails(namespace: str) -> None:
     assert "refuses every example" in transposed.message
 
 
-def test_reference_decides_what_is_right(good: Any) -> None:
+def test_results_are_compared_with_the_reference(good: Any) -> None:
     assert check(good, EXAMPLE, reference=lambda x: x + x, only="memory").ok
     report = check(good, EXAMPLE, reference=lambda x: x + 1, only="given", raise_exception=False)
     assert [failure.check for failure in report.failures] == ["memory.given"]
@@ -147,13 +144,13 @@ def test_reference_may_refuse_a_variant(good: Any) -> None:
     assert "the reference refuses it: ValueError: no elements" in empty.message
 
 
-def test_tolerance_is_for_both(good: Any) -> None:
+def test_tolerances_apply_to_the_reference(good: Any) -> None:
     options: dict[str, Any] = {"reference": lambda x: x * 2.001, "raise_exception": False}
     assert not check(good, EXAMPLE, only="given", **options).ok
     assert check(good, EXAMPLE, only="given", rtol=0.01, atol=0.0, **options).ok
 
 
-def test_budget_ends_the_run_and_says_so(good: Any) -> None:
+def test_report_lists_checks_that_exceed_the_budget(good: Any) -> None:
     report = check(good, EXAMPLE, budget=0.0, allow_not_run=True)
     assert report.ok
     assert {result.outcome for result in report.results} == {"not run"}
@@ -161,7 +158,7 @@ def test_budget_ends_the_run_and_says_so(good: Any) -> None:
     assert "not run" in str(report)
 
 
-def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
+def test_skipped_checks_fail_unless_allow_not_run_is_set(good: Any) -> None:
     told = r"1 not run .*1 checks did not run: the budget ended after 0 cases"
     with pytest.raises(torchop.testing.OpCheckError, match=f"(?s){told}.*allow_not_run"):
         check(good, EXAMPLE, only="memory.given", budget=0)
@@ -173,7 +170,7 @@ def test_what_was_not_run_fails_unless_it_is_allowed(good: Any) -> None:
     assert "allow_not_run" not in str(allowed)
 
 
-def test_what_cannot_be_done_is_no_failure(good: Any) -> None:
+def test_inapplicable_check_is_not_a_failure(good: Any) -> None:
     report = check(good, EXAMPLE, only=["memory.channels_last", "memory.given"])
     assert {r.outcome for r in report.results} == {"cannot be done", "passed"}
     assert report.ok
@@ -187,14 +184,14 @@ def test_report_is_not_ok_if_no_check_could_be_done(good: Any) -> None:
     assert (report.ok, report.failures) == (False, ())
 
 
-def test_budget_ends_a_check_between_its_cases(good: Any) -> None:
+def test_check_stops_between_cases_after_its_deadline(good: Any) -> None:
     (item,) = plan_checks(good, [EXAMPLE], only="subsystems.fake")
     result = run_check(item, end=time.perf_counter() - 1)
     assert result.outcome == "not run"
     assert "after 0 cases" in result.message
 
 
-def test_what_cannot_be_done_says_why(good: Any) -> None:
+def test_inapplicable_check_reports_the_reason(good: Any) -> None:
     names = ["vmap", "gradcheck", "accelerator", "channels_last"]
     report = check(good, EXAMPLE, only=names, raise_exception=False)
     reasons = {r.check.partition(".")[2]: r.message for r in report.results}
@@ -210,11 +207,10 @@ def test_costly_checks_come_last(good: Any) -> None:
     assert names[-1] == "subsystems.export_dynamic"
 
 
-def test_checks_are_items(flat: Any) -> None:
-    """Other runners use `plan_checks` and `run_check`."""
+def test_plan_checks_returns_checks_for_run_check(flat: Any) -> None:
     checks = plan_checks(flat, [EXAMPLE])
     planned = [kind.name for kind in sorted(CHECKS, key=lambda kind: kind.is_costly)]
-    # It has no providers.
+    # The operator has no providers.
     assert [item.name for item in checks] == [n for n in planned if "providers." not in n]
     assert len({item.name for item in checks}) == len(checks)
     assert all(item.kind.question.endswith(("?", ".)")) for item in checks)
@@ -223,8 +219,7 @@ def test_checks_are_items(flat: Any) -> None:
     assert (result.check, result.outcome) == ("memory.gaps", "failed")
 
 
-def test_running_a_check_raises_nothing(namespace: str) -> None:
-    """Not even where the operator answers differently each time it is asked."""
+def test_run_check_does_not_raise_if_every_second_call_raises(namespace: str) -> None:
     answers = iter([True, False] * 1000)
 
     def kernel(x: Tensor) -> Tensor:
@@ -239,7 +234,7 @@ def test_running_a_check_raises_nothing(namespace: str) -> None:
 
 
 @pytest.mark.parametrize(("left", "is_leak"), [([100] * 4, True), ([160, 100, 75, 60], False)])
-def test_what_a_process_keeps_less_of_each_time_is_no_leak(
+def test_slowing_growth_is_not_a_leak(
     left: list[int], is_leak: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.cycle(itertools.accumulate([0, *left]))
@@ -249,7 +244,7 @@ def test_what_a_process_keeps_less_of_each_time_is_no_leak(
     assert found == (expected if is_leak else None)
 
 
-def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
+def test_leak_check_skips_slow_operators(namespace: str) -> None:
     def kernel(x: Tensor) -> Tensor:
         time.sleep(0.3)
         return x + 1
@@ -261,8 +256,8 @@ def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
     assert "200 calls of this example would take" in result.message
 
 
-def test_wrong_gradients_of_large_tensors_are_told_at_once(namespace: str) -> None:
-    """PyTorch's `gradcheck` computes the whole Jacobian for its message."""
+def test_wrong_gradients_of_large_tensors_are_reported_quickly(namespace: str) -> None:
+    """PyTorch's `gradcheck` would compute the whole Jacobian for its message."""
     op = torchop.custom_op(f"{namespace}::large", lambda x: x.exp(), mutates_args=(), schema=_UNARY)
     example = (torch.linspace(-1, 1, 4096).view(64, 64),)
     errors = []
@@ -284,7 +279,7 @@ def test_wrong_gradients_of_large_tensors_are_told_at_once(namespace: str) -> No
     ]
 
 
-def test_gradients_of_few_digits_are_not_compared(namespace: str) -> None:
+def test_float32_gradients_are_not_compared_with_finite_differences(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::rounds", lambda x: x.float() * 2, mutates_args=(), schema=_UNARY
     )
@@ -294,13 +289,13 @@ def test_gradients_of_few_digits_are_not_compared(namespace: str) -> None:
     assert "dtype torch.float32 for arguments in double" in report.results[0].message
 
 
-def test_tuples_that_python_keeps_for_later_are_no_leak(namespace: str) -> None:
-    # The first 2,000 calls fill CPython's free list of tuples.
+def test_free_list_of_tuples_is_not_a_leak(namespace: str) -> None:
+    # CPython keeps up to 2,000 freed tuples of each length, so the first calls allocate memory.
     @torchop.out_op(f"{namespace}::negate", like="x")
     def negate(x: Tensor, *, out: Tensor) -> None:
         torch.neg(x, out=out)
 
-    gc.collect()  # as in a new process, Python keeps none
+    gc.collect()  # empties the free list, as in a new process
     assert check(negate.functional, EXAMPLE, only="leaks").ok
 
 
@@ -335,7 +330,7 @@ def test_operators_of_pytorch_are_checked() -> None:
         check("nobody::defined_this", EXAMPLE)
 
 
-def test_nothing_of_the_process_is_changed(good: Any) -> None:
+def test_check_restores_process_state(good: Any) -> None:
     torch.manual_seed(3)
     state = torch.random.get_rng_state()
     check(good, EXAMPLE, only=["memory", "contracts", "gradcheck"])
@@ -343,7 +338,7 @@ def test_nothing_of_the_process_is_changed(good: Any) -> None:
     assert torch.get_deterministic_debug_mode() == 0
 
 
-def test_what_an_operator_changes_is_put_back(
+def test_state_changed_by_the_operator_is_restored(
     namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -369,7 +364,7 @@ def test_what_an_operator_changes_is_put_back(
     assert [failure.check for failure in report.failures] == ["contracts.process"]
 
 
-def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) -> None:
+def test_system_exit_and_unprintable_exceptions_are_reported(namespace: str) -> None:
     class UnprintableError(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no text")
@@ -392,14 +387,13 @@ def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) 
 
 
 @pytest.mark.parametrize("budget", [-1, float("nan")])
-def test_a_budget_in_which_nothing_runs_is_refused(namespace: str, budget: float) -> None:
+def test_negative_or_nan_budget_is_rejected(namespace: str, budget: float) -> None:
     op = torchop.custom_op(f"{namespace}::op", _double, mutates_args=())
     with pytest.raises(ValueError, match=rf"budget={budget}\): budget must be 0 or more"):
         check(op, EXAMPLE, budget=budget)
 
 
 def test_whole_run_is_quick_and_complete(namespace: str) -> None:
-    """Each check passes, or says why it cannot be done."""
     op = torchop.custom_op(f"{namespace}::whole", _double, mutates_args=())
     op.register_fake(lambda x, scale=2.0: torch.empty_like(x * scale))
     op.register_autograd(
@@ -420,11 +414,11 @@ def test_whole_run_is_quick_and_complete(namespace: str) -> None:
     } <= passed
 
 
-def test_checks_are_there_without_docstrings() -> None:
+def test_checks_exist_without_docstrings() -> None:
     def quiet(subject: Any, details: Any) -> Any:
         yield from ()
 
-    (kind,) = alone("memory", quiet)  # as all are with python -OO
+    (kind,) = alone("memory", quiet)  # functions have no docstrings with python -OO
     assert (kind.name, kind.question) == ("memory.quiet", "")
 
 
@@ -434,7 +428,7 @@ def test_budget_must_be_a_number(good: Any) -> None:
         check(good, (x,), budget="30")  # type: ignore[arg-type]
 
 
-def test_a_fake_kernel_that_promotes_no_integers_fails_unless_none_may_be_passed(
+def test_missing_integer_promotion_fails_unless_valid_rejects_integers(
     namespace: str,
 ) -> None:
     def scaled(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
-# The findings. Each was verified to be a fault of the operator.
+# Each of these findings was verified to be a fault of the operator.
 EXPECTED = {
     "NumpyCubeCustomOp": {
         "dtypes.accepted": "NumPy's cube of bool is int64; the fake kernel says bool",
@@ -38,13 +38,13 @@ EXPECTED = {
 }
 
 
-def test_database_is_what_it_was() -> None:
+def test_expected_findings_name_existing_operators() -> None:
     assert set(EXPECTED) <= {info.name for info in custom_op_db}
 
 
 @pytest.mark.parametrize("info", custom_op_db, ids=lambda info: info.name)
 def test_findings(info: Any, request: pytest.FixtureRequest) -> None:
-    """All findings, and none in a quarter of the other checks, unless all are asked for."""
+    """Run the checks with expected findings, and a quarter of the others, which must pass."""
     most = 2 if request.config.getoption(combinations.OPTION) else 1
     samples = list(info.sample_inputs("cpu", torch.float32))[:most]
     examples = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in samples]

@@ -1,7 +1,4 @@
-"""Findings: failures of one cause are one finding, and independent faults are several.
-
-Uses private names.
-"""
+"""Findings group failures with the same cause. Uses private names."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def test_three_faults_are_three_findings() -> None:
     assert "  also fails: memory.gaps, memory.sliced" in text
 
 
-def test_a_cause_is_one_finding() -> None:
+def test_failures_with_equal_causes_are_one_finding() -> None:
     one, other = failed("memory.gaps", "layout", "KeyError: 'x'"), failed("subsystems.func")
     same = failed("contracts.leaks", "gradient", "KeyError: 'x'")
     findings = grouped([one, other, same])
@@ -44,18 +41,18 @@ def test_a_cause_is_one_finding() -> None:
     ]
 
 
-def test_results_and_fake_kernels_are_apart() -> None:
+def test_wrong_results_and_wrong_fake_kernels_are_separate_findings() -> None:
     layouts = [failed(name, "layout") for name in ("memory.gaps", "memory.offset")]
     fake = failed("subsystems.fake", "layout")
     assert [f.others for f in grouped([*layouts, fake])] == [("memory.offset",), ()]
 
 
-def test_providers_are_apart() -> None:
+def test_failures_of_two_providers_are_separate_findings() -> None:
     kernels = [failed("memory.gaps", "layout"), failed("memory.gaps[fast]", "layout")]
     assert len(grouped(kernels)) == 2
 
 
-def test_a_wrong_plain_call_explains_comparisons() -> None:
+def test_wrong_result_for_an_example_explains_failed_comparisons() -> None:
     found = grouped([failed("contracts.repeated"), failed("values.nan", "value")])
     assert [f.others for f in found] == [("values.nan",)]
     kept = grouped([failed("contracts.repeated"), failed("contracts.kept")])
@@ -63,7 +60,7 @@ def test_a_wrong_plain_call_explains_comparisons() -> None:
 
 
 def test_the_clearest_failure_is_first() -> None:
-    """Failures in dtypes that the examples do not have come last."""
+    """Failures for dtypes that the examples do not have come last."""
     found = grouped([failed("dtypes.accepted", "dtype"), failed("subsystems.gradcheck")])
     assert [f.failure.check for f in found] == ["subsystems.gradcheck", "dtypes.accepted"]
     (finding,) = grouped([failed("contracts.repeated"), failed("memory.uninitialized")])

@@ -1,4 +1,4 @@
-"""Checks of incoming gradients, and of second derivatives with frozen inputs.
+"""Checks of incoming gradients, and of second derivatives if inputs require no grad.
 
 Uses private names.
 """
@@ -24,7 +24,7 @@ def result_of(op, name="grad_strides"):
     return run_check(planned)
 
 
-def test_the_fix_in_the_message_is_one(namespace):
+def test_fix_in_the_message_works(namespace):
     op = torchop.custom_op(f"{namespace}::op", product, mutates_args=())
     op.register_autograd(backward_kernel=product_backward)
     result = result_of(op)
@@ -35,7 +35,7 @@ def test_the_fix_in_the_message_is_one(namespace):
     assert result_of(op).outcome == "passed"
 
 
-def test_accelerated_operators(namespace):
+def test_grad_strides_fails_for_accelerated_operators(namespace):
     op = torch.library.custom_op(f"{namespace}::op", product, mutates_args=())
     op.register_autograd(
         lambda ctx, grad: product_backward(grad, *ctx.saved_tensors), setup_context=save
@@ -45,7 +45,7 @@ def test_accelerated_operators(namespace):
 
 
 @pytest.mark.parametrize("layout", GRADIENT_LAYOUTS)
-def test_each_layout_is_that_of_a_view(layout):
+def test_gradient_layouts_change_strides_but_not_values(layout):
     _, laid_out = GRADIENT_LAYOUTS[layout]
     values = torch.arange(12.0).reshape(3, 4)
     view = laid_out(values)
@@ -68,7 +68,7 @@ def test_random_gradients_are_not_compared(namespace):
     assert result_of(op).outcome == "passed"
 
 
-def test_results_with_one_element_have_no_other_strides(namespace):
+def test_one_element_result_passes(namespace):
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x.sum(), schema="(Tensor x) -> Tensor", mutates_args=()
     )
@@ -79,8 +79,8 @@ def test_results_with_one_element_have_no_other_strides(namespace):
     assert check(op, (X,), only="grad_strides").ok
 
 
-def test_a_frozen_incoming_gradient(namespace):
-    """backward(create_graph=True) passes ones that require no grad."""
+def test_second_derivative_with_a_constant_incoming_gradient_is_checked(namespace):
+    """backward(create_graph=True) passes incoming gradients that require no grad."""
 
     def cube(x: Tensor) -> Tensor:
         return x**3

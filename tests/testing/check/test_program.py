@@ -17,9 +17,9 @@ from torchop.testing.probes import negative_view
 
 
 def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
-    """Return the program of a passing probe, and the variables after running it."""
+    """Return the program for a probe, and its variables after a run without the probe."""
     program = write(torch.ops.aten.sin.default, results.succeeds, args, kwargs or {}, {}, "c")
-    # Keeps the arguments of the probe.
+    # Replace the call of the probe.
     kept = re.sub(
         r"succeeds\(Call\(torch.ops.aten.sin.default, args(?:, (.*))?\)\)", r"kwargs = \1", program
     )
@@ -29,7 +29,7 @@ def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
     return program, names
 
 
-def test_program_is_no_longer_than_it_has_to_be() -> None:
+def test_program_is_minimal() -> None:
     x = torch.tensor([1.0, math.nan])
     program = write(
         torch.ops.aten.sin.default, results.same_as_contiguous, (x,), {}, {"what": "it"}, "memory.x"
@@ -46,7 +46,7 @@ def test_program_is_no_longer_than_it_has_to_be() -> None:
     ]
 
 
-def test_program_imports_a_public_probe_from_where_it_is_public() -> None:
+def test_program_imports_a_public_probe_from_its_public_module() -> None:
     program = write(torch.ops.aten.sin.default, torchop.testing.opcheck, (), {}, {}, "opcheck")
     assert "from torchop.testing import opcheck\n" in program
 
@@ -74,7 +74,7 @@ TENSORS = {
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # from PyTorch, until 2.12
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensor_is_written_as_it_is(name: str) -> None:
+def test_tensor_is_recreated_exactly(name: str) -> None:
     tensor = TENSORS[name]
     _, names = written((tensor,))
     (again,) = names["args"]
@@ -88,14 +88,14 @@ def test_tensor_is_written_as_it_is(name: str) -> None:
     torch.testing.assert_close(dense, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_other_arguments_are_written_as_they_are() -> None:
+def test_other_arguments_are_recreated_exactly() -> None:
     values = [None, True, 3, 2.5, math.inf, "a\n'b", torch.float16, torch.device("cpu"), [1, [2]]]
     _, names = written((values,), {"format": torch.channels_last})
     assert names["args"] == (values,)
     assert names["kwargs"] == {"format": torch.channels_last}
 
 
-def test_tensors_that_share_memory_still_do() -> None:
+def test_shared_memory_is_recreated() -> None:
     base = torch.arange(6.0)
     _, names = written((base[:4], [base[2:]], base.clone()))
     first, (second,), third = names["args"]
@@ -104,7 +104,7 @@ def test_tensors_that_share_memory_still_do() -> None:
     assert third[3] == 3
 
 
-def test_one_tensor_stays_one() -> None:
+def test_repeated_tensor_is_one_variable() -> None:
     x = torch.ones(2)
     _, names = written((x, x))
     assert names["args"][0] is names["args"][1]
@@ -114,14 +114,14 @@ def _ours(x: Tensor) -> Tensor:
     return x.clone()
 
 
-def test_program_imports_what_defines_the_operator(namespace: str) -> None:
+def test_program_imports_the_module_that_defines_the_operator(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::imported", _ours, mutates_args=())
     program = write(op.overload, results.succeeds, (torch.ones(1),), {}, {}, "comment")
     assert f"import {__name__}  # defines {op.name}" in program
     assert "# defines" not in written((torch.ones(1),))[0]  # aten::sin comes with PyTorch
 
 
-def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
+def test_program_has_a_placeholder_if_the_operator_cannot_be_imported(namespace: str) -> None:
     names: dict[str, Any] = {"__name__": "__main__", "Tensor": Tensor}
     exec("def f(x: Tensor) -> Tensor: return x.clone()", names)
     op = torchop.custom_op(f"{namespace}::typed", names["f"], mutates_args=())
@@ -129,7 +129,7 @@ def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
     assert f"# Import the module that defines {op.name} here." in program
 
 
-def test_comment_cannot_end_in_code() -> None:
+def test_comment_does_not_become_code() -> None:
     comment = "first\nimport os\r\nraise SystemExit\n" + "x" * 2000
     text = write(torch.ops.aten.sin.default, results.succeeds, (), {}, {}, comment)
     head, _, _ = text.partition("import torch\n")
@@ -138,7 +138,7 @@ def test_comment_cannot_end_in_code() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
-def test_large_tensors_are_not_written(dtype: torch.dtype) -> None:
+def test_large_tensors_are_replaced_by_random_numbers(dtype: torch.dtype) -> None:
     tensor = (torch.arange(600_000) % 7).to(dtype).view(2, -1).T
     text, names = written((tensor,))
     assert len(text) < 2000

@@ -26,7 +26,7 @@ def op(namespace: str) -> Any:
     return op
 
 
-def test_an_operator_without_providers_has_none_of_the_checks(op: Any) -> None:
+def test_operator_without_providers_has_no_provider_checks(op: Any) -> None:
     assert not any(each.name.startswith("providers.") for each in plan_checks(op, [(X,)]))
     (result,) = check(op, (X,), only="providers.agrees", raise_exception=False).results
     assert (result.outcome, result.message) == (
@@ -35,7 +35,7 @@ def test_an_operator_without_providers_has_none_of_the_checks(op: Any) -> None:
     )
 
 
-def test_what_a_provider_says_decides_what_is_checked(op: Any) -> None:
+def test_declared_properties_of_a_provider_select_its_checks(op: Any) -> None:
     op.register_kernel("cpu", tripled, provider="fast")
     op.register_kernel("cpu", tripled, provider="noisy", deterministic=False)
     op.register_kernel("cpu", tripled, provider="row", batch_invariant=True)
@@ -63,7 +63,7 @@ def test_what_a_provider_says_decides_what_is_checked(op: Any) -> None:
         ("*.agrees[[]fast]", 0),
     ],
 )
-def test_names_and_patterns(op: Any, only: str, count: int) -> None:
+def test_patterns_select_provider_checks(op: Any, only: str, count: int) -> None:
     op.register_kernel("cpu", tripled, provider="fast")
     op.register_kernel("cpu", tripled, provider="other")
     if count:
@@ -73,7 +73,7 @@ def test_names_and_patterns(op: Any, only: str, count: int) -> None:
         plan_checks(op, [(X,)], only=only)
 
 
-def test_the_reference_is_checked_whatever_order_there_is(op: Any) -> None:
+def test_reference_is_checked_for_any_priority(op: Any) -> None:
     op.register_kernel("cpu", lambda x: x.clone(), provider="wrong")
     op.set_priority(["wrong"])
     report = check(
@@ -86,7 +86,7 @@ def test_the_reference_is_checked_whatever_order_there_is(op: Any) -> None:
     assert torchop.explain(op, X).provider == "wrong"
 
 
-def test_a_finding_names_all_and_can_be_repeated(op: Any) -> None:
+def test_failure_names_the_provider_and_its_program_fails(op: Any) -> None:
     op.register_kernel("cpu", lambda x: x * 3 + (x > 100), provider="fast")
     (failure,) = check(op, (100 * X,), only="agrees", raise_exception=False).failures
     assert failure.check == "providers.agrees[fast]"
@@ -100,7 +100,7 @@ def test_a_finding_names_all_and_can_be_repeated(op: Any) -> None:
         exec(program, {})
 
 
-def test_providers_that_cannot_run_are_named_with_the_reason(op: Any) -> None:
+def test_unsupported_providers_are_listed_with_the_reason(op: Any) -> None:
     op.register_kernel("cuda", tripled, provider="device")
     op.register_kernel("cpu", tripled, provider="off", supported=False)
     op.register_kernel("cpu", tripled, provider="on")
@@ -120,7 +120,7 @@ def test_providers_that_cannot_run_are_named_with_the_reason(op: Any) -> None:
     assert "the provider cannot run here: it is registered with supported=False" in text
 
 
-def test_results_may_differ_as_the_provider_says(op: Any) -> None:
+def test_results_may_differ_by_the_declared_tolerance(op: Any) -> None:
     op.register_kernel("cpu", lambda x: x * 3.01, provider="fast")
     assert not check(op, (X,), only="agrees", raise_exception=False).ok
     floats = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -134,7 +134,7 @@ def test_results_may_differ_as_the_provider_says(op: Any) -> None:
     assert check(op, (X,), only="agrees").ok
 
 
-def test_rounding_less_than_the_reference_is_no_fault(op: Any, namespace: str) -> None:
+def test_provider_may_round_less_than_the_reference(op: Any, namespace: str) -> None:
     def in_steps(x: Tensor) -> Tensor:
         return ((x * 1.3 + 0.7) * 1.9 - 0.3).contiguous()
 

@@ -26,7 +26,7 @@ def changed(*tensors: Tensor, sizes: dict[int, int]) -> list[int]:
 
 @stable
 @given(lengths=LENGTHS, place=st.integers(0, 3), new=st.integers(0, 9))
-def test_offsets_stay_offsets(lengths: list[int], place: int, new: int) -> None:
+def test_resizing_preserves_offsets(lengths: list[int], place: int, new: int) -> None:
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     rows = torch.randn(int(offsets[-1]), 31)
     assume(len(offsets) > 2)
@@ -35,7 +35,7 @@ def test_offsets_stay_offsets(lengths: list[int], place: int, new: int) -> None:
     try:
         rows, offsets = resized(example, {present[place % len(present)]: new}).tensors
     except CannotCheck:
-        return  # fewer than two offsets, or as many as another dimension has
+        return  # fewer than two offsets, or another dimension has as many elements
     assert len(offsets) > 1
     assert (int(offsets[0]), int(offsets[-1])) == (0, len(rows))
     assert bool((offsets[1:] >= offsets[:-1]).all())
@@ -43,7 +43,9 @@ def test_offsets_stay_offsets(lengths: list[int], place: int, new: int) -> None:
 
 @stable
 @given(lengths=LENGTHS, new=st.integers(0, 9), in_lengths=st.booleans())
-def test_lengths_add_up(lengths: list[int], new: int, in_lengths: bool) -> None:
+def test_resizing_preserves_the_sum_of_lengths(
+    lengths: list[int], new: int, in_lengths: bool
+) -> None:
     rows = torch.randn(sum(lengths), 31)
     assume(len(lengths) != len(rows) and lengths != sorted(lengths))
     size = len(lengths) if in_lengths else len(rows)
@@ -55,7 +57,7 @@ def test_lengths_add_up(lengths: list[int], new: int, in_lengths: bool) -> None:
     assert len(made) == (new if in_lengths else len(lengths))
 
 
-def test_indices_stay_below_the_size() -> None:
+def test_resized_indices_stay_in_bounds() -> None:
     table, index = torch.randn(7, 3), torch.tensor([6, 0, 5, 2])
     assert changed(table, index, sizes={7: 2}) == [1, 0, 1, 1]
     assert changed(table, index, sizes={4: 6}) == [6, 0, 5, 2, 6, 0]
@@ -81,33 +83,33 @@ def test_permutations_stay_permutations() -> None:
         lay_out({0: "expanded"}, Example((order,), {}))
 
 
-def test_integers_that_may_be_either_have_no_variant() -> None:
+def test_ambiguous_integers_are_not_resized() -> None:
     either = torch.tensor([2, 0, 1])  # a permutation, and the lengths of three rows
     with pytest.raises(CannotCheck, match="integer arguments cannot be adapted"):
         changed(torch.randn(3, 9), either, sizes={3: 4})
     assert changed(torch.randn(3, 9), either, sizes={9: 4}) == [2, 0, 1]
 
 
-def test_indices_may_add_up_to_a_size() -> None:
+def test_indices_whose_sum_is_a_size_are_adapted() -> None:
     table, index = torch.randn(6, 31), torch.tensor([1, 3, 2])
     assert changed(table, index, sizes={6: 5}) == [1, 3, 1]
     for smaller in (0, 1):
         with pytest.raises(CannotCheck):
             changed(table, index, sizes={6: smaller})
-    assert changed(table, torch.tensor([1, 2, 3]), sizes={6: 4}) == [1, 1, 2]  # and are sorted
+    assert changed(table, torch.tensor([1, 2, 3]), sizes={6: 4}) == [1, 1, 2]  # still sorted
 
 
-def test_lengths_of_two_dimensions_add_up_too() -> None:
+def test_resizing_preserves_the_sum_of_two_dimensional_lengths() -> None:
     lengths = torch.tensor([[2, 1, 0], [1, 1, 1]])
     for new, last in ((7, 2), (4, 0)):
         made = resized(Example((torch.randn(6), lengths), {}), {6: new}).tensors[-1]
         assert (made.shape, int(made[1, 2]), int(made.sum())) == ((2, 3), last, new)
-    # These may also be indices, but 2 is no index into two rows.
+    # These may also be indices, but 2 is out of bounds for two rows.
     with pytest.raises(CannotCheck, match="integer arguments cannot be adapted"):
         resized(Example((torch.randn(6), torch.tensor([[3, 3]])), {}), {6: 3})
 
 
-def test_an_int_that_is_the_number_of_elements_of_segments_stays_it() -> None:
+def test_int_argument_equal_to_the_sum_of_lengths_is_adapted() -> None:
     for segments in (torch.tensor([3, 1, 2]), torch.tensor([0, 3, 4, 6])):
         example = Example((torch.randn(6), segments, 6, True), {"total": 6, "other": 3})
         args, kwargs = resized(example, {6: 5})
@@ -117,7 +119,7 @@ def test_an_int_that_is_the_number_of_elements_of_segments_stays_it() -> None:
     assert alone.args[2] == 6
 
 
-def test_other_integers_change_as_before() -> None:
+def test_unrelated_integers_are_changed_freely() -> None:
     values = torch.tensor([-3, 9, 4])
     assert changed(torch.randn(2), values, sizes={3: 4}) == [-3, 9, 4, -3]
     assert probes.other_values([values])[0].tolist() == [4, -3, 9]
@@ -125,7 +127,7 @@ def test_other_integers_change_as_before() -> None:
     assert torch.equal(lay_out({0: "expanded"}, Example((values,), {})).tensors[0], expanded)
 
 
-def test_integers_of_several_tensors_stay_where_numbers_change() -> None:
+def test_several_integer_tensors_are_not_rotated_if_floats_change() -> None:
     starts, counts = torch.tensor([4, 0, 1]), torch.tensor([2, 1, 3])
     x, ones = torch.tensor([0.5, 2.0]), torch.ones(2)
     kept = probes.other_values([x, starts, counts])
@@ -134,8 +136,7 @@ def test_integers_of_several_tensors_stay_where_numbers_change() -> None:
     assert [tensor.tolist() for tensor in moved] == [[1.0, 1.0], [1, 4, 0], [3, 2, 1]]
 
 
-def test_broken_contract_is_reported_once(namespace: str) -> None:
-    """Only the first check reports it."""
+def test_schema_violation_is_reported_by_one_check(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::t",
         lambda x: x.t().contiguous(),
@@ -154,16 +155,14 @@ def test_broken_contract_is_reported_once(namespace: str) -> None:
     assert [failure.check for failure in alone.failures] == ["memory.single"]
 
 
-def test_lengths_of_padded_rows_end_with_the_row() -> None:
+def test_lengths_of_padded_rows_are_limited_by_the_row_length() -> None:
     rows, lengths = torch.ones(2, 3), torch.tensor([3, 2])
     assert changed(rows, lengths, sizes={3: 1}) == [1, 1]
     assert changed(rows, lengths, sizes={3: 0}) == [0, 0]
     assert changed(rows, lengths, sizes={2: 3}) == [3, 2, 3]
 
 
-def test_what_offsets_refer_to_keeps_its_dimension(namespace: str) -> None:
-    """A kernel cannot rely on offsets into a tensor without a dimension."""
-
+def test_tensor_with_offsets_is_not_replaced_by_a_scalar(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::parts", mutates_args=())
     def parts(x: Tensor, offsets: Tensor) -> Tensor:
         memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())

@@ -1,4 +1,4 @@
-"""Reports, as text and as plain values."""
+"""Reports as text and as JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(op: str = "mylib::f", results: tuple[Result, ...] = RESULTS) -> CheckRe
     return CheckReport(op, f"{op}(Tensor x) -> Tensor", results, 7, 2.5)
 
 
-def test_text_tells_what_failed_and_what_was_not_done() -> None:
+def test_text_lists_failures_and_skipped_checks() -> None:
     text = str(made())
     assert text.splitlines()[0] == (
         "mylib::f: 2 passed, 1 failed, 1 expected failure, 1 cannot be done, 1 not run "
@@ -42,7 +42,7 @@ def test_text_tells_what_failed_and_what_was_not_done() -> None:
         assert part in text
 
 
-def test_one_line_tells_why_several_checks_cannot_be_done() -> None:
+def test_checks_with_the_same_reason_share_a_line() -> None:
     undone = [Result(f"subsystems.{name}", "cannot be done", "no formula") for name in "abc"]
     lines = str(made(results=(undone[0], RESULTS[0], *undone[1:]))).splitlines()
     together = "  subsystems.a, subsystems.b, subsystems.c: cannot be done because: no formula"
@@ -50,7 +50,7 @@ def test_one_line_tells_why_several_checks_cannot_be_done() -> None:
     assert sum("no formula" in line for line in lines) == 1
 
 
-def test_a_failure_of_the_same_cause_is_a_line_of_the_first() -> None:
+def test_failures_with_the_same_cause_are_listed_under_the_first() -> None:
     cause = "IndexError: out of range"
     report = made(
         results=(
@@ -70,14 +70,14 @@ def test_a_failure_of_the_same_cause_is_a_line_of_the_first() -> None:
     assert "also fails" not in made().in_short()
 
 
-def test_failures_are_those_that_were_not_expected() -> None:
+def test_expected_failures_are_not_failures() -> None:
     report = made()
     assert not report.ok
     assert report.failures == (RESULTS[1],)
     assert made(results=RESULTS[:1] + RESULTS[2:5]).ok
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_report_survives_a_round_trip_through_json(tmp_path: Path) -> None:
     report = made()
     report.to_json(tmp_path / "report.json")
     values = json.loads((tmp_path / "report.json").read_text())
@@ -94,7 +94,7 @@ def test_environment_names_versions_and_devices(monkeypatch: pytest.MonkeyPatch)
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    # A package that is found by a path has no metadata.
+    # A package on PYTHONPATH has no metadata.
     monkeypatch.setattr(importlib.metadata, "version", version)
     environment = made().environment
     assert environment["torchop"] == torchop.__version__

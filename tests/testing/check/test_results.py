@@ -12,7 +12,7 @@ from torchop.testing._check.calls import Call
 from torchop.testing._check.checks.results import writes_every_element
 
 
-def test_an_element_that_is_not_written_is_found_where_memory_held_nan(namespace: str) -> None:
+def test_unwritten_element_is_detected_in_memory_that_held_nan(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::leaves_last", mutates_args=())
     def leaves_last(x: Tensor) -> Tensor:
         result = torch.empty(x.shape)
@@ -33,7 +33,7 @@ def test_an_element_that_is_not_written_is_found_where_memory_held_nan(namespace
     assert outcomes == {"failed"}
 
 
-def test_an_element_is_found_that_several_calls_in_a_row_find_as_nan(namespace: str) -> None:
+def test_unwritten_element_is_detected_if_several_calls_return_nan(namespace: str) -> None:
     calls = []
 
     @torchop.custom_op(f"{namespace}::leaves_last", mutates_args=())
@@ -48,7 +48,7 @@ def test_an_element_is_found_that_several_calls_in_a_row_find_as_nan(namespace: 
     assert len(calls) == 6
 
 
-def test_nan_that_the_operator_writes_is_no_sign(namespace: str) -> None:
+def test_nan_written_by_the_operator_is_accepted(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::log", mutates_args=())
     def log(x: Tensor) -> Tensor:
         return x.log()
@@ -56,7 +56,7 @@ def test_nan_that_the_operator_writes_is_no_sign(namespace: str) -> None:
     writes_every_element(Call(log.overload, (torch.tensor([-1.0, 1.0]),)))
 
 
-def test_numbers_are_not_blamed_for_a_layout(namespace: str) -> None:
+def test_value_checks_pass_if_only_a_layout_fails(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::takes_address", mutates_args=())
     def takes_address(x: Tensor) -> Tensor:
         return torch.empty(0).set_(x.untyped_storage())[: x.numel()].view(x.shape).clone()
@@ -80,7 +80,9 @@ def test_numbers_are_not_blamed_for_a_layout(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("is_repeatable", [True, False])
-def test_threads_are_not_blamed_for_results_by_chance(namespace: str, is_repeatable: bool) -> None:
+def test_num_threads_check_ignores_nondeterministic_results(
+    namespace: str, is_repeatable: bool
+) -> None:
     calls = []
 
     @torchop.custom_op(f"{namespace}::splits", mutates_args=())
@@ -95,7 +97,7 @@ def test_threads_are_not_blamed_for_results_by_chance(namespace: str, is_repeata
     assert result.outcome == ("failed" if is_repeatable else "passed")
 
 
-def test_a_call_that_earlier_calls_make_raise_is_no_refusal(namespace: str) -> None:
+def test_exception_caused_by_earlier_calls_is_a_failure(namespace: str) -> None:
     state = [0.0]
 
     @torchop.custom_op(f"{namespace}::goes_on", mutates_args=())

@@ -26,13 +26,13 @@ def test_failures_name_the_exception_of_the_kernel(namespace: str) -> None:
     report = check(picky, (torch.ones(2, 3),), only=names, raise_exception=False)
     assert {result.check: result.cause for result in report.results} == {
         "memory.given": "",
-        "memory.transposed": "",  # it raises nothing
+        "memory.transposed": "",  # the kernel does not raise
         "subsystems.fake": "KeyError: 'scale'",
     }
     assert len(report.failures) == 2
 
 
-def test_a_crash_names_its_check(namespace: str) -> None:
+def test_traceback_of_a_crash_names_the_check(namespace: str) -> None:
     outcome = run_forked(f"""
         import os, torch, torchop
 
@@ -48,7 +48,7 @@ def test_a_crash_names_its_check(namespace: str) -> None:
     assert f"in memory.transposed of {namespace}::crash" in outcome.stderr
 
 
-def test_a_formula_that_raises_is_one_cause_wherever_it_runs(namespace: str) -> None:
+def test_exception_in_a_formula_is_one_cause_in_all_checks(namespace: str) -> None:
     def wrong(ctx: Any, inputs: Any, output: Tensor) -> None:
         raise ValueError("it is wrong")
 
@@ -83,7 +83,7 @@ def test_failures_name_arguments(namespace: str) -> None:
     assert "wrote into the memory around argument 'y'" in report.failures[0].message
 
 
-def test_no_predicate_is_suggested_for_what_breaks_the_contract(namespace: str) -> None:
+def test_schema_violation_does_not_suggest_valid(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::swap", mutates_args=("x",))
     def swap(x: Tensor, y: Tensor) -> None:
         x.set_(y.clone())

@@ -1,4 +1,4 @@
-"""The table of checks, and the page that publishes it. Uses private names."""
+"""The table of checks, and the page that lists them. Uses private names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.testing.zoo import __main__ as zoo_main
 from tests.testing.zoo.__main__ import PAGE, Measured, counted, each_measured, page_of, rows
 from torchop.testing._check.table import CHECKS, VARIANTS
 
-# They need an accelerator.
+# These checks need an accelerator.
 ON_DEVICES = {"subsystems.accelerator", "subsystems.capture"}
 
 
-def test_names_are_distinct_and_questions_are_asked() -> None:
+def test_checks_have_distinct_names_and_questions() -> None:
     names = Counter(check.name for check in CHECKS)
     assert max(names.values()) == 1
     assert all(check.question.endswith(("?", ".)")) for check in CHECKS)
@@ -28,14 +28,14 @@ def test_every_check_has_a_wrong_operator() -> None:
     assert {check.name for check in CHECKS} - named == ON_DEVICES
 
 
-def test_the_page_has_the_checks_of_the_table() -> None:
-    """The last two columns are measured, the others follow from the code."""
+def test_page_lists_all_checks() -> None:
+    """The last two columns of the page are measured. The others are generated from the code."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = [line.rsplit("|", 3)[0].rstrip() + " |" for line in lines if line.startswith("| `")]
     assert found == rows()
 
 
-def test_the_page_counts_wrong_operators() -> None:
+def test_page_counts_wrong_operators() -> None:
     specimen = next(each for each in WRONG if each.check == "memory.gaps")
     right = Measured(RIGHT[0].name, ["memory.gaps"], 1, 1.0, False)
     found = Measured(specimen.name, ["memory.gaps", "subsystems.compiled"], 1, 1.0, False)
@@ -66,6 +66,6 @@ def test_measured_operators_do_not_run_again(
 
 
 @pytest.mark.parametrize("provider", ["", "[fast]"])
-def test_operators_are_counted_that_a_check_finds_alone(provider: str) -> None:
+def test_operators_detected_by_a_single_check_are_counted(provider: str) -> None:
     failures = [[f"memory.gaps{provider}", "values.nan"], ["values.nan"], []]
     assert counted(failures) == {"memory.gaps": (1, 0), "values.nan": (2, 1)}

@@ -28,7 +28,6 @@ def define(namespace: str, function: Any, schema: str = "(Tensor x) -> Tensor") 
 
 
 def test_rejected_variants_are_counted_and_not_tried(namespace: str) -> None:
-    """Neither in the checks of values and dtypes, nor where sizes change."""
     seen: list[Tensor] = []
 
     def sine(x: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ def test_smaller_examples_are_valid(namespace: str) -> None:
     assert "torch.tensor([10" in failure.program or "torch.tensor([11" in failure.program
 
 
-def test_valid_gets_structures_defaults_and_copies(namespace: str) -> None:
+def test_valid_receives_structures_defaults_and_copies(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::apply", mutates_args=())
     def apply(x: Tensor, layer: Layer, twice: bool = False) -> Tensor:
         return x * layer.weight * layer.scale
@@ -103,7 +102,7 @@ def test_valid_gets_structures_defaults_and_copies(namespace: str) -> None:
     assert set(seen) == {(3.0, False)}
 
 
-def test_forms_of_an_operator_have_its_predicate(namespace: str) -> None:
+def test_derived_operators_use_the_same_valid(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::root", torch.sqrt, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -117,7 +116,7 @@ def test_forms_of_an_operator_have_its_predicate(namespace: str) -> None:
             check(form, ((torch.ones(3, dtype=torch.double),), out))
 
 
-def test_an_exception_in_valid_is_one_cause_of_failures(namespace: str) -> None:
+def test_exception_in_valid_is_one_cause_of_failures(namespace: str) -> None:
     op = define(namespace, torch.clone)
     op.register_examples(lambda: [(torch.ones(2, 3),)], valid=lambda x: float(x[0, 0]) == 1)
     report = run(op, only=["memory.empty", "memory.gaps", "memory.zero_dim"])
@@ -128,11 +127,11 @@ def test_an_exception_in_valid_is_one_cause_of_failures(namespace: str) -> None:
             "Return False for arguments that no caller may pass; these were ((tensor("
             in failure.message
         )
-    assert len({failure.cause for failure in report.failures}) == 2  # two texts of PyTorch
+    assert len({failure.cause for failure in report.failures}) == 2  # PyTorch has two messages
 
 
 @pytest.mark.parametrize("answer", [None, torch.tensor(True), 1])
-def test_valid_returns_a_bool(namespace: str, answer: Any) -> None:
+def test_valid_must_return_a_bool(namespace: str, answer: Any) -> None:
     op = define(namespace, torch.clone)
     op.register_examples(lambda: [(torch.ones(2),)], valid=lambda x: answer)
     with pytest.raises(
@@ -141,7 +140,7 @@ def test_valid_returns_a_bool(namespace: str, answer: Any) -> None:
         check(op, only="memory.gaps")
 
 
-def test_an_example_of_the_author_has_to_be_valid(namespace: str) -> None:
+def test_invalid_example_is_rejected(namespace: str) -> None:
     op = define(namespace, torch.sin)
     op.register_examples(
         lambda: [(torch.ones(3),), (2 * torch.ones(3),)], valid=lambda x: bool((x <= 1).all())
@@ -156,8 +155,8 @@ def test_an_example_of_the_author_has_to_be_valid(namespace: str) -> None:
         check(op, (3 * torch.ones(2),))
 
 
-def test_a_layout_is_not_blamed_for_values(namespace: str) -> None:
-    """One row, repeated, gives another result at each call, wherever it lies in memory."""
+def test_message_says_if_the_layout_is_not_the_cause(namespace: str) -> None:
+    """The operator is wrong for constant rows in any layout."""
     calls = iter(range(1000))
 
     def counted(x: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def test_a_layout_is_not_blamed_for_values(namespace: str) -> None:
     assert "not the layout" not in failure.message
 
 
-def test_a_weight_that_is_a_part_of_what_is_written_is_no_call(namespace: str) -> None:
+def test_weight_never_overlaps_a_written_tensor(namespace: str) -> None:
     def norm(x: Tensor, weight: Tensor) -> None:
         for row in x:
             row.copy_(row / row.norm() * weight)

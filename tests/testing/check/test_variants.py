@@ -1,4 +1,4 @@
-"""Variants and smaller examples: the same values, laid out as was asked for. Uses private names."""
+"""Variants and smaller examples. Uses private names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = st.lists(st.integers(0, 3), max_size=4)
 
 @stable
 @given(shape=SHAPES, layout=st.sampled_from(sorted(LAYOUTS)), integers=st.booleans())
-def test_layout_keeps_values(shape: list[int], layout: str, integers: bool) -> None:
+def test_layouts_preserve_values(shape: list[int], layout: str, integers: bool) -> None:
     tensor = torch.randn(shape)
     if integers:
         tensor = (tensor * 5).long()
@@ -42,10 +42,10 @@ def test_layout_keeps_values(shape: list[int], layout: str, integers: bool) -> N
     assert torch.equal(again, laid)
     around = memory_around(laid, [laid])
     if layout not in ("channels_last", "negative"):
-        assert len(around) >= 8  # the guard region
+        assert len(around) >= 8  # the guard elements
 
 
-def test_layouts_are_what_they_are_called() -> None:
+def test_layouts_match_their_names() -> None:
     x = torch.arange(12.0).reshape(3, 4)
     assert LAYOUTS["transposed"](x, False).t().is_contiguous()
     assert LAYOUTS["gaps"](x, False).stride() == (8, 2)
@@ -60,7 +60,7 @@ def test_layouts_are_what_they_are_called() -> None:
     assert (around == 3).all()
 
 
-def test_memory_around_sees_writes_outside() -> None:
+def test_memory_around_detects_writes_outside_a_tensor() -> None:
     laid = LAYOUTS["sliced"](torch.ones(2, 3), False)
     before = memory_around(laid, [laid])
     laid.add_(1)
@@ -78,12 +78,12 @@ def test_equal_sizes_change_together() -> None:
         resized(Example((torch.ones(0),), {}), {0: 2})
 
 
-def test_rolled_has_the_same_elements() -> None:
+def test_other_values_rotates_elements() -> None:
     example = Example(*probes.other_values(((torch.arange(6.0).reshape(2, 3),), {})))
     assert example.args[0].tolist() == [[5, 0, 1], [2, 3, 4]]
 
 
-def test_example_is_laid_out_where_asked() -> None:
+def test_lay_out_changes_only_the_given_tensors() -> None:
     example = Example((torch.ones(2, 3), [torch.ones(2)]), {})
     laid = lay_out({1: "gaps"}, example)
     assert laid.args[0].is_contiguous()
@@ -106,24 +106,24 @@ def test_shrinking_finds_the_smallest_size() -> None:
     assert x.flatten().tolist() == [1.0, 2.0, 3.0] or x.abs().max() <= 1
 
 
-def test_shrinking_keeps_the_kind_of_failure() -> None:
+def test_shrinking_preserves_the_class_of_the_exception() -> None:
     def failure(case: Case) -> Exception | None:
         (x,) = case.example.args
         return ValueError() if x.shape[0] > 4 else TypeError()
 
     (x,) = shrunk(_case((9,)), failure, 5.0).example.args
-    assert len(x) == 5 or len(x) == 8  # an element less each time, or half of them
+    assert len(x) == 5 or len(x) == 8  # removes one element at a time, or halves the size
     assert type(failure(shrunk(_case((9,)), failure, 5.0))) is ValueError
 
 
-def test_shrinking_ends_in_time_and_by_chance() -> None:
+def test_shrinking_stops_after_its_time_or_if_nothing_fails() -> None:
     case = _case((9,))
     answers: list[Any] = [ValueError()]
     assert shrunk(case, lambda case: answers[0], -1.0).example is case.example
     assert shrunk(case, lambda case: None, 5.0) is case
 
 
-def test_sizes_are_not_so_large_that_results_fill_the_memory() -> None:
+def test_larger_sizes_limits_the_size_of_results() -> None:
     vectors = Example((torch.ones(3), torch.ones(3)), {})
     assert larger_sizes(vectors) == [{3: 1025}, {3: 65537}]
     # An outer product would have 65537 x 65537 elements.

@@ -1,4 +1,4 @@
-"""The zoo: each wrong operator is found by the check that must find it, and no right one is.
+"""Checks detect all wrong operators of the zoo, and pass for all right ones.
 
 Uses private names.
 """
@@ -22,12 +22,13 @@ from torchop.testing._check.checks.process import runs_in_threads
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 
-# PyTorch says so of the first CSR matrix of a process.
+# PyTorch warns about the first CSR matrix of a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
-# Checks of few right operators. A sample could leave them out.
+# Few right operators have these checks, so run them for each operator.
 OF_FEW = {"providers.configs", "providers.batch_invariant"}
-# Right operators that such a check once blamed. A sample may leave them out.
-BLAMED = [
+# Right operators for which these checks could easily fail. The sample of checks below may omit
+# them.
+DELICATE = [
     ("affine", "subsystems.gradcheck"),
     ("attention_in_blocks", "subsystems.autocast"),
     ("csr_scaled", "dtypes.numbers"),
@@ -67,16 +68,16 @@ def found(specimen: Specimen) -> Result:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[str, Result]]:
-    """The results for wrong operators. Another process runs their programs."""
+    """The results for wrong operators. The programs in these results run in another process."""
     yield {}
     close_descriptors()
 
 
 @pytest.mark.parametrize("name", [specimen.name for specimen in WRONG])
-def test_wrong_operator_is_found(
+def test_wrong_operator_is_detected(
     name: str, results: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One operator deadlocks, and the check would wait 8 seconds.
+    # One operator deadlocks. By default, the check waits 8 seconds for it.
     monkeypatch.setattr(runs_in_threads, "__defaults__", (1.0,))
     specimen = BY_NAME[name]
     result = results[name] = found(specimen)
@@ -87,8 +88,7 @@ def test_wrong_operator_is_found(
 
 
 def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: Path) -> None:
-    """Each printed program raises the exception in the message, in a new process."""
-    # This operator deadlocks, so each run would wait.
+    # Omit the operator that deadlocks, because each run would wait.
     programs = {n: r.program for n, r in results.items() if n != "zoo::never_releases"}
     assert len(programs) > 60
     file = tmp_path / "programs.json"
@@ -97,7 +97,7 @@ def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: 
     for name, raised in outcomes.items():
         assert raised is not None, f"the program of {name} raises nothing"
         kind, message = raised
-        # Of an exception other than AssertionError, the message names the class.
+        # The message names the class of any exception except AssertionError.
         assert kind in ("AssertionError", "OpCheckError") or kind in results[name].message, name
         assert message, name
 
@@ -124,10 +124,10 @@ _RUN_ALL = """
 
 @pytest.mark.parametrize("name", [specimen.name for specimen in RIGHT])
 def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> None:
-    """All checks but the costly ones: `python -m tests.testing.zoo` runs those, too.
+    """Run a sample of the checks that do not compile programs.
 
-    Each operator gets every eleventh one, and each check every eleventh operator, unless all
-    combinations are asked for. A check that few operators have runs on all of them.
+    Each operator runs every eleventh check, and each check runs for every eleventh operator.
+    `python -m tests.testing.zoo` runs all checks.
     """
     specimen = BY_NAME[name]
     checks = plan_checks(specimen.op, specimen.examples(), reference=specimen.reference)
@@ -144,16 +144,16 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
         assert result.outcome == "passed" or result.message, result.check
 
 
-@pytest.mark.parametrize(("name", "check"), BLAMED, ids=map("-".join, BLAMED))
-def test_what_was_blamed_is_not(name: str, check: str) -> None:
+@pytest.mark.parametrize(("name", "check"), DELICATE, ids=map("-".join, DELICATE))
+def test_right_operator_passes_a_delicate_check(name: str, check: str) -> None:
     specimen = BY_NAME[f"zoo::{name}"]
     (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)
     result = run_check(planned)
     assert result.outcome in ("passed", "cannot be done"), result.message
 
 
-def test_compilers_say_which_layout_they_refuse() -> None:
-    """A check that cannot be done names the layout, not a missing fake kernel."""
+def test_inapplicable_check_names_the_unsupported_layout() -> None:
+    """The reason must not be a missing fake kernel."""
     for name, check in (("csr_times_vector", "export_dynamic"), ("sparse_row_sums", "compiled")):
         specimen = BY_NAME[f"zoo::{name}"]
         (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)
@@ -161,8 +161,8 @@ def test_compilers_say_which_layout_they_refuse() -> None:
         assert result.outcome == "passed" or "torch.sparse_c" in result.message, result.message
 
 
-def test_calls_that_compilers_take_are_checked_beside_others() -> None:
-    """Where one example is of CSR tensors, the checks of fake kernels and compilers go on."""
+def test_unsupported_example_does_not_skip_the_others() -> None:
+    """One example has CSR tensors, which fake kernels and compilers do not support."""
     specimen = BY_NAME["zoo::rows_of_both"]
     names = ("fake", "subsystems.subclasses", "export_dynamic", "compiled")
     for check in plan_checks(specimen.op, specimen.examples(), only=names):
@@ -170,7 +170,7 @@ def test_calls_that_compilers_take_are_checked_beside_others() -> None:
         assert result.outcome == "passed", f"{result.check}: {result.message}"
 
 
-def test_a_vmap_rule_that_says_none_is_told_so() -> None:
+def test_vmap_rule_that_returns_none_as_dimension_is_reported() -> None:
     result = found(BY_NAME["zoo::vmap_rule_that_shares_residuals"])
     assert "the vmap rule returns None as the batch" in result.message
     assert "in torchop.residuals((output, out_dims), slope)" in result.message

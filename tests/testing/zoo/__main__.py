@@ -56,12 +56,8 @@ writes this page.
 class Measured:
     """The results of all checks on one operator.
 
-    Attributes:
-        name: the operator.
-        failed: the names of the failed checks.
-        findings: the number of findings.
-        seconds: the duration.
-        quick: whether checks that compile programs were left out.
+    `failed` contains the names of the failed checks. If `quick`, checks that compile programs did
+    not run.
     """
 
     name: str
@@ -78,7 +74,6 @@ def rows() -> list[str]:
 
 
 def page_of(measured: Sequence[Measured]) -> str:
-    """Return the text of the page."""
     names = {specimen.name: str(specimen.check) for specimen in WRONG}
     wrongs = [each for each in measured if each.name in names]
     families = Counter(names[each.name].partition(".")[0] for each in wrongs)
@@ -101,7 +96,7 @@ def page_of(measured: Sequence[Measured]) -> str:
 
 
 def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of operators that each check finds, and finds alone."""
+    """Return the numbers of operators that each check detects, and that only this check detects."""
     # Count a check of a provider like the check of the reference.
     named = [{name.partition("[")[0] for name in names} for names in failures]
     found = Counter(name for names in named for name in names)
@@ -110,8 +105,7 @@ def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 
 
 def measure(specimen: Specimen, *, quick: bool) -> Measured:
-    """Run the checks of an operator."""
-    # Not all operators have all checks. Some checks require a provider.
+    # Not all operators have all checks, for example those of providers.
     planned = plan_checks(specimen.op, specimen.examples()) if quick else []
     with contextlib.redirect_stderr(io.StringIO()):
         report = torchop.testing.check(
@@ -135,7 +129,7 @@ def verdict(specimen: Specimen, measured: Measured) -> str:
 def each_measured(
     specimens: Iterable[Specimen], file: Path | None, *, quick: bool
 ) -> Iterator[tuple[Specimen, Measured]]:
-    """Yield each operator with its result, from the file if it has one."""
+    """Yield each operator with its result. Read the result from the file if it is there."""
     known = {}
     if file is not None and file.exists():
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())

@@ -1,7 +1,4 @@
-"""Wrong operators, each with a right one beside it that wants the same and goes about it rightly.
-
-What sets the two apart is what their integers and other threads do to them.
-"""
+"""Wrong operators, each with a similar right one. They differ in integers, threads and state."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _STATIC = ctypes.create_string_buffer(2**20)
 
 
 def through_static_buffer(x: Tensor) -> Tensor:
-    """Other threads run while C does, and write into the same buffer."""
+    """Other threads run while C code runs, and write into the same buffer."""
     return _through(_STATIC, x)
 
 
@@ -67,13 +64,12 @@ def through_own_buffer(x: Tensor) -> Tensor:
 
 right(define("through_own_buffer", through_own_buffer, fake=like), one)
 _DESCRIPTORS: list[int] = []
-# A process may have 1,024 open files or more. If they were closed early, the number would not grow
-# while leaks are counted.
+# Close the files before the limit of open files, which is at least 1,024, but not while leaks are
+# counted.
 _MOST_DESCRIPTORS = max(900, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000)
 
 
 def leaves_a_descriptor(x: Tensor) -> Tensor:
-    """Leak a file descriptor without a Python object."""
     floats_only("leaves_a_descriptor", x)
     _DESCRIPTORS.append(os.open(os.devnull, os.O_RDONLY))
     if len(_DESCRIPTORS) > _MOST_DESCRIPTORS:
@@ -82,7 +78,6 @@ def leaves_a_descriptor(x: Tensor) -> Tensor:
 
 
 def close_descriptors() -> None:
-    """Close the files that are left open, so that later tests can open files."""
     while _DESCRIPTORS:
         os.close(_DESCRIPTORS.pop())
 
@@ -126,7 +121,7 @@ right(define("repeated", repeated), _with_times)
 
 
 def ranked(x: Tensor) -> Tensor:
-    """The result of a row depends on the number of rows."""
+    """The result for a row depends on the number of rows."""
     return x.argsort(dim=0, stable=True).contiguous()
 
 
@@ -145,7 +140,7 @@ def _table(size: int) -> Tensor:
 
 
 def times_table(x: Tensor) -> Tensor:
-    """The cached value is right for every call."""
+    """The cache is correct, because its key determines the value."""
     if not x.is_floating_point() or not x.dim():
         raise TypeError("times_table takes floating-point tensors with a dimension")
     return x.contiguous() * _table(x.shape[-1]).to(x.dtype)
@@ -154,7 +149,8 @@ def times_table(x: Tensor) -> Tensor:
 right(define("times_table", times_table, fake=like, device_types="cpu"), one)
 
 # --------------------------------------------------------------------------------------------------
-# Right ones that were blamed: results for the host, lists, in-place forms, sparse arguments
+# Right operators that a check could easily report: results on the CPU, lists, in-place forms,
+# sparse arguments
 
 
 def sum_for_host(x: Tensor) -> Tensor:

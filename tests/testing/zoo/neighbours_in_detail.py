@@ -1,6 +1,6 @@
-"""Wrong operators of which few calls show that they are, each with a right one beside it.
+"""Wrong operators that fail in few calls, such as for one number of threads or of dimensions.
 
-What sets the two apart is one number of threads, or one number of dimensions.
+Each has a similar right operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ _SECONDS = 5  # threads exit after this time
 
 
 def leaves_its_worker(x: Tensor) -> Tensor:
-    """Starts a C thread in each call that waits for more work."""
     thread = ctypes.c_ulong()
     _C.pthread_create(ctypes.byref(thread), None, _C.sleep, ctypes.c_void_p(_SECONDS))
     _C.pthread_detach(thread)
@@ -40,7 +39,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def shares_its_workers(x: Tensor) -> Tensor:
-    """Two workers for all calls."""
+    """Use the same two workers in all calls."""
     halves = x.flatten().split(max(-(-x.numel() // 2), 1))
     parts = list(_pool().map(lambda half: half.clone().neg_(), halves))
     return torch.cat(parts).view(x.shape) if parts else x.clone()
@@ -65,7 +64,7 @@ right(
 
 
 def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
-    """Writes from one bound to the next, in each thread."""
+    """Compute the sine between each two bounds, like threads that each compute one part."""
     result = torch.zeros(x.numel(), dtype=x.dtype)
     flat = x.flatten()
     for start, end in itertools.pairwise(bounds):
@@ -74,7 +73,7 @@ def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
 
 
 def shares_in_tenths(x: Tensor) -> Tensor:
-    """A share of 0.3 for each of three threads leaves a tenth."""
+    """The rounded share is wrong: three threads with a share of 0.3 leave out a tenth."""
     floats_only("shares_in_tenths", x)
     threads = torch.get_num_threads()
     share = round(1 / threads, 1)
@@ -87,7 +86,7 @@ _GRAIN = 2**15
 
 
 def leaves_a_rest_of_many(x: Tensor) -> Tensor:
-    """Uses one thread for few elements, like at::parallel_for."""
+    """Leaves out a remainder. For few elements, it uses one thread, like at::parallel_for."""
     floats_only("leaves_a_rest_of_many", x)
     threads = torch.get_num_threads() if x.numel() > _GRAIN else 1
     return _shared_out(x, [x.numel() // threads * n for n in range(threads + 1)])
@@ -111,7 +110,6 @@ right(define("shares_all", shares_all, fake=like, device_types="cpu"), one)
 
 
 def through_bfloat16(x: Tensor) -> Tensor:
-    """Computes tiles in bfloat16, also for float16 inputs."""
     floats_only("through_bfloat16", x)
     if x.itemsize < 4:
         return (x.to(torch.bfloat16) * 1.5).to(x.dtype).contiguous()
@@ -122,7 +120,7 @@ wrong(define("through_bfloat16", through_bfloat16, fake=like), "dtypes.half", on
 
 
 def rounded_to_eighths(x: Tensor) -> Tensor:
-    """Few digits on purpose, and as few in each dtype."""
+    """Rounds coarsely on purpose, in each dtype."""
     floats_only("rounded_to_eighths", x)
     return ((x * 8).round() / 8).contiguous()
 
@@ -141,7 +139,6 @@ right(define("for_four_at_most", for_four_at_most, fake=like), one)
 
 
 def frames_added(x: Tensor) -> Tensor:
-    """Doubles images, and adds up the frames of videos."""
     floats_only("frames_added", x)
     return x.sum(1) if x.dim() > 4 else (x * 2).contiguous()
 
@@ -158,11 +155,11 @@ right(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Calls that compilers take, beside others that they do not
+# Calls that compilers support, and calls that they do not
 
 
 def rows_of_both(x: Tensor) -> Tensor:
-    """Accepts strided and CSR tensors. PyTorch cannot compile the latter."""
+    """Accepts strided and CSR tensors. PyTorch cannot compile CSR tensors."""
     if x.layout not in (torch.strided, torch.sparse_csr) or x.dim() != 2:
         raise TypeError(f"rows_of_both takes matrices, strided or CSR, got {x.layout}")
     floats_only("rows_of_both", x)
@@ -190,11 +187,10 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Gradients of what also writes
+# Gradients of operators that also write
 
 
 def centred(x: Tensor, running: Tensor) -> Tensor:
-    """Takes the mean of the rows away, and keeps a mean of these means."""
     floats_only("centred", x, running)
     mean = x.mean(0)
     running.lerp_(mean.to(running.dtype), 0.1)
@@ -207,7 +203,7 @@ def _with_running_mean() -> list[Any]:
 
 for _name, _gradient in (
     ("centred", lambda ctx, g: (g - g.mean(0), None)),
-    ("centred_by_a_constant", lambda ctx, g: (g.clone(), None)),  # as if the mean were given
+    ("centred_by_a_constant", lambda ctx, g: (g.clone(), None)),  # ignores the mean
 ):
     _centred = define(
         _name,
@@ -227,14 +223,13 @@ for _name, _gradient in (
 
 
 def blended(x: Tensor, share: float, rounds: bool) -> Tensor:
-    """A share of the numbers and one of their squares, rounded or not."""
     floats_only("blended", x)
     result = (x * share + x * x * (1 - share)).contiguous()
     return result.round() if rounds else result
 
 
 def blended_in_whole(x: Tensor, share: float, rounds: bool) -> Tensor:
-    """The binding of the kernel converts the share to an integer."""
+    """Rounds `share` to an integer, like a wrong binding in C++."""
     return blended(x, int(share), rounds)
 
 
@@ -247,7 +242,7 @@ wrong(define("blended_in_whole", blended_in_whole), "values.scalars", _with_shar
 
 
 def trusted_loads(experts: Tensor, count: int) -> Tensor:
-    """As C does, it trusts that there are more experts than any index says, and writes beyond."""
+    """Does not check the bounds of the indices. In C, it would write out of bounds."""
     if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         experts.zero_()
     return torch.bincount(experts, minlength=max(count, 1))[: max(count, 0)].clone()

@@ -1,4 +1,4 @@
-"""Operators that are right, beside those whose backward ignores strides or needs every input."""
+"""Right operators, similar to the wrong ones in `wrong_gradients`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right kernels of the kinds that models are served with: experts, pages, packed bits, tables."""
+"""Right kernels as in language models: experts, pages, packed bits, tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from tests.testing.zoo.specimen import define, like, one, right, save
 
 # --------------------------------------------------------------------------------------------------
-# Integers of several arguments that fit each other
+# Integer arguments that depend on each other
 
 
 def cells(x: Tensor, starts: Tensor, counts: Tensor, places: Tensor) -> Tensor:
-    """The sums of the rows in each cell. As C does, it trusts that starts and counts fit.
+    """Sum the rows of each cell, without checking that `starts` and `counts` are in bounds.
 
-    Behind the last place it finds some other row, which is another one every time.
+    Out of bounds, it returns random numbers, as if it read other memory.
     """
     sums = torch.zeros(len(starts), *x.shape[1:], dtype=x.dtype)
     for cell, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=False)):
@@ -46,7 +46,6 @@ right(
 
 
 def routed(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the experts of each token, and their weights."""
     values, experts = logits.float().softmax(-1).topk(count, -1)
     return values / values.sum(-1, keepdim=True), experts
 
@@ -58,7 +57,6 @@ right(
 
 
 def mixed_experts(x: Tensor, weights: Tensor, experts: Tensor, share: Tensor) -> Tensor:
-    """Multiplies each token by the matrices of its experts."""
     each = torch.einsum("ti,teio->teo", x, weights[experts])
     return (each * share.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -77,7 +75,7 @@ right(
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Rows up to each of these ends by another matrix."""
+    """Multiply the rows between each two ends by another matrix."""
     result = torch.zeros(x.shape[0], weights.shape[-1], dtype=x.dtype)
     start = 0
     for number, end in enumerate(ends.tolist()):
@@ -107,7 +105,7 @@ def paged_attention(query: Tensor, keys: Tensor, pages: Tensor, lengths: Tensor)
     scores = (found @ query.unsqueeze(-1)).squeeze(-1)
     is_there = torch.arange(scores.shape[1], dtype=lengths.dtype) < lengths.unsqueeze(-1)
     weights = scores.masked_fill(~is_there, float("-inf")).softmax(-1)
-    # What pages hold behind the end of a sequence, NaN too, must not count.
+    # Ignore the elements after the end of a sequence, even if they are NaN.
     found = found.masked_fill(~is_there.unsqueeze(-1), 0)
     return (weights.unsqueeze(1) @ found).squeeze(1)
 
@@ -126,7 +124,7 @@ right(
 
 
 def append_pages(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Rows into pages; a slot of -1 is that of a token which only fills the batch."""
+    """Write rows into pages. A slot of -1 is padding."""
     for row, slot in zip(rows, slots.tolist(), strict=False):
         if slot >= 0:
             cache[slot // cache.shape[1], slot % cache.shape[1]] = row
@@ -139,7 +137,7 @@ right(
 
 
 def largest_of_segments(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """Minus infinity for a segment without a row."""
+    """The result is minus infinity for a segment without rows."""
     largest = torch.full((count, *x.shape[1:]), float("-inf"), dtype=x.dtype)
     places = segments.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
     return largest.scatter_reduce(0, places, x, "amax")
@@ -159,7 +157,7 @@ right(
 
 
 def pack_pairs(x: Tensor) -> Tensor:
-    """Two numbers of four bits in a byte; a last one alone has zero beside it."""
+    """Pack two numbers of four bits into a byte, and fill an odd row with a zero."""
     values = torch.nn.functional.pad(x.clamp(0, 15).to(torch.uint8), (0, x.shape[1] % 2))
     return values[:, ::2] + (values[:, 1::2] << 4)
 
@@ -175,7 +173,6 @@ right(
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
-    """The first bits of each row."""
     if count < 0:
         raise ValueError(f"unpack_bits takes a count of 0 or more, got {count}")
     bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
@@ -207,7 +204,6 @@ right(
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight bits with one scale for each row, which is float32 whatever the input is."""
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
     return (x.float() / scale).round().clamp(-128, 127).to(torch.int8), scale
 
@@ -232,13 +228,13 @@ right(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Tables and threads that are kept
+# Cached tables and threads
 
 _ANGLES: dict[Any, Tensor] = {}
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """By a table that is kept by all it depends on, and that no graph saves."""
+    """The key of the table contains everything that the table depends on."""
     key = *x.shape, x.dtype, base
     if key not in _ANGLES:
         speeds = base ** -torch.linspace(0, 1, x.shape[-1], dtype=torch.double)
@@ -256,7 +252,7 @@ _WORKERS: list[ThreadPoolExecutor] = []
 
 
 def doubled_by_workers(x: Tensor) -> Tensor:
-    """Threads that the first call starts, and that stay."""
+    """The threads start in the first call, and are reused."""
     if not _WORKERS:
         _WORKERS.append(ThreadPoolExecutor(2))
     halves = _WORKERS[0].map(lambda part: part + part, x.contiguous().flatten().chunk(2))
@@ -288,7 +284,7 @@ right(_dropped, lambda: [(torch.ones(3, 4), 0.25)])
 
 
 def norm_added(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    """The sum into the residual, and its norm into the first argument, each read only once."""
+    """Add `x` to `residual` in place, and write the normalized sum to `x`."""
     total = x + residual
     exact = total.to(torch.promote_types(total.dtype, torch.float32))
     scale = (exact.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -304,7 +300,7 @@ right(
 
 
 def gathered(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows, of which some may be the same: their gradients add up."""
+    """The indices may repeat, so the gradients of a row are added."""
     return table.index_select(0, rows)
 
 

@@ -1,4 +1,4 @@
-"""Operators that are right, of every kind that people write."""
+"""Right operators of many kinds."""
 
 from __future__ import annotations
 
@@ -279,11 +279,11 @@ right(_outer, lambda: [(torch.randn(3), torch.randn(4))])
 
 
 # --------------------------------------------------------------------------------------------------
-# What looks like a write of metadata
+# Operators that seem to write metadata
 
 
 def add_by_flat_alias(state: Tensor, new: Tensor) -> None:
-    """Changes the shape of an alias of its argument, which leaves the argument as it was."""
+    """Changes the shape of an alias, not of the argument."""
     state.detach().unsqueeze_(0).add_(new)
 
 
@@ -295,7 +295,6 @@ right(define("add_by_flat_alias", add_by_flat_alias, mutates_args=("state",), fa
 
 
 def add_resizing_out(x: Tensor, y: Tensor, *, out: Tensor) -> Tensor:
-    """Resizes an output that does not fit, as PyTorch's operators do."""
     return torch.add(x, y, out=out)
 
 

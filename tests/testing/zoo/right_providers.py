@@ -1,7 +1,7 @@
-"""Right operators with several kernels: what a check must not say anything of.
+"""Right operators with several kernels, for which no check may fail.
 
-A provider may take few calls or none, be for another device, round otherwise, add in another order
-or draw other random numbers.
+A provider may support few calls or none, be for another device, round differently, add in another
+order, or draw other random numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tests.testing.zoo.specimen import (
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
-    """Rounds in several steps."""
     if not x.is_floating_point() or not weight.is_floating_point():
         raise TypeError(f"rms_norm takes floating-point tensors, got {x.dtype}, {weight.dtype}")
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight).contiguous()
@@ -142,7 +141,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def by_elements(x: Tensor, weight: Tensor) -> Tensor:
-    """Adds the products of each row and column in one order, whatever else there is."""
+    """Add the products in the same order for all batch sizes."""
     total = torch.zeros(x.shape[0], weight.shape[1], dtype=x.dtype)
     for k in range(x.shape[1]):
         total = total + x[:, k, None] * weight[k]
@@ -166,7 +165,7 @@ _linear.register_kernel(
 right(_linear, lambda: [(torch.randn(4, 4), torch.randn(4, 4))])
 
 # --------------------------------------------------------------------------------------------------
-# Configurations, and what `supports` may read
+# Configurations, and arguments that `supports` may read
 
 
 def in_tiles(x: Tensor, factor: float = 2.0, *, mode: str = "all", tile: int) -> Tensor:
@@ -193,7 +192,7 @@ _tiles.register_kernel(
 right(_tiles, lambda: [(torch.randn(3, 4),), ((torch.randn(5),), {"mode": "none"})])
 
 # --------------------------------------------------------------------------------------------------
-# Arguments and results of every kind
+# Arguments and results of all kinds
 
 
 def scaled_(x: Tensor, factor: float) -> None:
@@ -239,7 +238,7 @@ def ends(x: Tensor) -> Ends:
 def ends_of_sorted(x: Tensor) -> Ends:
     values = x.sort(-1).values
     low, high = (values[..., place].clone() for place in (0, -1))
-    # NaN is the largest when sorted, and the smallest, too, for amin.
+    # `sort` treats NaN as the largest number, but `amin` returns NaN.
     return Ends(torch.where(high.isnan(), high, low) if x.is_floating_point() else low, high)
 
 

@@ -23,7 +23,7 @@ right(define("rounded_to_steps", rounded_to_steps, fake=torch.empty_like), one)
 
 
 def interpolated(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
-    """Linear between the values at these places, which rise."""
+    """Interpolate linearly between `values` at the ascending `places`."""
     floats_only("interpolated", x, places, values)
     if places.shape != values.shape or places.dim() != 1 or places.shape[0] < 2:
         raise ValueError("interpolated takes as many values as places, and at least two")
@@ -69,7 +69,7 @@ right(
 
 
 def splatted(points: Tensor, weights: Tensor, height: int, width: int) -> Tensor:
-    """The weights of points, added up in the cells of an image in which they lie."""
+    """Add the weights of points in each pixel of an image."""
     floats_only("splatted", points, weights)
     cells = (points * torch.tensor([height, width], device=points.device)).long()
     is_inside = (cells >= 0).all(-1) & (cells[:, 0] < height) & (cells[:, 1] < width)
@@ -135,7 +135,6 @@ right(
 
 
 def products_of_bytes(a: Tensor, b: Tensor, zero: int) -> Tensor:
-    """Bytes times bytes, added up in 32 bits."""
     if a.dtype is not torch.int8 or b.dtype is not torch.int8:
         raise TypeError("products_of_bytes takes tensors of int8")
     return (a.int() - zero) @ b.int()
@@ -157,7 +156,7 @@ right(
 
 
 def hamming_window(size: int, periodic: bool = True) -> Tensor:
-    """Makes a tensor of no tensor."""
+    """No argument is a tensor."""
     if size < 0:
         raise ValueError(f"size is {size}, and must not be negative")
     return torch.hamming_window(size, periodic, dtype=torch.float32)
@@ -184,7 +183,6 @@ right(_spectrum, one)
 
 
 def recurrence(decay: Tensor, x: Tensor, start: Tensor) -> Tensor:
-    """`state = decay * state + x`, one row after the other."""
     floats_only("recurrence", decay, x, start)
     if decay.shape != x.shape or start.shape != x.shape[1:]:
         raise ValueError("recurrence takes a decay for each number of x, and a start for a row")

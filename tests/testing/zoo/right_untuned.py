@@ -1,6 +1,6 @@
-"""Right kernels of models that were written before anybody ran a check on them.
+"""Right kernels of models that were written without running the checks.
 
-They take what their authors thought of, refuse some of the rest, and rely on the remainder.
+They raise for some arguments, and assume that the others are valid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.testing.zoo.specimen import define, floats_only, like, right, save
 
 
 def groups_dequantized(packed: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Two numbers of four bits in a byte, the lower first; a scale for each group of columns."""
+    """Two numbers of four bits per byte, the lower first, and one scale per group of columns."""
     if packed.dtype is not torch.uint8 or packed.shape[1] * 2 != scales.shape[1] * group:
         raise ValueError("groups_dequantized takes bytes, and a scale for each group of columns")
     low, high = packed & 15, packed >> 4
@@ -44,7 +44,6 @@ right(
 
 
 def smoothed_codes(x: Tensor, smooth: Tensor) -> tuple[Tensor, Tensor]:
-    """Eight bits with a scale for each row, after the columns were divided by their weights."""
     floats_only("smoothed_codes", x, smooth)
     exact = x.double() / smooth.double()
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
@@ -59,7 +58,7 @@ right(
 
 
 def writes_quantized(codes: Tensor, scales: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """Keys into a cache of eight bits, each with its scale beside it."""
+    """Quantize keys into a cache, with one scale per key."""
     for key, slot in zip(keys, slots.tolist(), strict=True):
         scale = key.abs().max().clamp(min=1e-6) / 127
         codes[slot] = (key / scale).round().to(codes.dtype)
@@ -90,7 +89,7 @@ right(
 def attention_in_blocks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention over 64 keys at a time, and the logarithm of the sum for each query."""
+    """Attention in blocks of 64 keys. Also return the log-sum-exp for each query."""
     floats_only("attention_in_blocks", query, keys, values)
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
@@ -142,7 +141,7 @@ right(
 
 
 def ragged_attention(query: Tensor, keys: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Each sequence of a ragged batch attends to itself; `longest` is for the grid of a launch."""
+    """Each sequence of a ragged batch attends only to itself."""
     floats_only("ragged_attention", query, keys)
     result = torch.zeros(query.shape, dtype=query.dtype)
     ends = starts.tolist()
@@ -166,7 +165,6 @@ right(
 
 
 def biased_by_distance(scores: Tensor) -> Tensor:
-    """A slope for each head: 2 ** -8 for the last one."""
     floats_only("biased_by_distance", scores)
     heads, rows, columns = scores.shape
     slopes = torch.tensor([2.0 ** (-8 * (head + 1) / heads) for head in range(heads)])
@@ -183,9 +181,9 @@ right(_biased, lambda: [(torch.arange(12.0).view(2, 2, 3),)])
 
 
 def aligned_experts(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
-    """Tokens in the order of their experts, each expert filled up to whole blocks with -1.
+    """Sort tokens by expert, and pad each expert with -1 to whole blocks.
 
-    The second result is the expert of each block; both are as long as they can be at most.
+    The second result is the expert of each block. Both results have the maximum length.
     """
     flat = experts.flatten()
     most = -(-(flat.numel() + count * (block - 1)) // block)
@@ -221,7 +219,7 @@ def permuted_tokens(x: Tensor, order: Tensor) -> Tensor:
 
 _permuted = define("permuted_tokens", permuted_tokens)
 _permuted.register_autograd(
-    # Each row is taken once, so the inverse permutation brings the gradients back.
+    # Each row is used once, so the gradient is the inverse permutation.
     lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[1].argsort()), None),
     setup_context=save,
 )
@@ -229,7 +227,7 @@ right(_permuted, lambda: [(torch.arange(8.0).view(4, 2), torch.tensor([2, 0, 3, 
 
 
 def within_top_shares(logits: Tensor, share: float) -> Tensor:
-    """The likeliest tokens that together have such a share; the others get -inf."""
+    """Keep the most likely tokens up to a total probability, and set the others to -inf."""
     floats_only("within_top_shares", logits)
     ordered, places = logits.sort(dim=-1, descending=True, stable=True)
     shares = ordered.float().softmax(-1)
@@ -245,7 +243,7 @@ right(
 
 
 def sampled_tokens(logits: Tensor, temperature: float) -> Tensor:
-    """One token for each row, by the largest of the logits with Gumbel's noise."""
+    """Sample one token per row with the Gumbel-max trick."""
     floats_only("sampled_tokens", logits)
     if temperature == 0:
         return logits.argmax(-1)
@@ -268,7 +266,6 @@ right(
 
 
 def weighted_bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """Sums of weighted rows, from each offset to the next; the last bag goes to the end."""
     ends = torch.cat([offsets, offsets.new_tensor([len(index)])])
     bag = torch.repeat_interleave(torch.arange(len(offsets)), ends.diff())
     rows = table.index_select(0, index[: len(bag)]) * weights[: len(bag)].unsqueeze(-1)
@@ -277,7 +274,7 @@ def weighted_bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
 
 def _gradient_of_bags(ctx: Any, grad: Tensor) -> Any:
     table, index, offsets, weights = ctx.saved_tensors
-    # Not by repeat_interleave, which reads data, so that compilers could not trace it.
+    # repeat_interleave would read data, so compilers could not trace it.
     bag = torch.searchsorted(offsets, torch.arange(index.shape[0]), right=True) - 1
     spread = grad.index_select(0, bag)
     of_table = torch.zeros_like(table).index_add(0, index, spread * weights.unsqueeze(-1))
@@ -304,7 +301,7 @@ right(
 
 
 def padded_rows(values: Tensor, offsets: Tensor, longest: int, padding: float) -> Tensor:
-    """A ragged batch as a matrix; what is longer is cut, what is shorter filled up."""
+    """Convert a ragged batch to a matrix. Long rows are cut, and short rows are padded."""
     if longest < 0:
         raise ValueError(f"a row has no {longest} elements")
     result = torch.full((len(offsets) - 1, longest, *values.shape[1:]), padding, dtype=values.dtype)
@@ -328,7 +325,6 @@ right(
 
 
 def rows_times_dense(starts: Tensor, columns: Tensor, values: Tensor, dense: Tensor) -> Tensor:
-    """The product of a sparse matrix, given by its rows, and a dense one."""
     rows = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
     result = dense.new_zeros(len(starts) - 1, dense.shape[1])
     return result.index_add(0, rows, dense.index_select(0, columns) * values.unsqueeze(-1))
@@ -382,7 +378,6 @@ right(
 
 
 def softmax_of_segments(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """The softmax among the elements of each segment, as of the edges of a graph."""
     floats_only("softmax_of_segments", x)
     highest = x.new_full((count,), float("-inf")).index_reduce_(0, segments, x, "amax")
     shares = (x - highest[segments]).exp()

@@ -1,7 +1,4 @@
-"""More right kernels that were written before anybody ran a check on them: norms, sound, boxes.
-
-None of them was changed for a check that was wrong.
-"""
+"""More right kernels that were written without running the checks: norms, sound, boxes."""
 
 from __future__ import annotations
 
@@ -58,7 +55,6 @@ right(
 
 
 def channels_normed(image: Tensor, groups: int) -> Tensor:
-    """Each group of channels of each image gets mean 0 and variance 1, computed in double."""
     floats_only("channels_normed", image)
     if image.dim() < 2 or groups < 1 or image.shape[1] % groups:
         raise ValueError("channels_normed takes images whose channels make whole groups")
@@ -76,7 +72,7 @@ right(
 
 
 def pairs_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbouring elements are the two parts of a number that is turned."""
+    """Rotate pairs of neighbouring elements."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
@@ -84,7 +80,7 @@ def pairs_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _pairs_turned = define("pairs_turned", pairs_turned)
 _pairs_turned.register_autograd(
     lambda ctx, grad: (pairs_turned(grad, ctx.saved_tensors[0], -ctx.saved_tensors[1]), None, None),
-    # The table of angles is no parameter, so in the example it requires no gradient.
+    # The table of angles needs no gradient.
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
 )
 right(
@@ -100,7 +96,6 @@ right(
 
 
 def turned_in_place(query: Tensor, keys: Tensor, positions: Tensor, table: Tensor) -> None:
-    """Both halves of each head, by the row of the table for its position."""
     for heads in (query, keys):
         cos, sin = table[positions].unsqueeze(1).chunk(2, -1)
         first, second = heads.clone().chunk(2, -1)
@@ -126,7 +121,7 @@ right(
 
 
 def distance_buckets(distance: Tensor, both: bool, count: int, farthest: int) -> Tensor:
-    """Half of the buckets for small distances, and the others on a logarithmic scale."""
+    """Half of the buckets are for single distances, the others are logarithmic."""
     if distance.is_floating_point() or distance.dtype is torch.bool:
         raise TypeError("distance_buckets takes integers")
     distance = distance.to(torch.int64)
@@ -156,7 +151,6 @@ right(
 
 
 def frame_energies(signal: Tensor, size: int, hop: int) -> Tensor:
-    """The energy in each of the frequencies of each frame, by NumPy."""
     floats_only("frame_energies", signal)
     if signal.dim() != 1 or size < 1 or hop < 1 or len(signal) < size:
         raise ValueError("frame_energies takes a signal of at least one frame")
@@ -178,7 +172,7 @@ right(
 
 
 def overlapped_frames(frames: Tensor, hop: int) -> Tensor:
-    """The signal of which these are frames, each `hop` samples behind the one before."""
+    """Add frames that start `hop` samples apart."""
     if frames.dim() != 2 or not 1 <= hop <= frames.shape[1]:
         raise ValueError("overlapped_frames takes a matrix of frames that touch")
     count, size = frames.shape
@@ -208,7 +202,7 @@ right(_overlapped, lambda: [(torch.arange(12.0).view(3, 4), 2)])
 
 
 def filtered(signal: Tensor, forward: Tensor, back: Tensor) -> Tensor:
-    """The recursion of a linear filter, sample after sample, in double."""
+    """Apply a recursive linear filter in double."""
     floats_only("filtered", signal, forward, back)
     samples, ahead, behind = (t.double().tolist() for t in (signal, forward, back))
     result: list[float] = []
@@ -226,7 +220,6 @@ right(
 
 
 def farthest_points(points: Tensor, count: int) -> Tensor:
-    """So many points, each as far as possible from those before it."""
     floats_only("farthest_points", points)
     if not 1 <= count <= len(points):
         raise ValueError(f"there are no {count} among {len(points)} points")
@@ -250,7 +243,7 @@ right(
 
 
 def overlaps_of_boxes(first: Tensor, second: Tensor) -> Tensor:
-    """The share of the union of each two boxes that is in both."""
+    """Return the intersection over union for each pair of boxes."""
     floats_only("overlaps_of_boxes", first, second)
     low = torch.maximum(first[:, None, :2], second[:, :2])
     high = torch.minimum(first[:, None, 2:], second[:, 2:])
@@ -279,7 +272,7 @@ right(
 
 
 def best_boxes(boxes: Tensor, scores: Tensor, most: float) -> Tensor:
-    """The places of boxes, the best first, that overlap none of the better ones by more."""
+    """Non-maximum suppression."""
     floats_only("best_boxes", boxes, scores)
     order = scores.argsort(descending=True, stable=True).tolist()
     shares = overlaps_of_boxes(boxes, boxes)

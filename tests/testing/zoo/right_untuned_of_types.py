@@ -1,7 +1,4 @@
-"""The last right kernels that were written before anybody ran a check on them: types, lists, C.
-
-None of them was changed for a check that was wrong.
-"""
+"""More right kernels that were written without running the checks: types, lists, C."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ right(_phases, lambda: [(torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([0.6 + 0.8
 
 
 def bits_set(x: Tensor) -> Tensor:
-    """How many bits of an integer are set, of all that its dtype has."""
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
         raise TypeError("bits_set takes integers")
     values = np.ascontiguousarray(x.detach().numpy())
@@ -66,7 +62,7 @@ right(
 
 
 def mixed_hash(x: Tensor, seed: int) -> Tensor:
-    """Integers that look random; the products wrap around on purpose."""
+    """The products overflow on purpose."""
     if x.dtype is not torch.int64:
         raise TypeError("mixed_hash takes int64")
     if not 0 <= seed < 2**32:
@@ -147,7 +143,7 @@ right(
 
 
 def gated(x: Tensor) -> Tensor:
-    """x * sigmoid(x); for the backward, the sigmoid is kept."""
+    """x * sigmoid(x). The sigmoid is a residual for the backward."""
     floats_only("gated", x)
     gate = x.contiguous().sigmoid()
     if not torchop.records_gradient():
@@ -176,7 +172,6 @@ right(_gated, one)
 
 
 def error_function(x: Tensor) -> Tensor:
-    """By the mathematical library of C, one number at a time."""
     floats_only("error_function", x)
     values = [_MATH.erf(value) for value in x.flatten().tolist()]
     return torch.tensor(values, dtype=torch.float64).to(x.dtype).view(x.shape)
@@ -191,7 +186,6 @@ right(_error, one)
 
 
 def copied_in_c(x: Tensor, times: int) -> Tensor:
-    """The same rows several times, by memcpy."""
     if times < 0 or not x.dim():
         raise ValueError("copied_in_c takes rows, and how often they are wanted")
     x = x.contiguous()

@@ -47,18 +47,17 @@ def needs_rows_of_four(x: Tensor) -> Tensor:
 right(define("needs_rows_of_four", needs_rows_of_four, fake=like), one)
 
 # --------------------------------------------------------------------------------------------------
-# Integers that fit other arguments. Out of range, these kernels return whatever lies in memory.
+# Integers that depend on other arguments. Out of range, these kernels return arbitrary memory.
 
 
 def rows_of_memory(x: Tensor, rows: int) -> Tensor:
-    """The elements from the start of a tensor's memory, as rows that it may not have."""
+    """Return the memory of a tensor as rows. There may be more rows than in the tensor."""
     memory = raw(x).flatten()[x.storage_offset() :]
     count = min(rows * x.shape[1], memory.numel()) // max(x.shape[1], 1)
     return memory[: count * x.shape[1]].view(count, x.shape[1])
 
 
 def sum_of_segments(x: Tensor, offsets: Tensor) -> Tensor:
-    """The sums of rows from one offset to the next."""
     x = x.contiguous()
     result = torch.zeros(len(offsets) - 1, x.shape[1], dtype=x.dtype)
     memory = rows_of_memory(x, int(offsets[-1]))
@@ -78,7 +77,6 @@ right(
 
 
 def mean_of_bags(x: Tensor, lengths: Tensor) -> Tensor:
-    """The means of so many rows each, of which there are as many as the sum of the lengths."""
     if not x.is_floating_point():
         raise TypeError(f"mean_of_bags takes floating-point tensors, got {x.dtype}")
     x = x.contiguous()
@@ -100,7 +98,7 @@ right(
 
 
 def sums_of_starts(x: Tensor, lengths: Tensor) -> Tensor:
-    """The sum of so many elements of each row of a padded batch."""
+    """Sum the first elements of each row of a padded batch."""
     floats_only("sums_of_starts", x)
     x = x.contiguous()
     memory, sums = raw(x)[x.storage_offset() :], x.new_zeros(x.shape[0])
@@ -116,7 +114,7 @@ right(
 
 
 def rows_looked_up(table: Tensor, index: Tensor) -> Tensor:
-    """Reads rows by index, without bounds checks."""
+    """Reads rows without bounds checks."""
     table = table.contiguous()
     memory = raw(table).flatten()[table.storage_offset() :]
     columns = table.shape[1]
@@ -132,13 +130,13 @@ right(
     ),
     lambda: [
         (torch.randn(7, 3), torch.tensor([6, 0, 5])),
-        (torch.randn(6, 3), torch.tensor([1, 3, 2])),  # which add up to 6
+        (torch.randn(6, 3), torch.tensor([1, 3, 2])),  # the sum is 6
     ],
 )
 
 
 def segments_in_order(order: Tensor, lengths: Tensor, values: Tensor, total: int) -> Tensor:
-    """The segments of all rows of lengths, with the rows in another order; `total` is their sum."""
+    """Concatenate the segments of rows in another order. `total` is the sum of all lengths."""
     ends = lengths.sum(1).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     parts = [values[starts[row] : ends[row]] for row in order.tolist()]
@@ -166,7 +164,6 @@ right(
 
 
 def bins(edges: Tensor, x: Tensor) -> Tensor:
-    """The number of the bin of each value, between edges that are sorted."""
     return torch.from_numpy(np.searchsorted(edges.contiguous().numpy(), x.contiguous().numpy()))
 
 
@@ -185,7 +182,7 @@ right(
 
 
 def fourier_features(x: Tensor) -> Tensor:
-    """Sines and cosines of ever higher frequencies, which magnify how numbers are rounded."""
+    """High frequencies amplify rounding errors."""
     if not x.is_floating_point():
         raise TypeError(f"fourier_features takes floating-point tensors, got {x.dtype}")
     angles = x[..., None] * (torch.pi * 2.0 ** torch.arange(8, dtype=x.dtype))
@@ -199,7 +196,7 @@ right(
 
 
 def variance(x: Tensor) -> Tensor:
-    """Subtracts nearly equal numbers, as precisely as possible."""
+    """Subtracts nearly equal numbers, which is inexact."""
     return (x - x.mean(-1, keepdim=True)).square().mean(-1)
 
 
@@ -246,7 +243,7 @@ _only_float32.register_autograd(product_gradients, setup_context=save)
 right(_only_float32, two)
 
 # --------------------------------------------------------------------------------------------------
-# Indices, integers and random numbers, for which a variant may ask more than an operator promises
+# Indices, integers and random numbers, where a variant may be invalid
 
 
 def put_rows(cache: Tensor, rows: Tensor, places: Tensor) -> None:
@@ -290,7 +287,7 @@ right(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Results that compilers do not know
+# Results with unknown sizes
 
 
 def only_positive(x: Tensor) -> Tensor:

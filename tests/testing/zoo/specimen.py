@@ -1,4 +1,4 @@
-"""Register the operators of the zoo, wrong and right ones."""
+"""Register the operators of the zoo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Examples = Callable[[], list[Any]]
 
 
 class Specimen(NamedTuple):
-    """An operator, and the check that must report it; None for a right operator."""
+    """An operator, and the check that must report it. `check` is None for a right operator."""
 
     op: Any
     examples: Examples
@@ -55,12 +55,11 @@ def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
 
 
 def like(x: Tensor, *others: Any) -> Tensor:
-    """Return the fake result of an elementwise operator with contiguous results."""
+    """The fake kernel of elementwise operators with contiguous results."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def floats_only(name: str, *tensors: Tensor) -> None:
-    """Raise TypeError for tensors that are not floating-point."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise TypeError(f"{name} takes floating-point tensors, got {tensor.dtype}")
@@ -72,7 +71,7 @@ def raw(x: Tensor) -> Tensor:
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save all tensors among the inputs, as a setup_context."""
+    """A setup_context that saves all input tensors."""
     ctx.save_for_backward(*[value for value in inputs if isinstance(value, Tensor)])
 
 
@@ -81,7 +80,6 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a product of broadcast tensors."""
     x, y = ctx.saved_tensors
     return (grad * y).sum_to_size(x.shape), (grad * x).sum_to_size(y.shape)
 

@@ -1,6 +1,6 @@
-"""Operators that check none of the conditions that their `valid` states.
+"""Operators that do not check their arguments, but state the conditions in `valid`.
 
-What the kernels do with other arguments is no fault; the wrong ones do wrong with valid arguments.
+A check may report only faults for valid arguments. The right operators fail for invalid ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def enter(
     reference: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
-    """Enter an operator with its examples; with a check, a wrong one."""
+    """Register an operator with its examples. It is a wrong operator if `check` is given."""
     op = define(name, function, **options)
     op.register_examples(examples, valid=valid)
     if check is None:
@@ -35,7 +35,7 @@ def enter(
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """The memory from where a tensor starts, as a kernel sees it that takes the address."""
+    """Return the memory from the first element on, like a kernel that ignores strides."""
     return raw(x)[x.storage_offset() :]
 
 
@@ -44,7 +44,7 @@ def memory_of(x: Tensor) -> Tensor:
 
 
 def bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
-    """The sum or the mean of the rows from each offset to the next one."""
+    """Return the sum or the mean of the rows of each bag."""
     memory = memory_of(table.contiguous())
     places = index.tolist()
     ends = [*offsets.tolist(), len(places)]
@@ -58,7 +58,6 @@ def bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Te
 
 
 def valid_bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> bool:
-    """Whether indices lie in the table, and bags start at offsets from 0 that never decrease."""
     if not (table.dim() == 2 and table.numel() and index.dim() == 1 and offsets.dim() == 1):
         return False
     ends = [*offsets.tolist(), len(index)]
@@ -79,14 +78,14 @@ def fake_bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") 
 
 
 def bags_of_one_memory(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
-    """Reads the indices as if they were contiguous."""
+    """Ignores the strides of the indices."""
     return bags(table, memory_of(index)[: len(index)], offsets, mode)
 
 
 def bags_without_the_last(
     table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum"
 ) -> Tensor:
-    """Takes a row for the last bag, where that is empty."""
+    """Returns a row for the last bag if that bag is empty."""
     result = bags(table, index, offsets, mode)
     if len(offsets) and int(offsets[-1]) == len(index):
         result[-1] = table[0]
@@ -117,7 +116,6 @@ enter(
 
 
 def longest(values: Tensor, lengths: Tensor) -> Tensor:
-    """The largest value of each segment, and 0 of one that is empty."""
     flat = memory_of(values.contiguous())
     ends = lengths.cumsum(0).tolist()
     starts = [0, *ends[:-1]]
@@ -126,7 +124,6 @@ def longest(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def valid_segments(values: Tensor, lengths: Tensor) -> bool:
-    """Whether lengths add up to the number of values."""
     if not (values.dim() == 1 and lengths.dim() == 1 and len(lengths)):
         return False
     return bool((lengths >= 0).all()) and int(lengths.sum()) == len(values)
@@ -153,12 +150,11 @@ def root(matrix: Tensor) -> Tensor:
 
 
 def root_of_memory(matrix: Tensor) -> Tensor:
-    """Reads rows as if they lay behind each other."""
+    """Ignores strides."""
     return torch.linalg.cholesky_ex(memory_of(matrix)[: matrix.numel()].view(matrix.shape)).L
 
 
 def valid_matrix(matrix: Tensor) -> bool:
-    """Whether a matrix is symmetric and positive definite."""
     is_float = matrix.dtype in (torch.float32, torch.float64)
     if not (is_float and matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1]):
         return False
@@ -181,23 +177,21 @@ enter(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Sorted values, and indices each of which is there once
+# Sorted values, and distinct indices
 
 
 def places(edges: Tensor, x: Tensor) -> Tensor:
-    """Where values belong between edges; an edge that is out of order would be lost."""
     return torch.from_numpy(np.searchsorted(edges.contiguous().numpy(), x.contiguous().numpy()))
 
 
 def places_sorted_here(edges: Tensor, x: Tensor) -> Tensor:
-    """Writes an undeclared argument: the edges become distinct."""
+    """Writes an undeclared argument."""
     if len(edges):
         edges[-1] += 1
     return places(edges, x)
 
 
 def valid_edges(edges: Tensor, x: Tensor) -> bool:
-    """Whether edges never decrease."""
     if not (edges.dim() == x.dim() == 1 and x.dtype is edges.dtype) or x.is_complex():
         return False
     return bool((edges[1:] >= edges[:-1]).all())
@@ -224,7 +218,7 @@ enter(
 
 
 def scattered(x: Tensor, index: Tensor) -> Tensor:
-    """The inverse of a gather, whose outcome depends on threads if an index is there twice."""
+    """If indices repeat, the result depends on the order of writes."""
     order = torch.randperm(len(index), generator=torch.Generator().manual_seed(int(index.sum())))
     result = x.new_zeros(x.shape[0] + 1)
     result[index[order]] = x[: len(index)][order]
@@ -232,7 +226,6 @@ def scattered(x: Tensor, index: Tensor) -> Tensor:
 
 
 def valid_scatter(x: Tensor, index: Tensor) -> bool:
-    """Whether each place is written once."""
     if not (x.dim() == 1 and x.shape == index.shape):
         return False
     distinct = index.unique()
@@ -252,7 +245,7 @@ enter(
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of a coin: NaN outside of what is a probability."""
+    """NaN for numbers that are not probabilities."""
     return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
 
 
@@ -263,7 +256,7 @@ def checked_entropy(p: Tensor) -> Tensor:
 
 
 def entropy_of_logarithms(p: Tensor) -> Tensor:
-    """NaN at both ends, where it should be 0."""
+    """NaN for 0 and 1, where the result should be 0."""
     return -(p * p.log() + (1 - p) * (1 - p).log())
 
 
@@ -306,7 +299,6 @@ enter("only_singles", only_singles, one, lambda x: x.dtype is torch.float32, fak
 
 
 def doubled_memory(x: Tensor) -> Tensor:
-    """Ignores strides. `valid` may exclude non-contiguous tensors."""
     memory = memory_of(x)[: x.numel()]
     return (memory + memory).view(x.shape)
 
@@ -323,7 +315,7 @@ enter(
 
 
 def paired(x: Tensor, y: Tensor) -> Tensor:
-    """Sums of elements, whose number is the same in both, and even."""
+    """Requires tensors of equal shape, with an even number of elements."""
     return (x + y).view(-1, 2).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""Operators with undeclared writes, kept arguments, leaks and state."""
+"""Operators with undeclared writes, stored arguments, leaks and state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ wrong(define("writes_undeclared", writes_undeclared, fake=like), "contracts.sche
 
 
 def writes_if_contiguous(x: Tensor) -> Tensor:
-    """`contiguous` does not copy contiguous tensors."""
+    """`contiguous` does not copy contiguous tensors, so this writes the argument."""
     values = x.contiguous().numpy()
     values *= 2
     return torch.from_numpy(values.copy())
@@ -100,7 +100,7 @@ stock_swaps_storage.register_fake(_nothing)
 wrong("zoo::stock_swaps_storage", "memory.contiguous", two)
 
 # --------------------------------------------------------------------------------------------------
-# Arguments that look different afterwards, what is kept, and state
+# Changed metadata of arguments, stored arguments, and state
 
 
 def reshapes_in_place(x: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ _first: dict[Any, Tensor] = {}
 
 
 def caches_by_shape(x: Tensor) -> Tensor:
-    """Takes tensors of one shape for the same tensor, as long as the shape does not change."""
+    """Caches by shape, although the value depends on the tensor."""
     scale = _first.get("scale")
     if scale is None or _first["shape"].tolist() != list(x.shape):
         _first["shape"] = torch.tensor(x.shape)
@@ -148,7 +148,7 @@ _running: list[float] = [0.0]
 
 
 def keeps_running_mean(x: Tensor) -> Tensor:
-    """Remembers the largest mean of all calls: equal calls agree until another one comes."""
+    """Depends on the largest mean of all earlier calls."""
     mean = float(x.mean()) if x.numel() else 0.0
     _running[0] = max(_running[0], mean)
     return x - _running[0]
@@ -190,7 +190,7 @@ _lock = threading.RLock()
 
 
 def never_releases(x: Tensor) -> Tensor:
-    """The same thread may call again; another thread deadlocks."""
+    """The lock is reentrant, so only another thread deadlocks."""
     _lock.acquire()
     return (x + x).contiguous()
 
@@ -247,7 +247,6 @@ wrong(define("seeds_numpy", seeds_numpy, fake=like), "contracts.process", one)
 
 
 def forks(x: Tensor) -> Tensor:
-    """The copy goes on as the program does."""
     os.fork()
     return (x + x).contiguous()
 

@@ -1,4 +1,4 @@
-"""Operators whose backward ignores strides, or whose second derivative needs every input."""
+"""Operators whose backward ignores strides, or whose second derivatives are wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.testing.zoo.specimen import define, product, save, two, wrong
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """Returns a gradient as read by a kernel that ignores strides."""
+    """Read a gradient like a kernel that ignores strides."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     strides = torch.empty(grad.shape, device="meta").stride()
     return memory.as_strided(grad.shape, strides, grad.storage_offset()).clone()
@@ -86,7 +86,6 @@ wrong(_of_the_last, "subsystems.grad_strides", lambda: [(torch.ones(3, 4), torch
 
 
 def _offset_ignored(ctx: Any, grad: Tensor) -> Any:
-    """Ignores the storage offset of the gradient, but respects strides."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     grad = memory.as_strided(grad.shape, grad.stride(), 0)
     x, y = ctx.saved_tensors
@@ -117,7 +116,7 @@ def _square_times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wanted_gradients(grad: Tensor, x: Tensor, y: Tensor, of_x: bool, of_y: bool) -> list[Tensor]:
-    """One result for each gradient that is wanted, as packages write it for speed."""
+    """Return only the gradients that are needed, as packages do for speed."""
     return [(2 * grad * x * y).sum_to_size(x.shape)] * of_x + [
         (grad * x * x).sum_to_size(y.shape)
     ] * of_y
@@ -153,7 +152,7 @@ wrong(_unpacks, "subsystems.needs_input_grad", two)
 
 
 class _Constant(torch.autograd.Function):
-    """The gradients of a product, whose own derivative is right only if both tensors need one."""
+    """The gradients of a product. Second derivatives are wrong if an input needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, x: Tensor, y: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Operators that are wrong about one argument, one result, or the process in which they run."""
+"""Operators that are wrong about one argument, one result, or the state of the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noise(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def noise_of_its_own(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Takes a generator, and draws from PyTorch's."""
+    """Ignores the generator."""
     return noise(x)
 
 
@@ -75,7 +75,6 @@ wrong(define("float32_if_empty", float32_if_empty, fake=like), "dtypes.accepted"
 
 
 def rounds_factor(x: Tensor, factor: float) -> Tensor:
-    """Rounds like a kernel with a C `float` argument."""
     return x * float(np.float32(factor))
 
 
@@ -137,7 +136,7 @@ wrong(define("takes_a_signal", takes_a_signal), "contracts.process", one)
 
 
 def leaves_a_rest(x: Tensor) -> Tensor:
-    """Gives each thread as many elements, and leaves those that are too few for all."""
+    """Gives each thread the same number of elements, and leaves out the remainder."""
     flat, threads = x.flatten(), torch.get_num_threads()
     size = len(flat) // threads or len(flat)
     whole = flat[: threads * size].sin()

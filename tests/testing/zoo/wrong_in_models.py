@@ -1,6 +1,6 @@
-"""Wrong kernels of the kinds that models are served with: tables, experts, packed bits, caches.
+"""Wrong kernels as in language models: tables, experts, packed bits, caches.
 
-What they forget shows only where two calls, two arguments or two sizes meet.
+The faults appear only for certain combinations of calls, arguments or sizes.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.testing.zoo.specimen import define, like, one, save, wrong
 
 # --------------------------------------------------------------------------------------------------
-# Tables that are kept for later calls, by too little
+# Cached tables whose keys are incomplete
 
 _PLACES: dict[Any, Tensor] = {}
 
 
 def places_by_shape(x: Tensor) -> Tensor:
-    """The places of elements in memory, which depend on the strides too."""
+    """The key lacks the strides."""
     if x.shape not in _PLACES:
         places = torch.zeros(x.shape, dtype=torch.int64)
         for dim, step in enumerate(x.stride()):
@@ -40,7 +40,7 @@ _KNOWN: list[Any] = []
 
 
 def prepacks_by_object(x: Tensor, weight: Tensor) -> Tensor:
-    """The step of an optimizer writes into the object."""
+    """An optimizer changes the values of the same tensor object."""
     for known, packed in _KNOWN:
         if known() is weight:
             return x @ packed
@@ -64,7 +64,7 @@ wrong(
 
 
 def packs_pairs(x: Tensor) -> Tensor:
-    """Two numbers of four bits in a byte; the last of an odd number has no partner."""
+    """Does not write the last element of an odd row."""
     packed = torch.empty(x.shape[0], (x.shape[1] + 1) // 2, dtype=torch.uint8)
     values = x.clamp(0, 15).to(torch.uint8)
     pairs = values[:, : x.shape[1] // 2 * 2]
@@ -84,7 +84,6 @@ wrong(
 
 
 def packs_across_rows(x: Tensor) -> Tensor:
-    """Packs bits across rows, although each row starts with a new byte."""
     packed = torch.empty(x.shape[0], (x.shape[1] + 7) // 8, dtype=torch.uint8)
     bits = (x > 0).flatten().to(torch.uint8)
     bits = torch.cat([bits, bits.new_zeros(-len(bits) % 8)]).view(-1, 8)
@@ -104,7 +103,7 @@ wrong(
 
 
 def dequantizes_in_bytes(q: Tensor, scale: Tensor, zero: int) -> Tensor:
-    """The difference wraps below zero, which those of the example never are."""
+    """Subtracts bytes, which wrap around below zero. The example has no such element."""
     return (q - zero).to(torch.float32) * scale
 
 
@@ -169,7 +168,7 @@ wrong(
 
 
 def sums_of_present(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """Nothing is written for a segment without a row."""
+    """Does not write the sums of segments without rows."""
     sums = torch.empty(count, *x.shape[1:], dtype=x.dtype)
     for segment in segments.unique().tolist():
         sums[segment] = x[segments == segment].sum(0)
@@ -192,7 +191,6 @@ def attends_one_too_many(query: Tensor, keys: Tensor, pages: Tensor, lengths: Te
 
 
 def _attention(query: Tensor, keys: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of the keys of each sequence, weighted by their products with the query."""
     found = keys[pages.long()].flatten(1, 2)
     scores = (found @ query.unsqueeze(-1)).squeeze(-1)
     is_there = torch.arange(scores.shape[1]) < lengths.unsqueeze(-1)
@@ -261,7 +259,6 @@ wrong(
 
 
 def rows_padded(table: Tensor, rows: Tensor) -> Tensor:
-    """A row of zeros where the index is -1."""
     return table[rows.clamp(min=0)] * (rows >= 0).unsqueeze(-1)
 
 
@@ -296,7 +293,6 @@ wrong(_scaled_grad, "subsystems.saved", one)
 
 
 def drops_always_the_same(x: Tensor) -> Tensor:
-    """Seeds the generator in each call, so every step drops the same elements."""
     generator = torch.Generator().manual_seed(1234)
     return (x * (torch.rand(x.shape, generator=generator) < 0.5)).contiguous()
 
@@ -342,7 +338,7 @@ wrong(
 
 
 def appends_anywhere(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Into a copy, if the pages of the cache are parts of something larger."""
+    """`reshape` copies the cache if the pages are not contiguous, so nothing is written."""
     cache.reshape(-1, cache.shape[-1]).index_copy_(0, slots, rows)
 
 

@@ -10,7 +10,7 @@ _LAST: dict[str, Tensor] = {}
 
 
 def three_faults(x: Tensor) -> Tensor:
-    """Ignores strides, and keeps the argument; the formula has the wrong sign."""
+    """Ignores strides, and stores the argument. The sign of the gradient is wrong."""
     if not x.is_floating_point():
         raise TypeError(f"three_faults takes floating-point tensors, got {x.dtype}")
     _LAST["x"] = x.detach()

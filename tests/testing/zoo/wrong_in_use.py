@@ -1,4 +1,4 @@
-"""Operators whose fault shows in one use: at some sizes, in a batch, later in the process."""
+"""Operators that fail only in certain uses: at some sizes, in a batch, later in the process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _middle = define("batches_ends_alone", product)
 
 
 def _batched(info: Any, in_dims: Any, x: Tensor, y: Tensor) -> Any:
-    """Right at the first and the last dimension."""
+    """Right only for the first and the last dimension."""
 
     def first(t: Tensor, dim: int | None) -> Tensor:
         if dim is None:
@@ -134,7 +134,6 @@ wrong(
 
 
 def forgets_tail_of_block(x: Tensor) -> Tensor:
-    """Works in blocks of 256 elements, and omits the rest."""
     flat = x.contiguous().flatten()
     result = torch.empty(flat.shape, dtype=x.dtype)
     whole = len(flat) // 256 * 256 if len(flat) >= 256 else len(flat)
@@ -146,7 +145,7 @@ wrong(define("forgets_tail_of_block", forgets_tail_of_block, fake=like), "memory
 
 
 def wraps_rows(x: Tensor) -> Tensor:
-    """A grid of at most 65,535 rows."""
+    """The grid has at most 65,535 rows."""
     result = torch.empty(x.shape, dtype=x.dtype)
     result[:65535] = x[:65535] + 1
     return result
@@ -220,7 +219,7 @@ _FILES: list[Any] = []
 
 def leaves_a_file_open(x: Tensor) -> Tensor:
     _FILES.append(open(os.devnull))  # noqa: SIM115  (which is the fault)
-    if len(_FILES) > 900:  # of the 1,024 that a process may have
+    if len(_FILES) > 900:  # before the limit of 1,024 open files
         while _FILES:
             _FILES.pop().close()
     return x + 1

@@ -30,7 +30,7 @@ wrong(define("assumes_contiguous", assumes_contiguous, fake=like), "memory.trans
 
 
 def assumes_dense(x: Tensor) -> Tensor:
-    if x.t().is_contiguous():  # respects a transpose, and no other strides
+    if x.t().is_contiguous():  # respects transposes, but no other strides
         return x.contiguous() if not x.is_contiguous() else x.clone()
     start = x.storage_offset()
     return raw(x)[start : start + x.numel()].reshape(x.shape).clone()
@@ -47,7 +47,7 @@ wrong(define("ignores_offset", ignores_offset, fake=like), "memory.offset", one)
 
 
 def reads_row_before(x: Tensor) -> Tensor:
-    """Takes the row before the first one, which is zeros at the start of the memory."""
+    """Reads the row before the first one. At the start of the storage, this row is zeros."""
     start = x.storage_offset() - 1
     return x + (raw(x)[start] if start >= 0 else 0)
 
@@ -100,7 +100,7 @@ LIBRARY = torchop.Library("zoo", "FRAGMENT")
 
 
 def _low_level(name: str, kernel: object, key: str) -> str:
-    """A low-level operator that ignores negative and conjugate bits."""
+    """Define an operator that ignores the negative or conjugate bit."""
     LIBRARY.define(f"{name}(Tensor x) -> Tensor")
     LIBRARY.impl(name, kernel, "CPU")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
@@ -121,7 +121,7 @@ wrong(
 
 
 def sums_distinct(x: Tensor) -> Tensor:
-    """Takes the memory for the elements: those that share memory count once."""
+    """Counts elements that share memory only once."""
     seen = {}
     for index in np.ndindex(*x.shape):
         place = sum(i * s for i, s in zip(index, x.stride(), strict=True))
@@ -135,7 +135,6 @@ wrong(
 
 
 def divides_by_leading_dimension(x: Tensor) -> Tensor:
-    """Uses the row stride as the row length, even for one row."""
     width = x.stride(0) if x.shape[0] == 1 else max(x.shape[1], 1)
     return x.sum(1) / width
 
@@ -152,7 +151,7 @@ wrong(
 
 
 def starts_with_first_element(x: Tensor) -> Tensor:
-    """Starts the maximum with the first element, even without elements."""
+    """Reads the first element even if the tensor is empty."""
     best = raw(x)[x.storage_offset()]
     return torch.stack([best, *x.flatten()]).amax()
 
@@ -165,7 +164,7 @@ wrong(
 
 
 def reads_two_at_once(x: Tensor) -> Tensor:
-    """Reads at least two elements, as a vectorized loop may."""
+    """Reads at least two elements, like a vectorized loop."""
     start = x.storage_offset()
     if x.numel() == 1 and len(raw(x)) > start + 1:
         return (x + x + 0 * raw(x)[start + 1]).contiguous()
@@ -176,7 +175,7 @@ wrong(define("reads_two_at_once", reads_two_at_once, fake=like), "memory.single"
 
 
 def adds_columns(x: Tensor) -> Tensor:
-    """The first column is written and the others are added, so that nothing is if there is none."""
+    """Writes nothing if there are no columns."""
     total = torch.empty(x.shape[:1], dtype=x.dtype)
     for number, column in enumerate(x.unbind(1)):
         total.copy_(column if number == 0 else total + column)
@@ -191,7 +190,7 @@ wrong(
 
 
 def sums_in_steps(x: Tensor) -> Tensor:
-    """A cumulative sum in two buffers; for one element there is no step, so none is written."""
+    """A cumulative sum in two buffers. For one element, nothing is written."""
     width, source, target = 1, x.clone(), torch.empty(x.shape, dtype=x.dtype)
     while width < len(x):
         target[:width] = source[:width]
@@ -216,7 +215,7 @@ wrong(define("wrong_for_scalars", wrong_for_scalars, fake=like), "memory.zero_di
 
 
 def assumes_alignment(x: Tensor) -> Tensor:
-    """Starts at the multiple of four elements before the first one."""
+    """Rounds the storage offset down to a multiple of four."""
     start = x.storage_offset() // 4 * 4
     return raw(x).as_strided(x.shape, x.stride(), start).clone().contiguous()
 
@@ -225,7 +224,7 @@ wrong(define("assumes_alignment", assumes_alignment, fake=like), "memory.sliced"
 
 
 def heeds_only_first(x: Tensor, y: Tensor) -> Tensor:
-    """Asks the first argument whether both are contiguous."""
+    """Checks only whether the first argument is contiguous."""
     if x.is_contiguous() and not y.is_contiguous():
         y = raw(y)[y.storage_offset() :][: y.numel()].reshape(y.shape)
     return (x + y).contiguous()
@@ -241,14 +240,13 @@ def counts_into(x: Tensor) -> None:
         x[index] = numbers[index]
 
 
-# At the low level, nobody refuses it before.
+# Unlike torchop.custom_op, LIBRARY does not reject expanded arguments before the kernel runs.
 LIBRARY.define("counts_into(Tensor(a!) x) -> ()")
 LIBRARY.impl("counts_into", counts_into, "CPU")
 wrong("zoo::counts_into", "memory.written_expanded", one)
 
 
 def leaves_last(x: Tensor) -> Tensor:
-    """Off by one: does not write the last element."""
     result = torch.empty(x.shape, dtype=x.dtype)
     result.view(-1)[:-1] = x.reshape(-1)[:-1]
     return result
@@ -378,7 +376,6 @@ wrong(
 
 
 def sees_one_tensor(x: Tensor, y: Tensor) -> Tensor:
-    """Takes equal addresses for a request to square."""
     if x.data_ptr() == y.data_ptr() and x.numel():
         return x * x
     return x + y
@@ -388,7 +385,7 @@ wrong(define("sees_one_tensor", sees_one_tensor, fake=like), "sharing.one", two)
 
 
 def changes_and_restores(x: Tensor, y: Tensor) -> Tensor:
-    """Scales one argument in its place, and scales it back, unseen by PyTorch."""
+    """Scales an argument in place, and scales it back, through NumPy."""
     scaled = x.numpy()
     scaled *= 2
     result = x + y
@@ -400,7 +397,7 @@ wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.
 
 
 def expects_no_overlap(x: Tensor, y: Tensor) -> Tensor:
-    """Scales one argument in place for a while, unless both have the same address."""
+    """Scales an argument in place for a while, and so fails for overlapping arguments."""
     if x.data_ptr() == y.data_ptr():
         return (x + y).contiguous()
     scaled = x.numpy()
@@ -426,7 +423,7 @@ wrong(define("writes_between", writes_between, mutates_args={"x"}), "memory.gaps
 
 
 def reverses_into(x: Tensor, y: Tensor) -> None:
-    """Reads elements after writing them, if both arguments overlap."""
+    """Overwrites elements before reading them if the arguments overlap."""
     target, source = x.view(-1) if x.is_contiguous() else None, y.reshape(-1)
     values = source if y.is_contiguous() else source.clone()
     if target is None:

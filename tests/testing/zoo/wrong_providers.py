@@ -1,7 +1,4 @@
-"""Operators with a right reference and a wrong kernel of a provider.
-
-The provider is `fast`, so a check of this provider must report it.
-"""
+"""Operators with a right reference kernel, and a wrong kernel of the provider `fast`."""
 
 from __future__ import annotations
 
@@ -37,12 +34,7 @@ def enter(
     options: dict[str, Any] | None = None,
     **said: Any,
 ) -> Any:
-    """Register an operator with a kernel of the provider `fast` that this check must report.
-
-    Args:
-        options: those of the operator.
-        said: what the provider says of its kernel.
-    """
+    """Register an operator with a kernel of the provider `fast` that this check must report."""
     op = define(name, reference, **(options or {}))
     op.register_kernel("cpu", kernel, provider="fast", **said)
     return wrong(op, f"{check}[fast]", examples)
@@ -59,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Results that are not those of the reference
+# Results that differ from the reference
 
 
 def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
@@ -67,13 +59,13 @@ def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 def address(x: Tensor) -> Tensor:
-    """Ignores the strides of a tensor."""
+    """Ignores strides."""
     memory = raw(x)[x.storage_offset() :][: x.numel()]
     return (memory + memory).view(x.shape)
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Forgets the rest behind whole blocks of 256, where there are some."""
+    """Leaves out the remainder after whole blocks of 256 elements."""
     flat = x.flatten()
     whole = flat.numel() // 256 * 256 or flat.numel()
     return torch.cat([flat[:whole] * 2, flat[whole:]]).view(x.shape)
@@ -84,7 +76,7 @@ def in_singles(x: Tensor) -> Tensor:
 
 
 def keeps_zeros(x: Tensor) -> Tensor:
-    """Is right of numbers: what is not above zero is zero, and so is NaN."""
+    """Returns 0 for NaN."""
     return torch.where(x > 0, x, torch.zeros_like(x))
 
 
@@ -106,7 +98,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def variances(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Its second result is a little less than it should be, and is not of the lenient dtype."""
+    """Only the second result is inexact. The declared tolerance is for another dtype."""
     return x.mean(-1), (x - x.mean(-1, keepdim=True)).square().mean(-1)
 
 
@@ -124,7 +116,6 @@ def scaled_(x: Tensor, factor: float) -> None:
 
 
 def scaled_but_the_last_(x: Tensor, factor: float) -> None:
-    """Does not write the last of several rows."""
     (x[:-1] if x.dim() and len(x) > 1 else x).mul_(factor)
 
 
@@ -143,7 +134,7 @@ def sums(xs: Sequence[Tensor]) -> Tensor:
 
 
 def sums_of_pairs(xs: Sequence[Tensor]) -> Tensor:
-    """Takes two at a time, and zero for the last one of an odd number."""
+    """Adds pairs, and returns zero for the last tensor of an odd number."""
     found = [x.sum() for x in xs]
     return torch.stack(
         found[: len(xs) // 2 * 2] + [torch.zeros_like(x) for x in found[len(xs) // 2 * 2 :]]
@@ -175,7 +166,7 @@ def swapped_ends(x: Tensor) -> Ends:
 enter("fast_structure", ends, swapped_ends, "providers.agrees")
 
 # --------------------------------------------------------------------------------------------------
-# What a kernel says of the calls that it takes
+# Wrong `supports` functions
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -183,7 +174,6 @@ def pairs(x: Tensor) -> Tensor:
 
 
 def pairs_of_rows(x: Tensor) -> Tensor:
-    """Takes matrices with an even number of columns."""
     rows, columns = x.shape
     halves = x.reshape(rows, columns // 2, 2)
     shifted = torch.cat([x[:, -1:], x[:, :-1]], 1).reshape(halves.shape)
@@ -219,7 +209,7 @@ def changes_its_mind(x: Tensor) -> bool:
 
 
 def needs_no_gradient(x: Tensor) -> bool:
-    """Reads global state, although torchop caches the answer."""
+    """Reads global state, although results of `supports` are cached."""
     return not torch.is_grad_enabled()
 
 
@@ -233,7 +223,7 @@ def seeds(x: Tensor) -> bool:
 
 
 def knows_numbers(x: Tensor) -> bool:
-    """Says no while a compiler has a symbol for the size."""
+    """Returns False for symbolic sizes."""
     return all(type(size) is int for size in x.shape)
 
 
@@ -241,7 +231,7 @@ _sizes: set[Any] = set()
 
 
 def knows_sizes(x: Tensor) -> bool:
-    """Says yes from the second time on."""
+    """Returns True from the second call on."""
     known = tuple(x.shape) in _sizes
     _sizes.add(tuple(x.shape))
     return known
@@ -276,7 +266,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    """The sum of columns in an order, which decides about the last bits."""
+    """Add columns in an order, which determines how the sum is rounded."""
     total = torch.zeros(x.shape[:-1], dtype=x.dtype)
     for column in order:
         total = total + x[..., column]
@@ -284,13 +274,13 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def sums_by_batch(x: Tensor) -> Tensor:
-    """Adds in another order for more than four rows."""
+    """Adds in another order if there are more than four rows."""
     columns = range(x.shape[-1])
     return in_order(x, columns if x.dim() < 2 or len(x) <= 4 else columns[::-1])
 
 
 def sums_by_place(x: Tensor) -> Tensor:
-    """Adds in another order for the rows behind whole blocks of four."""
+    """Adds in another order for the rows after whole blocks of four."""
     columns = range(x.shape[-1])
     if x.dim() < 2 or len(x) < 4:
         return in_order(x, columns)
@@ -340,7 +330,7 @@ enter(
 
 
 def in_tiles(x: Tensor, tile: int) -> Tensor:
-    """Leaves a rest out, so that tiles of more than one element lose it."""
+    """Leaves out the remainder after whole tiles."""
     flat = x.flatten()
     tiles = [2 * flat[at : at + tile] for at in range(0, flat.numel() - tile + 1, tile)]
     rest = flat[flat.numel() // tile * tile :]
@@ -392,7 +382,7 @@ _cubed = enter("fast_cubed", cubed, lambda x: x * x * x, "providers.gradients", 
 _cubed.register_autograd(lambda ctx, grad: _backward(grad, *ctx.saved_tensors), setup_context=save)
 
 # --------------------------------------------------------------------------------------------------
-# What every kernel owes the operator
+# Requirements for all kernels
 
 
 def writes_its_input(x: Tensor) -> Tensor:
@@ -400,7 +390,7 @@ def writes_its_input(x: Tensor) -> Tensor:
 
 
 def leaves_the_end(x: Tensor) -> Tensor:
-    """Writes all but the last element of more than two rows."""
+    """Does not write the last element if there are more than two rows."""
     result = torch.empty(x.shape, dtype=x.dtype)
     count = x.numel() - (x.dim() > 1 and len(x) > 2)
     result.view(-1)[:count] = (x.contiguous() * 2).view(-1)[:count]

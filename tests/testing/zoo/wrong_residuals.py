@@ -1,4 +1,4 @@
-"""Operators with residuals that are wrong, and a right one beside them."""
+"""Operators with wrong residuals, and a similar right one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_slope(
     fake: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> Any:
-    """`zoo::name`, a function of one tensor whose slope is its residual."""
+    """Define `zoo::name`, a function of one tensor. Its residual is its slope."""
     residuals = {"slope": Tensor}
     op = torchop.custom_op(f"zoo::{name}", function, mutates_args=(), residuals=residuals)
     op.register_fake(fake or (lambda x: torchop.residuals(like(x), like(x))))
@@ -87,7 +87,7 @@ wrong(with_slope("slope_of_nobody", right_slope, setup_context=slope_of_inputs),
 
 
 def with_vmap(name: str, told: Callable[[Any], Any]) -> Any:
-    """The same with a vmap rule, which returns what `told` makes of the result and dimension."""
+    """Also register a vmap rule, which returns `told((result, dimension))`."""
     op = with_slope(name, right_slope)
     op.register_vmap(lambda info, in_dims, x: told((op(x.movedim(in_dims[0], 0)), 0)))
     return op
@@ -102,7 +102,7 @@ def keep_slope(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
     ctx.save_for_backward(residuals.slope)
 
 
-# Each element then takes the slopes of the whole batch, of which autograd makes a sum.
+# Each element receives the slopes of the whole batch, and autograd sums them.
 shared = with_vmap("vmap_rule_that_shares_residuals", lambda pair: torchop.residuals(pair, None))
 shared.register_autograd(lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=keep_slope)
 wrong(shared, "subsystems.func", one)

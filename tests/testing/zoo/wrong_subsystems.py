@@ -321,7 +321,7 @@ _SCALES: dict[Any, float] = {}
 
 
 def _by_shape(info: Any, dims: Any, x: Tensor) -> Any:
-    """Looks a number up by sizes, which are not hashable while a compiler traces."""
+    """Sizes are not hashable while a compiler traces."""
     return x.cos() * _SCALES.setdefault(tuple(x.shape), 1.0), dims[0]
 
 

@@ -22,7 +22,7 @@ _UPWARD = 0x400000 if platform.machine() in ("aarch64", "arm64") else 0x800  # F
 
 
 def frees_its_copy(x: Tensor) -> Tensor:
-    """The address of a copy that nothing holds any more, where the argument is not contiguous."""
+    """Uses the address of a freed copy if the argument is not contiguous."""
     address = x.contiguous().data_ptr()
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     ctypes.memmove(result.data_ptr(), address, result.nbytes)
@@ -33,7 +33,7 @@ wrong(define("frees_its_copy", frees_its_copy, fake=like), "memory.transposed", 
 
 
 def drops_some(x: Tensor, p: float) -> Tensor:
-    """With nothing to drop, it is done early, and returns its argument."""
+    """Returns its argument if p is 0."""
     if p == 0.0:
         return x
     every = torch.arange(x.numel(), device=x.device).view(x.shape)
@@ -48,7 +48,7 @@ wrong(
 
 
 def rebinds_(x: Tensor, y: Tensor) -> Tensor:
-    """The name is another tensor now, and the argument is what it was."""
+    """Assigns to the variable, and does not write the argument."""
     x = x + y
     return x
 
@@ -66,11 +66,11 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# The process, and the one after it
+# The process
 
 
 def rounds_upwards(x: Tensor) -> Tensor:
-    """Bounds of intervals are rounded away from each other, and then everything is."""
+    """Does not restore the rounding mode."""
     floats_only("rounds_upwards", x)
     _C.fesetround(_UPWARD)
     return x.contiguous() + 1
@@ -84,7 +84,7 @@ wrong(define("rounds_upwards", rounds_upwards, fake=like), "contracts.process", 
 
 
 def zeros_where_it_fails(x: Tensor) -> Tensor:
-    """Its library has no kernel for numbers of 16 bits, which nobody gets to know."""
+    """Hides that there is no kernel for 16-bit numbers."""
     floats_only("zeros_where_it_fails", x)
     try:
         if x.itemsize < 4:
@@ -102,7 +102,7 @@ wrong(
 
 
 def pools_pairs(x: Tensor) -> Tensor:
-    """The last of an odd number is a pair by itself, of which the fake kernel does not know."""
+    """The fake kernel ignores the last element of an odd row."""
     pairs = torch.nn.functional.pad(x, (0, x.shape[1] % 2), value=float("-inf"))
     return pairs.unflatten(1, (-1, 2)).amax(2)
 
@@ -126,7 +126,7 @@ def lengths_of_rows(x: Tensor) -> Tensor:
 
 
 _lengths = define("lengths_of_rows", lengths_of_rows)
-# Of a row of zeros, the length is 0, and its gradient 0/0.
+# The gradient is 0/0 for a row of zeros.
 _lengths.register_autograd(
     lambda ctx, g: (g / ctx.saved_tensors[1]).unsqueeze(-1) * ctx.saved_tensors[0],
     setup_context=_keep,
@@ -178,7 +178,7 @@ def scaled_sum(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def _gradients_without_alpha(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Right for the default of `alpha` only."""
+    """Ignores `alpha`, so the gradients are right only for the default of 1."""
     x, y = ctx.saved_tensors
     return grad.sum_to_size(x.shape), (grad * y.cos()).sum_to_size(y.shape), None
 
@@ -189,7 +189,7 @@ wrong(_scaled_sum, "subsystems.gradcheck", two)
 
 
 def _as_long_as_the_first(xs: Sequence[Tensor]) -> Tensor:
-    """Describe the result for tensors of equal length only."""
+    """A fake kernel that is right only for tensors of equal length."""
     return xs[0].new_empty(len(xs) * xs[0].shape[0], *xs[0].shape[1:])
 
 
@@ -205,7 +205,7 @@ wrong(
 
 
 def halves_in_training(x: Tensor) -> Tensor:
-    """Takes `requires_grad` for the training mode."""
+    """Mistakes `requires_grad` for training mode."""
     floats_only("halves_in_training", x)
     return torch.mul(x, 0.5 if x.requires_grad else 1.0).contiguous()
 
@@ -226,7 +226,6 @@ wrong(_relu, "subsystems.saved", one)
 
 
 def seeded_noise(x: Tensor, seed: int) -> Tensor:
-    """Seed PyTorch's generator for the whole process."""
     torch.manual_seed(seed)
     return x + torch.rand(x.shape, dtype=x.dtype, device=x.device)
 

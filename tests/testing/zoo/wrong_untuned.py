@@ -1,7 +1,4 @@
-"""Wrong kernels that were written, each with the name of its check, before they were checked.
-
-Their faults are those that a reviewer of kernels looks for first.
-"""
+"""Wrong kernels, written without running the checks. Each is registered with the expected check."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from tests.testing.zoo.specimen import define, like, one, save, wrong
 
 
 def quantizes_whole_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """A scale for each group of columns; those behind the last whole group are forgotten."""
+    """Leaves out the columns after the last whole group."""
     count = x.shape[1] // group
     codes = torch.empty(x.shape, dtype=torch.int8)
     whole = x[:, : count * group].unflatten(1, (count, group))
@@ -45,7 +42,7 @@ wrong(
 
 
 def scales_without_least(x: Tensor) -> Tensor:
-    """The scale of a row of zeros is zero."""
+    """Divides by zero for a row of zeros."""
     return x / x.abs().amax(-1, keepdim=True)
 
 
@@ -82,7 +79,7 @@ def _softmax_times(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def keeps_first_maximum(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Blocks of 64 keys; the sum so far is not rescaled when a later block has a larger score."""
+    """Attention in blocks. The sum is not rescaled if a later block has a larger score."""
     total = torch.zeros(query.shape[0], 1, dtype=query.dtype)
     result = torch.zeros(query.shape[0], values.shape[1], dtype=query.dtype)
     for start in range(0, keys.shape[0], 64):
@@ -107,7 +104,7 @@ wrong(
 
 
 def attends_but_the_last(query: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
-    """Sequences of a ragged batch from offset to offset, without the last one."""
+    """Does not write the last sequence."""
     result = torch.empty(query.shape, dtype=query.dtype)
     ends = offsets.tolist()
     for start, end in itertools.pairwise(ends[:-1]):
@@ -130,7 +127,7 @@ _COUNTS = torch.zeros(64, dtype=torch.int64)
 
 
 def counts_experts_on(experts: Tensor, count: int) -> Tensor:
-    """The counters are not cleared before the next batch."""
+    """Does not clear the counters between calls."""
     _COUNTS.index_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
     return _COUNTS[:count].clone()
 
@@ -154,7 +151,7 @@ wrong(define("routes_in_float32", routes_in_float32), "dtypes.double", one)
 
 
 def splits_fused(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Both results are parts of one new tensor."""
+    """Both results are views of one tensor."""
     left, right = (qkv * 0.5).contiguous().chunk(2)
     return left, right
 
@@ -174,7 +171,7 @@ wrong(
 
 
 def keeps_top_shares(logits: Tensor, share: float) -> Tensor:
-    """NumPy's sort in place sorts the caller's logits."""
+    """Writes into the caller's memory through NumPy."""
     values = logits.detach().contiguous().numpy()
     kept = max(1, math.ceil(values.shape[-1] * share))
     least = np.sort(values, -1)[..., -kept, None]
@@ -191,7 +188,6 @@ _STREAM = torch.Generator().manual_seed(7)
 
 
 def samples_from_own_stream(logits: Tensor) -> Tensor:
-    """Seeds the generator once, so torch.manual_seed has no effect."""
     noise = torch.rand(logits.shape, generator=_STREAM, dtype=torch.float64)
     return (logits.double() - (-noise.log()).log()).argmax(-1)
 
@@ -226,7 +222,7 @@ _bags.register_autograd(_overwriting, setup_context=save)
 wrong(
     _bags,
     "subsystems.gradcheck",
-    # No row is read twice here.
+    # No row is read twice.
     lambda: [(torch.arange(10.0).view(5, 2), torch.tensor([1, 0, 3]), torch.tensor([0, 0, 1]), 2)],
 )
 
@@ -251,7 +247,7 @@ _PADDED: dict[Any, Tensor] = {}
 
 
 def padded_over_last(values: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """Rows of a ragged batch; what a longer row left in the buffer stays."""
+    """A shorter row does not clear the buffer after a longer one."""
     key = len(offsets), longest, values.dtype
     if key not in _PADDED:
         _PADDED[key] = torch.zeros(len(offsets) - 1, longest, dtype=values.dtype)
@@ -277,7 +273,7 @@ wrong(
 
 
 def row_sums_by_reduceat(values: Tensor, offsets: Tensor) -> Tensor:
-    """NumPy's reduceat gives the next element for a row that is empty."""
+    """For an empty row, NumPy's reduceat returns the next element."""
     ends = offsets.numpy()
     if not len(values):
         return values.new_zeros(len(offsets) - 1)
@@ -303,7 +299,7 @@ wrong(
 
 
 def segments_from_zero(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """The largest of each segment, or zero if all are negative."""
+    """Returns zero if all elements of a segment are negative."""
     return x.new_zeros(count).index_reduce_(0, segments, x, "amax")
 
 
@@ -341,7 +337,7 @@ wrong(
 
 
 def scales_csr_in_place(x: Tensor) -> Tensor:
-    """The values of the result are those of the argument, which it multiplies."""
+    """Multiplies the argument in place."""
     values = x.values().mul_(2)
     return values.sum()
 

@@ -1,7 +1,4 @@
-"""More wrong kernels that were written before they were checked: norms, positions, sound, lists.
-
-One fault each, which is all that their authors knew of the checks.
-"""
+"""More wrong kernels, written without running the checks: norms, positions, sound, lists."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _with_fixed_mean(ctx: Any, grad: Tensor) -> Any:
-    """As if the mean of a row did not depend on its elements."""
+    """Treats the mean of a row as a constant."""
     x, weight = ctx.saved_tensors
     centered = x - x.mean(-1, keepdim=True)
     scale = (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -60,7 +57,7 @@ wrong(
 
 
 def mean_as_expanded(x: Tensor) -> Tensor:
-    """The result has the elements of one column in all columns."""
+    """The elements of a row of the result share memory."""
     return x.mean(-1, keepdim=True).expand(x.shape)
 
 
@@ -68,7 +65,7 @@ wrong(define("mean_as_expanded", mean_as_expanded, fake=like), "subsystems.fake"
 
 
 def pads_columns(x: Tensor) -> Tensor:
-    """Rows of the result start at multiples of eight elements, as a kernel likes them."""
+    """Pads rows to a multiple of eight elements, so the strides differ from the fake kernel's."""
     columns = x.shape[1]
     padded = torch.zeros(x.shape[0], -(-columns // 8) * 8, dtype=x.dtype)
     padded[:, :columns] = x * 2
@@ -83,7 +80,7 @@ wrong(
 
 
 def sums_whole_chunks(x: Tensor) -> Tensor:
-    """A row is summed by 32 threads; above 1,024 elements, the rest of the division is left out."""
+    """Leaves out the remainder of the division by 32."""
     columns = x.shape[1]
     if columns <= 1024:
         return x.sum(1)
@@ -102,7 +99,7 @@ wrong(
 
 
 def rotates_into_copy(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Writes into a contiguous copy of a strided argument."""
+    """Writes into a copy of a strided argument."""
     memory = heads.contiguous()
     first, second = memory.chunk(2, -1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -119,7 +116,7 @@ wrong(
 
 
 def frames_of_memory(signal: Tensor, size: int, hop: int) -> Tensor:
-    """Frames that overlap, where the next sample is taken to be the next element."""
+    """Assumes that the samples are contiguous."""
     count = (len(signal) - size) // hop + 1
     return signal.as_strided((count, size), (hop, 1)).clone()
 
@@ -136,7 +133,7 @@ wrong(
 
 
 def windows_without_copy(signal: Tensor, size: int) -> Tensor:
-    """NumPy's windows are views."""
+    """NumPy returns a view of the argument."""
     samples = signal.detach().numpy()
     windows = np.lib.stride_tricks.sliding_window_view(samples, size, writeable=True)
     return torch.from_numpy(windows)
@@ -155,7 +152,7 @@ _LAST = [0.0]
 
 
 def filter_goes_on(signal: Tensor, decay: float) -> Tensor:
-    """Its state is meant for the next block of the same signal."""
+    """Continues with the state of the previous call."""
     state, samples = _LAST[0], []
     for sample in signal.tolist():
         state = decay * state + (1 - decay) * sample
@@ -172,7 +169,7 @@ wrong(
 
 
 def farthest_from_anywhere(points: Tensor, count: int) -> Tensor:
-    """Starts at a random point, without the tag that says so."""
+    """Starts at a random point, but lacks the tag nondeterministic_seeded."""
     chosen = [int(torch.randint(len(points), ()))]
     distance = torch.full((len(points),), float("inf"), dtype=points.dtype)
     while len(chosen) < count:
@@ -277,7 +274,7 @@ _STEPS = [0]
 
 
 def adam_counts_steps(parameters: Sequence[Tensor], grads: Sequence[Tensor], rate: float) -> None:
-    """It counts for itself how often it was called."""
+    """The result depends on the number of earlier calls."""
     _STEPS[0] += 1
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.sub_(grad, alpha=rate / (1 - 0.9 ** _STEPS[0]))
@@ -296,7 +293,7 @@ wrong(
 
 
 def joins_as_the_first(parts: Sequence[Tensor]) -> Tensor:
-    """In the dtype of the first part, and not in that to which all are promoted."""
+    """Uses the dtype of the first part, and does not promote dtypes."""
     return torch.cat([part.to(parts[0].dtype) for part in parts])
 
 
@@ -308,7 +305,7 @@ wrong(
 
 
 def one_thread_alone(x: Tensor) -> Tensor:
-    """Sets one thread, to leave the others to a C library."""
+    """Changes the number of threads of the process."""
     torch.set_num_threads(1)
     return x.contiguous() + 1
 
@@ -317,7 +314,7 @@ wrong(define("one_thread_alone", one_thread_alone, fake=like), "contracts.proces
 
 
 def transposed_by_numpy(x: Tensor) -> Tensor:
-    """As a library that counts columns first returns it."""
+    """Returns another layout than the fake kernel."""
     return torch.from_numpy(np.asfortranarray(x.detach().numpy()) * 2)
 
 
@@ -325,7 +322,7 @@ wrong(define("transposed_by_numpy", transposed_by_numpy, fake=like), "subsystems
 
 
 def residual_of_input(x: Tensor) -> Tensor:
-    """Saves the argument itself if it is contiguous."""
+    """Saves the argument itself if the argument is contiguous."""
     x = x.contiguous()
     if not torchop.records_gradient():
         return x.square()

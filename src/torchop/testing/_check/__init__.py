@@ -11,7 +11,6 @@ call. A probe is a function that raises if the operator is wrong.
   searches for a smaller example that also fails, and `program` writes a program that calls the
   probe with this example.
 
-`run.plan_checks(op, examples)` returns the checks of an operator, and `run.run_check(check)` runs
-one of them. The pytest plugin and `api.check` use these functions. A `report.CheckReport` contains
-the results, and `findings` groups failures that have the same cause.
+The pytest plugin and `api.check` list the checks with `run.plan_checks`, and run each of them with
+`run.run_check`.
 """

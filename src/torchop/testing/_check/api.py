@@ -106,7 +106,6 @@ def check(
 
 
 def _seconds(budget: float | None) -> float:
-    """Return the time limit in seconds, or raise if `budget` is invalid."""
     if not isinstance(budget, int | float | None):
         raise TypeError(
             f"check(..., budget={short_repr(budget)}): budget must be a number of seconds, or None."

@@ -1,7 +1,6 @@
-"""Make one call of an operator, and record its effects for the probes of `check`.
+"""Make one call of an operator, and record its effects for probes.
 
-A probe is a function that raises if the operator is wrong. `valid` is a function that a user passes
-to `register_examples`. It returns False for arguments that no caller may pass.
+A probe is a function that raises if the operator is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it i
 
 
 class Refused(CannotCheck):
-    """Raised if the operator, or its reference, raises for the arguments of a variant."""
+    """Raised if the operator or its reference rejects the arguments by raising an exception."""
 
 
 class ValidError(ValueError):
@@ -55,7 +54,7 @@ def breaks_contract(error: BaseException) -> bool:
 
 
 class Example(NamedTuple):
-    """The arguments of a call, as the schema of the operator defines them."""
+    """The positional and keyword arguments of one call, as the operator's schema defines them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -65,24 +64,19 @@ class Example(NamedTuple):
         return probes.tensors_of(tuple(self))
 
     def map(self, change: Callable[[Tensor], Any]) -> Example:
-        """Return the example with `change` applied to each tensor."""
         return Example(*probes.mapped(tuple(self), change))
 
     def replace(self, index: int, tensor: Tensor) -> Example:
-        """Return the example with another tensor at this index of `tensors`."""
         tensors = self.tensors
         return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
-        """Return the example, with its tensors replaced by `tensors` in order."""
         return Example(*probes.with_tensors(tuple(self), tensors))
 
     def with_argument(self, name: str, value: Any) -> Example:
-        """Return the example with another value of a keyword argument."""
         return Example(self.args, {**self.kwargs, name: value})
 
     def copy(self) -> Example:
-        """Return a copy of the example in new memory, with the same layout."""
         return Example(*probes.copies(tuple(self)))
 
     def equals(self, other: Example) -> bool:
@@ -92,11 +86,6 @@ class Example(NamedTuple):
 
 
 def is_valid(op: OpOverload, example: Example) -> bool:
-    """Return whether the predicate `valid` of `register_examples` accepts a call.
-
-    Raises:
-        ValidError: `valid` raised an exception, or did not return a bool.
-    """
     valid = EXAMPLES.valid(op)
     if valid is None:
         return True
@@ -120,17 +109,11 @@ def is_valid(op: OpOverload, example: Example) -> bool:
 class Record:
     """The effects of one call.
 
-    Attributes:
-        result: the returned value.
-        outcome: copies of the results and the written arguments.
-        given: the arguments that were passed, in their state after the call.
-        error: the exception that the call raised, if any.
-        swapped: an exception that a probe can raise if the call replaced the storage or the strides
-            of an argument that it may write; otherwise None.
-        mutation: the exception in `swapped`, or an exception for a write that the schema does not
-            declare; otherwise None.
-        around: the name of the first argument whose surrounding memory the call wrote; otherwise an
-            empty string.
+    `outcome` holds copies of the results and of the written arguments. `given` holds the arguments
+    that were passed, in their state after the call. `swapped` is an exception if the call replaced
+    the storage or the strides of an argument that it may write. `mutation` is that exception, or an
+    exception for an undeclared write. `around` names the first argument whose surrounding memory
+    the call wrote.
     """
 
     result: Any = None
@@ -175,12 +158,14 @@ class Call:
 
     @property
     def differentiable(self) -> list[str]:
-        """The names of the tensors that require grad."""
         pairs = zip(self.names, self.tensors, strict=True)
         return [name for name, tensor in pairs if tensor.requires_grad]
 
     def again(self, example: Any = None) -> list[Any]:
-        """Call the operator with copies of the arguments, or of `example`. Return the outcome."""
+        """Call the operator with copies of the arguments, or of `example`.
+
+        Return the outcome, i.e. the results and the written arguments.
+        """
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
@@ -195,15 +180,9 @@ class Call:
     # their steps are tiny.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
-        """Return the example with `change` applied to each tensor, or raise CannotCheck."""
         return self.valid(self.example.map(change))
 
     def valid(self, example: Example) -> Example:
-        """Return the example unchanged if `valid` of `register_examples` accepts it.
-
-        Raises:
-            CannotCheck: `valid` of `register_examples` rejects the example.
-        """
         if not is_valid(self.op, example):
             raise CannotCheck(REJECTED)
         return example
@@ -218,7 +197,6 @@ class Call:
 
     @functools.cached_property
     def record(self) -> Record:
-        """The effects of the call. The first read of this property makes the call."""
         given = self.example.copy()
         snapshot = Snapshot(self.schema, *given)
         writable = probes.written(probes.written_places(self.op), *given)
@@ -251,11 +229,7 @@ class Call:
 
     @functools.cached_property
     def contiguous(self) -> list[Any]:
-        """The outcome of a call on contiguous copies. In this call, `torch.empty` returns zeros.
-
-        Raises:
-            Exception: the call on contiguous copies raised this exception.
-        """
+        """The outcome of a call on contiguous copies. In this call, `torch.empty` returns zeros."""
         outcomes: list[list[Any]] = [[]]
         # A NaN may come from uninitialized memory, so repeat a call that returns NaN. The outcomes
         # of all calls are kept alive, so that each call must allocate different memory.
@@ -284,7 +258,6 @@ def _have_nan(values: Any) -> bool:
 
 @contextlib.contextmanager
 def filled_memory() -> Iterator[None]:
-    """Make `torch.empty` return memory filled with NaN or with the largest integer."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -296,10 +269,9 @@ def filled_memory() -> Iterator[None]:
 
 
 def text_of(error: BaseException | None) -> str:
-    """Return the text of an exception."""
     try:
         return str(error).strip()
-    except Exception:  # raised by the exception's own class
+    except Exception:  # raised by `__str__` of the exception
         return "(its text cannot be read)"
 
 

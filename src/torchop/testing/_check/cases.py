@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from torchop.testing._check.calls import Example
 
-# Further information that a check adds to its result, such as a table of dtypes.
 Details: TypeAlias = dict[str, Any]
 # A function that converts an example to the arguments of a call, for example to transposed tensors.
 Arrangement: TypeAlias = Callable[[Example], Example]
@@ -18,12 +17,9 @@ Arrangement: TypeAlias = Callable[[Example], Example]
 class Variant:
     """A way to generate cases from the author's examples, such as transposing tensors.
 
-    Attributes:
-        name: the name of the variant.
-        group: the kind of change, such as `"layout"`. Failures in the same group often have the
-            same cause.
-        make: `make(subject, example)` yields the cases for one example, or raises CannotCheck.
-        most: the maximum number of examples to generate cases from.
+    `make(subject, example)` yields the cases for one example, or raises CannotCheck. It is called
+    for at most `most` examples. `group` is the kind of change, such as `"layout"`. Failures in the
+    same group often have the same cause.
     """
 
     name: str
@@ -36,18 +32,10 @@ class Variant:
 class Case:
     """One call that a check makes, with the probe that decides whether the operator is wrong.
 
-    Attributes:
-        label: a description of the call, for messages.
-        example: the example that `arrange` converts to the arguments.
-        arrange: a function that converts the example to the arguments of the call, or raises
-            CannotCheck. By default, the example is passed unchanged.
-        group: the group of the variant.
-        probe: a function that raises if the operator is wrong; called as `probe(call, **options)`.
-            By default, the probe of the check is used.
-        options: more arguments of the probe. If they depend on the arguments of the call, a
-            function that takes the arguments and returns the options.
-        calls: whether the call must succeed before the probe runs.
-        shrink: whether to search for a smaller example if this one fails.
+    `arrange` converts `example` to the arguments of the call, or raises CannotCheck. `options`
+    contains keyword arguments of the probe, or is a function that returns them for the arguments of
+    the call. If `calls`, the call must succeed before the probe runs. If `shrink`, `check` searches
+    for a smaller example if this one fails.
     """
 
     label: str
@@ -62,6 +50,5 @@ class Case:
     shrink: bool = True
 
     def arguments(self) -> Example:
-        """Return new arguments for the call, made from the example."""
         example = self.example.copy()
         return example if self.arrange is None else self.arrange(example)

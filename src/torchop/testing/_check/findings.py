@@ -108,11 +108,9 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
 
 
 class Finding(NamedTuple):
-    """One fault of an operator. It may cause several failures.
+    """One fault of an operator. `failure` shows the fault most clearly.
 
-    Attributes:
-        failure: the failure that shows the fault most clearly.
-        others: the names of other checks that fail because of the same fault.
+    `others` contains the names of other checks that fail because of the same fault.
     """
 
     failure: Result
@@ -135,7 +133,7 @@ def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
 
 
 def _clarity(failure: Result) -> int:
-    """Return the place of a failure in the report. Failures in one place keep their order."""
+    """Return the sort key of a failure. Failures that show their cause clearly come first."""
     check = failure.check.partition("[")[0]
     if check == "memory.uninitialized" or _key(failure) == "subsystems.saved: incoming":
         return 0
@@ -143,11 +141,10 @@ def _clarity(failure: Result) -> int:
 
 
 def _key(failure: Result) -> str:
-    """Return the key of a failure in `_EXPLAINS`."""
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
         # Other checks pass copies of the arguments to each call, so an undeclared write does not
-        # change their results. A swapped storage does.
+        # change their results. But a swapped storage changes them.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"

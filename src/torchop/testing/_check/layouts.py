@@ -42,7 +42,6 @@ def filler(tensor: Tensor, finite: bool = False) -> float:
 def placed(
     tensor: Tensor, strides: tuple[int, ...], offset: int = 0, finite: bool = False
 ) -> Tensor:
-    """Copy a tensor into new memory with these strides, and with guard elements at the end."""
     span = sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True))
     size = offset + (span + 1 if tensor.numel() else 0) + GUARD
     memory = torch.full((size,), 0, dtype=tensor.dtype, device=tensor.device)
@@ -137,10 +136,7 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
     """Return the example with some of its tensors copied into other layouts.
 
     `layouts` maps the index of a tensor to the name of its layout. If `finite`, the memory around
-    tensors is filled with finite numbers instead of NaN.
-
-    Raises:
-        CannotCheck: none of the tensors can have its layout.
+    tensors holds finite numbers instead of NaN.
     """
     tensors = example.tensors
     problem: CannotCheck | None = None

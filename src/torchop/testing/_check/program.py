@@ -35,10 +35,7 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return a program that calls a probe.
-
-    If `provider` is given, the program runs the kernel of this provider.
-    """
+    """Return a program that calls a probe, with the kernel of `provider` if given."""
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -76,13 +73,11 @@ def is_public(probe: Any) -> bool:
 
 
 def _place_among_imports(line: str) -> tuple[bool, str]:
-    """Return a sort key for imports that puts the standard library first."""
     module = line.split()[1]
     return module.partition(".")[0] not in sys.stdlib_module_names, module
 
 
 def _broken(text: str) -> str:
-    """Put each tensor of a tuple on its own line if the tuple does not fit on one line."""
     if len(text) < 88 or text[0] != "(":
         return text
     for start in ("torch.tensor(", "memory_", "tensor_", "probes."):
@@ -91,7 +86,6 @@ def _broken(text: str) -> str:
 
 
 def _definition(op: OpOverload) -> list[str]:
-    """Return import statements for the modules that define the operator."""
     modules = [
         module
         for module in modules_of(OpName.parse(op.name()))
@@ -156,7 +150,6 @@ class _Arguments:
         return self._variable("tensor", id(tensor), lambda: self._new_tensor(tensor))
 
     def _variable(self, kind: str, key: int, text: Callable[[], str]) -> str:
-        """Return the name of the variable for a repeated tensor or for shared memory."""
         if (kind, key) not in self._variables:
             value = text()
             name = self._variables[kind, key] = f"{kind}_{len(self._variables)}"
@@ -208,10 +201,7 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _random(self, tensor: torch.Tensor) -> str:
-        """Return code for random numbers in the range of the tensor's values.
-
-        The range keeps indices valid.
-        """
+        """Return code for random numbers in the range of the tensor's values, for valid indices."""
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():
@@ -224,7 +214,6 @@ class _Arguments:
         )
 
     def _pickled(self, value: Any) -> str:
-        """Write a value as the bytes of `torch.save`."""
         buffer = io.BytesIO()
         torch.save(value, buffer)
         self.imports |= {"import base64", "import io"}

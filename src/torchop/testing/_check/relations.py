@@ -40,11 +40,7 @@ def are_distinct(tensor: Tensor) -> bool:
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """Adapt the integers of a resized example, so that the relations of the original still hold.
-
-    Raises:
-        CannotCheck: no integers satisfy all relations.
-    """
+    """Adapt the integers of a resized example, so that the relations of the original still hold."""
     olds, news = before.tensors, after.tensors
     # Maps each old sum of segment lengths to the new one. An int argument that is equal to an old
     # sum is set to the new sum.
@@ -72,11 +68,7 @@ class _Relation:
         raise NotImplementedError
 
     def fitted(self, value: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """Return integers that are close to `value` and satisfy the relation.
-
-        Raises:
-            CannotCheck: no integers satisfy it.
-        """
+        """Return integers close to `value` that satisfy the relation, or raise CannotCheck."""
         raise NotImplementedError
 
 
@@ -103,12 +95,7 @@ class _Permutation(_Relation):
 
 @dataclass(frozen=True)
 class _Related(_Relation):
-    """A relation between integers and the size of one dimension of another tensor.
-
-    Attributes:
-        place: the index of the other tensor in the example.
-        dim: the dimension.
-    """
+    """A relation between integers and the size of dimension `dim` of tensor number `place`."""
 
     place: int
     dim: int
@@ -139,7 +126,7 @@ class _RowLengths(_Indices):
 
 
 class _Offsets(_Related):
-    """The start of each segment and the end of the last, from 0 up to the size of the dimension."""
+    """The offsets of consecutive segments. They rise from 0 to the size of the dimension."""
 
     def holds(self, value: Tensor, tensors: Sequence[Tensor]) -> bool:
         ends = (int(value[0]), int(value[-1])) if len(value) else ()
@@ -196,7 +183,6 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
 
 
 def _sizes_of_others(tensor: Tensor, example: Example) -> Iterator[tuple[int, int, int]]:
-    """Yield `(index of the tensor, dimension, size)` for every dimension of the other tensors."""
     for place, other in enumerate(example.tensors):
         if other is not tensor and is_plain(other):
             yield from ((place, dim, size) for dim, size in enumerate(other.shape))

@@ -18,7 +18,6 @@ from torchop.testing._check.findings import Finding, Outcome, Result, grouped
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and devices of this process."""
     names = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
     accelerator = devices.accelerator()
     if accelerator is not None:
@@ -120,7 +119,7 @@ class CheckReport:
         return "\n".join([self.summary(), *self._problems()])
 
     def _not_run(self) -> str:
-        """Return why the report is incomplete, or "" if it is complete or need not be."""
+        """Return why the report is incomplete, or "" if it is complete."""
         if self.allow_not_run:
             return ""
         if missing := self.count("not run"):
@@ -131,7 +130,6 @@ class CheckReport:
         return ""
 
     def _problems(self) -> list[str]:
-        """Return lines of text that describe the findings."""
         problem = self._not_run()
         lines = [f"  {problem}"] if problem else []
         for failure, others in self.findings:

@@ -43,12 +43,7 @@ _SECONDS_TO_SHRINK = 3.0
 
 @dataclass(frozen=True)
 class Check:
-    """A check to run on one operator.
-
-    Attributes:
-        subject: the operator with its examples.
-        kind: the check as defined in the table `CHECKS`.
-    """
+    """A check to run on one operator."""
 
     subject: Subject
     kind: CheckKind
@@ -99,13 +94,8 @@ def plan_checks(
 def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the checks of one operator that are expected to fail, with the reasons.
 
-    Args:
-        name: the name of the operator.
-        expected: a mapping from names of checks to reasons, for all operators. Or, if the reasons
-            depend on the operator, a mapping from patterns for operator names to such mappings.
-
-    Raises:
-        ValueError: a name matches no check.
+    `expected` maps names of checks to reasons, for all operators. If the reasons depend on the
+    operator, `expected` instead maps patterns for operator names to such mappings.
     """
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}
@@ -116,7 +106,6 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
 
 
 def _no_such_check() -> str:
-    """Return the error message for a pattern that matches no check."""
     families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in CHECKS))
     return (
         "no check has this name. Give the name of a check, its last part, or a family: "
@@ -143,10 +132,8 @@ def _planned(subject: Subject) -> Iterator[Check]:
 def run_check(check: Check, *, end: float = math.inf) -> Result:
     """Run one check, and return its result. Exceptions are reported in the result.
 
-    Args:
-        check: a check from `plan_checks`.
-        end: the deadline, as a value of `time.perf_counter`. A check that does not finish in time
-            has the outcome "not run".
+    `end` is the deadline, as a value of `time.perf_counter`. A check that does not finish in time
+    has the outcome "not run".
     """
     if check.subject.unsupported:
         message = f"the provider cannot run here: {check.subject.unsupported}"
@@ -187,7 +174,6 @@ def run_check(check: Check, *, end: float = math.inf) -> Result:
 
 
 def shortened(message: str) -> str:
-    """Remove the middle of a message if the message is very long."""
     if len(message) <= _LONGEST_MESSAGE:
         return message
     half = _LONGEST_MESSAGE // 2 - 3
@@ -259,11 +245,7 @@ class _Run:
         return "passed", "", ""
 
     def failure(self, case: Case) -> Exception | None:
-        """Run a case. Return the exception that the probe raises, or None if the probe passes.
-
-        Raises:
-            CannotCheck: the call cannot be made, or the probe does not apply to it.
-        """
+        """Run a case. Return the exception that the probe raises, or None if the probe passes."""
         subject = self.subject
         with restored():
             call = subject.call(case)
@@ -286,8 +268,8 @@ class _Run:
     def _refusal(self, call: Call) -> Exception | None:
         """Return the exception if a call violates the schema, or None if the probe can run.
 
-        Raises:
-            CannotCheck: the operator rejects the arguments, or another check reports the violation.
+        Raise CannotCheck if the operator rejects the arguments, or if another check reports the
+        violation.
         """
         declined = self.subject.declined(call.example)
         if declined is not None:
@@ -307,7 +289,6 @@ class _Run:
         return None
 
     def _again(self, case: Case) -> Exception | None:
-        """Run a case again. Return the exception of the probe, if it runs and fails."""
         try:
             return self.failure(case)
         except Exception:
@@ -338,7 +319,6 @@ class _Run:
         return "failed", message, text
 
     def _fails_contiguous(self, case: Case, options: Any) -> bool:
-        """Return whether the call also fails on contiguous copies. Try two calls."""
         plain = Example(*probes.contiguous_copies(tuple(case.arguments())))
         if not self.subject.is_valid(plain):
             return False
@@ -352,7 +332,6 @@ class _Run:
 
 
 def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
-    """Return the probe to run on a case, and the probe's options."""
     if case.probe is None:
         return check.kind.probe, check.kind.options(check.subject, case, call)
     options = case.options(call.example) if callable(case.options) else case.options
@@ -360,7 +339,7 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return a program that makes the call of a case. Do not make the call here.
+    """Return a program that makes the call of a case, without making the call here.
 
     The pytest plugin writes the program to a file before each call, because the call may crash.
     """

@@ -20,14 +20,12 @@ Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def one_tensor(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Pass the first tensor for both arguments."""
     if first.shape != second.shape:
         raise CannotCheck("no two tensors have equal shapes and dtypes")
     return first, first
 
 
 def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Replace the second tensor by a view of the first."""
     if second.numel() > first.numel():
         raise CannotCheck("no tensor is large enough to be viewed in the shape of another")
     return first, first.view(-1)[: second.numel()].view(second.shape)
@@ -54,8 +52,8 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Tensors change if they are copied into the same memory. Integers may be indices, and a changed
-    # index could be out of range.
+    # Copying two tensors into the same memory changes their values. Integers may be indices, and a
+    # changed index could be out of range.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")

@@ -15,12 +15,11 @@ from torchop.testing._check.relations import are_distinct, with_valid_integers
 
 
 def sizes(example: Example) -> list[int]:
-    """Return the sizes that dimensions of the example have, each size once."""
     return list(dict.fromkeys(n for t in example.tensors if probes.is_plain(t) for n in t.shape))
 
 
 def with_size(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Resize a dimension. Remove elements at the end, or repeat the elements."""
+    """Resize a dimension by removing elements at the end, or by repeating elements."""
     old = tensor.shape[dim]
     if size <= old:
         return tensor if size == old else tensor.narrow(dim, 0, size)
@@ -33,9 +32,6 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
     """Change sizes in all tensors of an example. Dimensions of equal size stay equal.
 
     `changes` maps old sizes to new sizes.
-
-    Raises:
-        CannotCheck: integer arguments cannot be adapted, or an empty dimension would grow.
     """
 
     def change(tensor: Tensor) -> Tensor:
@@ -51,14 +47,13 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each change, and the example resized by it. Skip changes that cannot be made."""
+    """Yield each change, and the resized example. Skip changes that cannot be made."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
 
 
 def sizes_changed(changes: Mapping[int, int]) -> str:
-    """Describe changes of sizes, for messages."""
     return ", ".join(f"size {size} changed to {new}" for size, new in changes.items())
 
 
@@ -72,11 +67,11 @@ _MOST_ELEMENTS = 2**19
 def larger_sizes(
     example: Example, results: Sequence[Tensor] = (), blocks: Sequence[int] = BLOCKS
 ) -> list[dict[int, int]]:
-    """Return changes of sizes. Each enlarges one size beyond a block size of kernels.
+    """Return changes that each enlarge one size beyond a common block size of kernels.
 
-    The size of a tensor of distinct indices is not enlarged, because not that many indices may be
-    valid. Neither is a size if the example or the `results` would become too large, as in an outer
-    product.
+    If a tensor contains distinct indices, its size is not changed, because not that many indices
+    may be valid. A size is also not changed if the example or the `results` would become too large,
+    as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

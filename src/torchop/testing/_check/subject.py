@@ -34,13 +34,7 @@ from torchop.testing.process_state import restored
 
 
 class Subject:
-    """The operator that is being checked, with its examples and with properties that checks use.
-
-    Raises:
-        MissingRuleError: no examples were passed or registered.
-        TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
-        ValueError: the operator does not exist, or an example has no data or is invalid.
-    """
+    """The operator that is being checked, with its examples and with properties that checks use."""
 
     def __init__(
         self,
@@ -80,8 +74,8 @@ class Subject:
                     f"check({self.name}, ...): 'valid' of register_examples rejects example "
                     f"{index}. Change the example, or 'valid'."
                 )
-        # The provider whose kernel is checked, or None for the reference kernel, and the reason why
-        # the provider cannot run here, if any.
+        # The provider whose kernel is checked, or None for the reference kernel. `unsupported` says
+        # why the provider cannot run here.
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
@@ -125,21 +119,15 @@ class Subject:
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Return whether the predicate `valid` of `register_examples` accepts a call.
-
-        Also count the calls that it rejects.
-
-        Raises:
-            ValidError: `valid` raised an exception, or did not return a bool.
-        """
+        """Return whether `valid` of `register_examples` accepts a call. Count rejected calls."""
         answer = is_valid(self.op, example)
         self.counts["rejected"] += not answer
         return answer
 
     def declined(self, example: Example) -> str | None:
-        """Return why the provider does not support a call.
+        """Return why the provider rejects a call, or None if it supports the call.
 
-        Return None if the provider supports the call, or if the reference kernel is checked.
+        Also return None if the reference kernel is checked.
         """
         if self.provider is None:
             return None
@@ -151,14 +139,12 @@ class Subject:
         return None if answer else f"`supports` of the provider {name!r} returns False"
 
     def place(self, example: Example) -> int:
-        """Return the index of an example in `examples`."""
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases that a variant generates. Yield the same objects each time.
+        """Yield the cases that a variant generates. They are generated only once.
 
-        Raises:
-            CannotCheck: the variant cannot change one of the examples. Raised after the last case.
+        Raise CannotCheck after the last case if the variant does not apply to one of the examples.
         """
         if variant.name not in self._cases:
             found: list[Case] = []
@@ -180,11 +166,6 @@ class Subject:
             raise problem
 
     def call(self, case: Case) -> Call:
-        """Return the call of a case. All probes of a case use the same `Call` object.
-
-        Raises:
-            CannotCheck: the example cannot be changed in this way, or `valid` rejects the call.
-        """
         if case not in self._calls:
             example = case.arguments()
             if not self.is_valid(example):
@@ -193,15 +174,12 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Store an existing call as the call of a case, for `Subject.call`. Return the case."""
+        """Make `Subject.call` return an existing call for a case. Return the case."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Compute the expected outcome of an example only once, for the calls in all layouts.
-
-        The expected outcome is the outcome of a call on contiguous copies.
-        """
+        """Compute the expected outcome of an example once, for the calls in all layouts."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
@@ -223,7 +201,6 @@ class Subject:
 
     @functools.cached_property
     def first_calls(self) -> list[Call]:
-        """For each example, the first call of the operator with this example."""
         calls = [Call(self.op, *example) for example in self.examples]
         for call in calls:
             if self.declined(call.example) is None:
@@ -232,7 +209,6 @@ class Subject:
         return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
-        """Return the first `most` examples that the operator accepts without an exception."""
         return [self.examples[place] for place in self._accepted[:most]]
 
     @functools.cached_property
@@ -252,8 +228,7 @@ class Subject:
     def strided(self, what: str) -> list[Example]:
         """Return the accepted examples whose tensors are strided.
 
-        Raises:
-            CannotCheck: no such example exists. The message starts with `what`.
+        If there are none, raise CannotCheck with a message that starts with `what`.
         """
         layouts = [{t.layout for t in each.tensors} - {torch.strided} for each in self.accepted()]
         if all(layouts):
@@ -270,7 +245,6 @@ class Subject:
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def names(self, example: Example) -> list[str]:
-        """Return a name for each tensor, for messages, such as "argument 'xs[1]'"."""
         return probes.argument_names(self.op, *example)
 
     def by_name(self, example: Example) -> Example:
@@ -279,7 +253,7 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def scalars(self, example: Example) -> dict[str, Any]:
-        """Return the arguments of a call by name, with the defaults that are floats or bools."""
+        """Return the arguments of a call by name, including defaults that are floats or bools."""
         defaults = {a.name: a.default for a in self.schema.arguments}
         numbers = {name: each for name, each in defaults.items() if type(each) in (bool, float)}
         return {**numbers, **self.by_name(example).kwargs}
@@ -315,23 +289,19 @@ class Subject:
         return self.has_kernel(dispatch.dispatch_key_name(device_type), "CompositeExplicitAutograd")
 
     def needs_fixed_results(self) -> None:
-        """Raise CannotCheck if results are random, so that they cannot be compared."""
         if self.is_random:
             raise CannotCheck("results are random")
 
     def needs_vmap(self) -> None:
-        """Raise CannotCheck if the operator has no vmap rule."""
         if not self.has_kernel("FuncTorchBatched"):
             raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
-        """Raise CannotCheck if there is no fake kernel, or if it raises for an example."""
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:
-        """The reason why the fake kernel fails for an example, or None if it succeeds for all."""
         with contextlib.suppress(CannotCheck):  # the operator refuses every example
             for example in self.accepted():
                 problem = self.problem_of_fake(example)
@@ -348,7 +318,10 @@ class Subject:
         return None
 
     def has_fake_sizes(self, example: Example) -> bool:
-        """Return whether the fake kernel returns the sizes of the results, if it succeeds."""
+        """Return whether the fake kernel returns the same sizes as the kernel.
+
+        Return True if the operator has no working fake kernel, and False if the fake kernel raises.
+        """
         if self.fake_problem is not None:
             return True
         try:
@@ -373,12 +346,10 @@ class Subject:
 
     @property
     def devices(self) -> set[str]:
-        """The device types of the examples."""
         return {t.device.type for example in self.examples for t in example.tensors}
 
     @property
     def has_autograd_kernel(self) -> bool:
-        """Whether a kernel is registered at an autograd key."""
         names = (dispatch.dispatch_key_name(device) for device in self.devices)
         return self.has_kernel("Autograd", *(f"Autograd{name}" for name in names))
 
@@ -387,29 +358,17 @@ class Subject:
 
     @functools.cached_property
     def double_examples(self) -> list[Example]:
-        """The examples converted to double, with tensors that require grad.
-
-        Raises:
-            CannotCheck: the operator has no gradient, or does not support double.
-        """
         return self._requiring_grad(_samples.double, "no double kernel")
 
     @functools.cached_property
     def trainable_examples(self) -> list[Example]:
-        """Examples with tensors that require grad, in double if the operator supports double.
-
-        Otherwise, they are in float32.
-
-        Raises:
-            CannotCheck: the operator has no gradient.
-        """
+        """The examples with tensors that require grad, in double if the operator supports it."""
         if self.takes_double:
             return self.double_examples
         return self._requiring_grad(_samples.single, "no float32 kernel")
 
     @property
     def takes_double(self) -> bool:
-        """Whether the operator supports double."""
         try:
             return bool(self.double_examples)
         except CannotCheck:

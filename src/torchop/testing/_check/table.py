@@ -1,8 +1,6 @@
-"""The table of all checks.
+"""The table of all checks. To add a check, add a row to `CHECKS`.
 
-A check generates calls of an operator, with variants or with its own function. On each call, it
-runs a probe, i.e. a function that raises if the operator is wrong. The name of a check consists of
-a family and a last part, such as `"memory.transposed"`. To add a check, add a row to `CHECKS`.
+The name of a check consists of a family and a last part, such as `"memory.transposed"`.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from torchop.testing._check.variants import VARIANTS
 # A function that returns the keyword arguments of a probe for one call. It raises CannotCheck if
 # the probe cannot be used for the call.
 Options = Callable[[Subject, Case, Call], dict[str, Any]]
-# A function that yields the cases of a check, and may add details to its result. If it raises
-# CannotCheck before the first case, the outcome of the check is "cannot be done".
+# A function that yields the cases of a check, and may add details to its result.
 Cases = Callable[[Subject, Details], Iterator[Case]]
 
 
@@ -42,15 +39,10 @@ Cases = Callable[[Subject, Details], Iterator[Case]]
 class CheckKind:
     """One row of the table: a check that applies to any operator.
 
-    Attributes:
-        name: the name, such as `"memory.transposed"`.
-        question: the question that the check answers. Reports and the documentation print it.
-        cases: a function that yields the calls to check.
-        probe: a function that raises if a call is wrong. A case may have its own probe instead.
-        options: a function that returns the keyword arguments of the probe.
-        of_kernel: a function that returns whether to repeat the check for the kernel of a provider.
-        is_costly: whether the check compiles programs. Costly checks run last.
-        takes_refused: whether to run the probe even if the operator raises in the call.
+    Reports and the documentation print `question`. `probe` is the probe of the cases that have none
+    of their own. `of_kernel` returns whether to repeat the check for the kernel of a provider. If
+    `is_costly`, the check compiles programs, and runs last. If `takes_refused`, the probe runs even
+    if the operator raises in the call.
     """
 
     name: str
@@ -64,7 +56,6 @@ class CheckKind:
 
     @property
     def is_of_providers(self) -> bool:
-        """Whether the check applies only to operators with providers."""
         return self.name.startswith("providers.")
 
 
@@ -73,8 +64,7 @@ def _of(
 ) -> tuple[CheckKind, ...]:
     """Return one check, as a tuple. It runs a probe on the calls that variants generate.
 
-    `variants` contains the names of variants, separated by spaces. `options` and `more` are keyword
-    arguments for `CheckKind`, such as the probe.
+    `variants` contains the names of variants, separated by spaces.
     """
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
@@ -117,10 +107,6 @@ def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ..
 
 
 def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options of the probe `same_as_contiguous`.
-
-    If the user passed a reference function, the options include its outcome.
-    """
     options = subject.expectation(call.example, case.label)
     if "expected" not in options and case.group == "layout":
         subject.share_expected(call, case.example)

@@ -1,8 +1,4 @@
-"""Variants generate calls from the examples that the author of an operator wrote.
-
-The calls of a variant differ from an example in one way, such as the memory layout or the values.
-`VARIANTS` lists all variants. `table.py` lists the checks that use them.
-"""
+"""Variants generate calls from the examples that the author of an operator wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +30,6 @@ Cases = Iterator[Case]
 
 
 def all_and_each(items: Iterable[int]) -> list[list[int]]:
-    """Return one list of all items, followed by a list for each single item."""
     every = list(items)
     singles = [[item] for item in every]
     return [every, *singles] if len(every) > 1 else singles
@@ -55,12 +50,10 @@ def _which(subject: Subject, example: Example, chosen: list[int], count: int) ->
 
 
 def plain(subject: Subject, example: Example) -> Cases:
-    """Yield the example, whose tensors are contiguous."""
     yield Case("the example", example)
 
 
 def original(subject: Subject, example: Example) -> Cases:
-    """Yield the author's example with its original memory layouts."""
     passed = subject.originals[subject.place(example)]
     yield Case("the example as it was passed", passed.map(Tensor.detach))
 
@@ -127,7 +120,6 @@ def sized(size: int, subject: Subject, example: Example) -> Cases:
 
 
 def longer(subject: Subject, example: Example) -> Cases:
-    """Enlarge dimensions by one element. Dimensions of equal size change together."""
     for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
         yield Case(sizes_changed(change), other)
 
@@ -205,7 +197,6 @@ def in_dtype(dtype: torch.dtype, example: Example) -> Example:
 
 
 def dtypes(subject: Subject, example: Example) -> Cases:
-    """Convert all floating-point and complex tensors to each dtype."""
     _needs_float(example)
     for dtype in EVERY:
         name = str(dtype).removeprefix("torch.")
@@ -217,7 +208,6 @@ def dtypes(subject: Subject, example: Example) -> Cases:
 
 
 def promotion(subject: Subject, example: Example) -> Cases:
-    """Convert one floating-point tensor to another dtype."""
     places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
     if len(places) < 2:
         raise CannotCheck("no call has two floating-point tensors")
@@ -280,7 +270,6 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
 
 
 def with_numbers(numbers: Sequence[float], step: int, tensor: Tensor) -> Tensor:
-    """Replace every `step`-th element by the next of these numbers."""
     flat = tensor.flatten().clone()
     places = range(0, flat.numel(), step)
     for index, place in enumerate(places):
@@ -321,7 +310,6 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 
 
 def int8(subject: Subject, example: Example) -> Cases:
-    """Put the smallest and the largest 8-bit integers into a tensor."""
     for place, tensor in enumerate(example.tensors):
         if tensor.dtype in (torch.int8, torch.uint8) and not _may_be_places(tensor, example):
             limits = torch.iinfo(tensor.dtype)
@@ -367,7 +355,6 @@ def other_scalars(subject: Subject, example: Example) -> Cases:
 
 
 def absent(subject: Subject, example: Example) -> Cases:
-    """Replace each optional argument by None."""
     named = subject.by_name(example)
     for argument in subject.schema.arguments:
         is_given = named.kwargs.get(argument.name) is not None

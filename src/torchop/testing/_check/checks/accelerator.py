@@ -1,4 +1,4 @@
-"""Checks on an accelerator. They compare it with the CPU, and capture calls into graphs."""
+"""Checks on an accelerator: compare its results with the CPU, and capture calls into graphs."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
             with captured(device_type) as replay:
                 results = run(op, *static)
         except Exception as error:
-            # An error during capture invalidates the graph, and the graph then raises a second
-            # error. Report the first error.
+            # An error during capture invalidates the graph, so leaving the block raises a second
+            # error. Report the first one.
             cause = error.__context__ if "due to a previous error" in str(error) else None
             raise AssertionError(
                 f"the {what} cannot be captured into a graph: {cause or error!r}. Do not "
@@ -91,7 +91,6 @@ def _gradients(op: Any, args: Any, kwargs: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def captured(device_type: str) -> Iterator[Callable[[], None]]:
-    """Capture the `with` block into a device graph. Yield the function that replays the graph."""
     graph = _graph_type(device_type)()
     if type(graph) is getattr(torch.accelerator, "Graph", None):
         stream = torch.Stream(device_type)
@@ -106,18 +105,13 @@ def captured(device_type: str) -> Iterator[Callable[[], None]]:
 def _graph_type(device_type: str) -> Any:
     """Return the device module's graph class, such as `torch.cuda.CUDAGraph`.
 
-    Without one, return `torch.accelerator.Graph`, or None on releases before PyTorch 2.13.
+    If the module has none, return `torch.accelerator.Graph`, or None before PyTorch 2.13.
     """
     of_module = getattr(torch.get_device_module(device_type), f"{device_type.upper()}Graph", None)
     return of_module or getattr(torch.accelerator, "Graph", None)
 
 
 def _accelerator_of(subject: Subject) -> str:
-    """Return the type of the accelerator.
-
-    Raises:
-        CannotCheck: there is no accelerator, or the operator has no kernel for it.
-    """
     if not torch.accelerator.is_available():
         raise CannotCheck("no accelerator is available")
     device = devices.accelerator_type()

@@ -81,10 +81,7 @@ def agrees_with_reference(
 def _as_near_as_reference(
     call: Call, actual: list[Any], expected: list[Any], declared: Mapping[Any, Any]
 ) -> list[bool]:
-    """For each result, return whether its error is at most twice the error of the reference.
-
-    The errors are measured against the results of the reference in double.
-    """
+    """For each result, return whether its error is at most twice the error of the reference."""
 
     def is_near(one: Any, other: Any, double: Any) -> bool:
         if not isinstance(one, Tensor) or one.dtype in declared or one.shape != other.shape:
@@ -113,8 +110,7 @@ def _as_near_as_reference(
 def reference_outcome(call: Call) -> list[Any]:
     """Return the outcome of a call that runs the reference kernel.
 
-    Raises:
-        NotImplementedError: the reference raises for these arguments.
+    If the reference rejects the arguments, raise NotImplementedError, so that the case is skipped.
     """
     if call.reference is None:
         with only(call.op, REFERENCE):
@@ -125,14 +121,12 @@ def reference_outcome(call: Call) -> list[Any]:
 
 
 def provider_of(call: Call, name: str) -> Provider:
-    """Return the provider of this name whose kernel is for the device of a call."""
     device = next((t.device.type for t in call.tensors), "cpu")
     found = [each for each in providers_of(call.op) if each.name == name]
     return min(found, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
 def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float = 1e-4) -> None:
-    """Check that gradients are the same with the kernels of a provider and with the reference."""
     function, inputs = call.function()
     tolerance = {torch.double: (1e-7, 1e-7), **provider_of(call, provider).tolerance}
     with in_order({"*": [REFERENCE]}):
@@ -146,11 +140,7 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
     """Check that the result for a row has the same bits whether it is computed alone or in a batch.
 
-    Batches of different sizes are tried, with the row at different positions. `batched` contains
-    the indices of the tensors whose first dimension is the batch dimension.
-
-    Raises:
-        CannotCheck: the reference does not compute results row by row.
+    `batched` contains the indices of the tensors whose first dimension is the batch dimension.
     """
     kernel, rows = provider_of(call, provider), len(call.tensors[batched[0]])
 
@@ -245,8 +235,7 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor by zeros of the same shape, and return other tensors unchanged.
 
-    `supports` cannot read the data of dense tensors. It can read the data of sparse tensors, but
-    its result must not depend on the data.
+    `supports` can read the data of sparse tensors, but its result must not depend on the data.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

@@ -70,7 +70,6 @@ def draws_for_each(call: Call) -> None:
 
 
 def compiles_in_vmap(call: Call) -> None:
-    """Check that compiled `vmap` with dynamic sizes agrees with eager mode."""
     run, originals = probes.on_tensors(call.op, *call.example)
 
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -127,7 +126,8 @@ def runs_in_autocast(call: Call) -> None:
     # rounded.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
-    # Some of PyTorch's functions cast to the lower dtype, and others to float32.
+    # Some of PyTorch's functions cast to the lower dtype and others to float32, so the result may
+    # have either dtype.
     ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
@@ -179,15 +179,11 @@ def takes_subclasses(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. The first line of a docstring is the question that the
-# check answers. Reports print this question.
+# Functions that yield the cases of checks. Reports print the first line of their docstrings.
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does vmap agree with a loop?
-
-    The cases map different tensors, and different dimensions of the tensors.
-    """
+    """Does vmap agree with a loop?"""
     subject.needs_vmap()
     if subject.is_random:
         raise CannotCheck("results are random: see subsystems.vmap_random")

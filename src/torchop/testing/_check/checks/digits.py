@@ -36,9 +36,9 @@ def _needs_double() -> Iterator[None]:
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
     """Check that the result agrees with the result in double, up to the precision of the dtype.
 
-    If no tolerances are given, the acceptable error is estimated. For the estimate, each input is
-    changed by about one unit in the last place of its dtype. The more this changes the results in
-    double, the larger is the acceptable error.
+    If no tolerances are given, the acceptable error is estimated: each input is changed by about
+    one unit in the last place of its dtype. The more this changes the results in double, the larger
+    the acceptable error is.
     """
 
     def moved(share: float) -> Any:

@@ -40,13 +40,12 @@ def describes_results(call: Call, symbols: bool = False) -> None:
 
 
 class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
-    """The property of a result that a fake kernel describes wrongly, which several checks find."""
+    """The cause of an `AssertionError`. Failures with equal causes are reported as one finding."""
 
 
 def assert_same_metadata(
     fakes: Sequence[Any], reals: Sequence[Any], what: str, whose: str = "the fake kernel"
 ) -> None:
-    """Raise AssertionError if the metadata of fake results differs from the real results."""
     if len(fakes) != len(reals):
         raise AssertionError(f"{whose} returns {len(fakes)} {what}s, but the kernel {len(reals)}.")
     for index, (fake, real) in enumerate(zip(fakes, reals, strict=True)):
@@ -171,7 +170,7 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
 def exports_the_same(call: Call, dynamic: Any = ()) -> None:
     """Check that an exported, saved and loaded program agrees with the call.
 
-    Every dimension with a size in `dynamic` is exported as dynamic.
+    A dimension is exported as dynamic if `dynamic` contains its size.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 
@@ -215,8 +214,7 @@ def registers_autograd(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. The first line of a docstring is the question that the
-# check answers. Reports print this question.
+# Functions that yield the cases of checks. Reports print the first line of their docstrings.
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:

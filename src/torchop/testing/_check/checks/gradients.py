@@ -81,11 +81,7 @@ def gradients_are_right_if_broadcast(call: Call) -> None:
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
-    """Return the tensors that require grad, with random numbers up to `distance` added.
-
-    Raises:
-        CannotCheck: `valid` of `register_examples` rejects the changed tensors.
-    """
+    """Return the tensors that require grad, with random numbers up to `distance` added."""
     moved = call.changed(
         lambda t: (
             (t.detach() + distance * torch.rand_like(t)).requires_grad_() if t.requires_grad else t
@@ -149,10 +145,7 @@ def slopes_are_right(call: Call) -> None:
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Check that backward raises, or is unaffected, if a tensor was written after the forward.
-
-    The check writes to the arguments and results between forward and backward.
-    """
+    """Check that backward raises, or is unaffected, if a tensor was written after the forward."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
@@ -218,7 +211,7 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
-# Different ways to compute the gradients of a call. All must agree.
+# Other ways to compute the gradients of a call. All must agree with autograd.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
     "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,
@@ -227,10 +220,7 @@ WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
 
 
 def same_gradients(call: Call, ways: Sequence[str]) -> None:
-    """Check that autograd's gradients agree with gradients computed in other ways.
-
-    `ways` contains keys of `WAYS`.
-    """
+    """Check that autograd's gradients agree with gradients computed in other `ways`."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for way in ways:
@@ -239,8 +229,7 @@ def same_gradients(call: Call, ways: Sequence[str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. The first line of a docstring is the question that the
-# check answers. Reports print this question.
+# Functions that yield the cases of checks. Reports print the first line of their docstrings.
 
 gradient_case = functools.partial(Case, group="gradient")
 
@@ -286,7 +275,6 @@ def trainable_example(subject: Subject) -> Example | None:
 
 
 def requiring_grad(example: Example) -> Example:
-    """Return a copy of the example where all floating-point tensors require grad."""
     return example.map(
         lambda t: t.detach().requires_grad_() if t.dtype.is_floating_point else t.detach()
     )
@@ -366,7 +354,7 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = _requiring_grad_as(example.replace(place, narrow), example)
                 # If the fake kernel returns other sizes than before, the operator does not
-                # broadcast here, so the call does not apply.
+                # broadcast here, so skip the call.
                 if subject.has_fake_sizes(narrowed):
                     yield label, narrowed
 
@@ -421,10 +409,7 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def with_formula(subject: Subject, label: str, probe: Any, order: int = 1) -> Iterator[Case]:
-    """Yield a case for each of the first two trainable examples.
-
-    Raise CannotCheck if the operator has no autograd formula.
-    """
+    """Yield a case for each of the first two trainable examples."""
     needs_formula(subject, order)
     for example in subject.trainable_examples[:2]:
         yield gradient_case(label, example, probe=probe)

@@ -1,4 +1,4 @@
-"""Checks of backward with incoming gradients in other layouts and inputs that require no grad."""
+"""Checks of backward for incoming gradients in other layouts, and if inputs require no grad."""
 
 from __future__ import annotations
 
@@ -20,16 +20,13 @@ from torchop.testing.process_state import seed_torch
 
 
 def incoming_gradient(result: Tensor) -> Tensor:
-    """Return an incoming gradient for a result. All of its elements are different."""
+    """Return an incoming gradient for a result, with a different value for each element."""
     values = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double, device=result.device)
     return values.reshape(result.shape).to(result.dtype)
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives stay the same if some of the tensors require no grad.
-
-    The expected values are computed with all tensors requiring grad.
-    """
+    """Check that second derivatives stay the same if some of the tensors require no grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -67,7 +64,7 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
 
 
 # Layouts of incoming gradients. Each has a phrase that names an operation whose backward passes
-# gradients in this layout, and a function that copies a gradient into this layout.
+# gradients in this layout, and a function that copies a gradient into the layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -92,10 +89,7 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Check that backward returns the same gradients if an incoming gradient has this layout.
-
-    Only one incoming gradient has the layout at a time. The others are contiguous.
-    """
+    """Check that backward returns the same gradients if one incoming gradient has this layout."""
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
 
@@ -134,7 +128,6 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
 
 
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
-    """Describe how two lists of gradients differ; return "" if they agree up to rounding."""
     try:
         # A kernel may round differently in another layout. If it ignores strides, the differences
         # are larger than the rounding of float16.

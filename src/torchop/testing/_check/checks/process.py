@@ -44,7 +44,6 @@ from torchop.testing.process_state import (
 
 
 def _differ(actual: Any, expected: Any) -> bool:
-    """Return whether two outcomes differ in any bit."""
     try:
         probes.assert_same(actual, expected, "", rtol=0, atol=0)
     except AssertionError:
@@ -55,8 +54,8 @@ def _differ(actual: Any, expected: Any) -> bool:
 def is_repeatable(call: Call, first: Any = None) -> None:
     """Check that calls with the same arguments return the same bits.
 
-    Make calls for about 0.2 seconds, at most 300. Compare their results with `first`, the outcome
-    of the first call in the process, or by default with another call.
+    The results are compared with `first`, the outcome of the first call in the process, or by
+    default with another call.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -87,10 +86,7 @@ def draws_from_its_generator(call: Call) -> None:
 
 
 def draws_anew(call: Call) -> None:
-    """Check that the call draws random numbers, and does not seed a generator.
-
-    Either its results depend on the seed, or it advances a generator.
-    """
+    """Check that the call draws random numbers, and does not seed a generator."""
     results = []
     for seed in range(16):
         seed_all(seed)
@@ -188,16 +184,14 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """Measure several counters after every `each` calls, and return those that indicate a leak.
+    """Return how much counters grow in every `each` calls. Omit counters that indicate no leak.
 
-    A counter indicates a leak if it grows every time, by about the same amount. The values of the
-    result are the amounts.
+    A counter indicates a leak if it grows every time, by about the same amount.
     """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # Only a full garbage collection clears CPython's free lists, for example of 2,000 tuples of
-    # each length. Freeze all existing objects, because full collections skip frozen objects and
-    # are then fast.
+    # Only a full garbage collection clears CPython's free lists, which would look like a leak.
+    # Freeze the existing objects, because full collections skip frozen objects, and so are fast.
     gc.freeze()
     # For each counter, a function that reads it, and the smallest growth per call that is a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
@@ -269,8 +263,7 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. The first line of a docstring is the question that the
-# check answers. Reports print this question.
+# Functions that yield the cases of checks. Reports print the first line of their docstrings.
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
@@ -278,7 +271,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call succeeded, so it is a failure if an equal call raises.
+        # The first call succeeded, so an exception of an equal call is a failure.
         yield Case(
             "the first call",
             example,
@@ -308,7 +301,6 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    """Return the arguments of other calls: other values, sizes, scalars and examples."""
     changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
@@ -363,10 +355,7 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
-    """Check that two threads that call the operator at the same time get the right results.
-
-    The threads pass different values. Both must finish within `seconds`.
-    """
+    """Check that two threads that call the operator at the same time get the right results."""
     calls = [tuple(call.example), tuple(call.other_values())]
     try:
         pairs = [(each, call.again(each)) for each in calls]
@@ -385,8 +374,8 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
                 right = expected[: len(result)]  # the results come before the written arguments
-                # Allow for rounding. The number of OpenMP threads depends on the other call, and
-                # the order of additions depends on the number of threads.
+                # Allow for rounding. The call of the other thread affects the number of OpenMP
+                # threads, and the order of additions depends on this number.
                 probes.assert_same(result, right, "in two threads", **tolerances)
         except BaseException as error:
             problems.append(error)

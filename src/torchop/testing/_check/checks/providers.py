@@ -28,7 +28,6 @@ from torchop.testing.process_state import restored
 
 
 def of_providers(subject: Subject) -> Iterator[Subject]:
-    """Yield a `Subject` for each provider of the operator, with the same examples."""
     device = next((t.device.type for each in subject.examples for t in each.tensors), "cpu")
     kernels: dict[str, list[Provider]] = {}
     for provider in providers_of(subject.op):
@@ -53,10 +52,7 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
 
 
 def order_of(subject: Subject) -> str | None:
-    """Return the name of the provider whose kernel is checked.
-
-    Return None if the operator has no providers.
-    """
+    """Return the name of the provider to check, or None if the operator has no providers."""
     if subject.provider is not None:
         return subject.provider.name
     return REFERENCE if providers_of(subject.op) else None
@@ -68,8 +64,8 @@ def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
 
-# The variants for comparisons of a provider with the reference. "extremes" is excluded, because
-# whether a sum of extreme numbers overflows depends on the order of additions.
+# "extremes" is excluded, because whether a sum of extreme numbers overflows depends on the order of
+# additions.
 _COMPARED = [
     variant
     for name, variant in VARIANTS.items()
@@ -78,11 +74,7 @@ _COMPARED = [
 
 
 def declared(subject: Subject) -> Provider:
-    """Return the provider whose kernel is checked.
-
-    Raises:
-        CannotCheck: the operator has no provider.
-    """
+    """Return the provider to check, or raise CannotCheck if the operator has none."""
     if subject.provider is None:
         raise CannotCheck("the operator has no provider")
     return subject.provider
@@ -108,7 +100,6 @@ def _cases(base: Subject, variant: Variant) -> list[Case]:
 
 
 def provider_options(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    """Return the options for comparing a provider with the reference."""
     values = {"values": False} if subject.is_random else {}
     return {"provider": declared(subject).name, **values, **subject.of_reference.tolerances}
 

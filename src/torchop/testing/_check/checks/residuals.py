@@ -45,7 +45,6 @@ def residuals_stay(call: Call) -> None:
 
 
 def described_by_the_fake_kernel(call: Call) -> None:
-    """Check that the fake kernel returns the metadata of the real residuals."""
     form, flat = _training(call)
     real = _tensors(form, form.helper.overload(*flat[0], **flat[1]))
     mode, (fake_args, fake_kwargs) = with_fake_tensors(flat)
@@ -55,7 +54,6 @@ def described_by_the_fake_kernel(call: Call) -> None:
 
 
 def every_residual_is_read(call: Call) -> None:
-    """Check that the setup_context of the formula reads every residual."""
     declared = _definition(call.op).declaration.residuals
     named, read = declared.named, set()
 
@@ -106,16 +104,11 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The function that yields the cases of the check. The first line of the docstring is the question
-# that the check answers. Reports print this question.
+# The function that yields the cases of the check. Reports print the first line of its docstring.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does setup_context read all residuals, and does the fake kernel describe them?
-
-    The check also detects residuals that a later call overwrites, and compares the results of calls
-    with and without residuals.
-    """
+    """Does setup_context read all residuals, and does the fake kernel describe them?"""
     definition = _definition(subject.op)
     if definition is None or definition.declaration.residuals is None:
         raise CannotCheck("it declares no residuals")

@@ -18,7 +18,6 @@ from torchop.testing.process_state import restored
 
 
 def succeeds(call: Call) -> None:
-    """Check that the call does not raise."""
     if call.record.error is not None:
         raise call.record.error
 
@@ -67,7 +66,6 @@ def writes_every_element(call: Call, what: str = "the call", **tolerances: Any) 
 
 
 def _in_zeros(call: Call) -> list[Any]:
-    """Return the outcome of another call, where `torch.empty` returns zeros."""
     if all(t.is_contiguous() for t in call.tensors if probes.is_plain(t)):
         return call.contiguous
     probes.free_zeros(probes.tensors_of(call.record.outcome))
