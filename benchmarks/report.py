@@ -101,7 +101,7 @@ def _costs() -> Iterator[str]:
         f"and {_ratio(calls.INFERENCE, handle, plain):.2f} times in inference mode."
     )
     through_ops = _ratio(calls.FOURTEEN, calls.OPS, plain)
-    yield f"A call through `torch.ops` takes {through_ops:.2f} times as long."
+    yield f"A call through `torch.ops` takes {through_ops:.2f} times as long as the function."
     training = _ratio(calls.TRAINING, handle, calls.WRITTEN)
     yield f"A training step takes {training:.2f} times as long as with `autograd.Function`."
 
@@ -135,7 +135,7 @@ def _accelerate() -> Iterator[str]:
 def _providers() -> Iterator[str]:
     added = Result("providers").values(providers.SELECTION, providers.ROW)
     yield (
-        "With `supports`, a call looks up its metadata in a table in C++, which takes "
+        "With a `supports` function, a call looks up the cached answer in C++, which takes "
         f"{added[providers.SUPPORTS]:.0f} ns."
     )
 
@@ -156,8 +156,9 @@ def _registration() -> Iterator[str]:
 def _families() -> Iterator[str]:
     added = Result("compiling").values(compiling.OVERHEAD, compiling.ELEMENTWISE)
     yield (
-        f"An `out_op` call that Inductor plans this way takes {added[compiling.FAMILY]:.1f} us "
-        f"more than its kernel, and {added[compiling.TAGGED]:.1f} us more with the tag."
+        f"With `out_op`, a call whose memory Inductor plans takes {added[compiling.FAMILY]:.1f} us "
+        "more than its kernel. With the tag `torch.Tag.out`, it takes "
+        f"{added[compiling.TAGGED]:.1f} us more."
     )
 
 

@@ -176,7 +176,7 @@ STEPS: dict[str, Callable[[Tensor, Path], str]] = {
 
 
 def working(console: Console, name: str) -> Progress:
-    """Show how long a step has been running, or only the name if the console is no terminal."""
+    """Show a step's name, and in a terminal also how long the step has been running."""
     if not console.is_terminal:
         console.print(f"...  {name}")
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()

@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 def device() -> str:
     """Return the device for the tests.
 
-    Asks for it in another process, because this one should not create a CUDA context.
+    Query the device in another process, because this process must not create a CUDA context.
     """
     ask = "import torch; print('cuda:0' if torch.cuda.is_available() else 'cpu')"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)

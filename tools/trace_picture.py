@@ -63,7 +63,7 @@ def record() -> list[Event]:
 
 
 def svg(events: list[Event]) -> str:
-    """Draw the events from time 0 on, in one row per depth. Names are omitted if too long."""
+    """Draw the events after time 0, in one row per depth. Omit names that do not fit."""
     shown = [event for event in events if event.start >= 0]
     end = max(event.end for event in shown)
     scale = (WIDTH - 2 * MARGIN) / end

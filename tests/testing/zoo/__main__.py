@@ -28,23 +28,21 @@ from torchop.testing._check.table import CHECKS
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
 _PAGE = """# What each check finds
 
-`torchop.testing.check` is tested with a zoo of operators in `tests/testing/zoo`: {wrong} wrong
-operators with one deliberate fault each, and {right} correct ones. The zoo assigns each fault to a
-check, and this check must report the fault. No check may report a correct operator. The zoo was
-written together with the checks, so the numbers on this page show which kinds of faults the checks
-can find. They do not show how many of your faults the checks would find.
+The test suite of torchop contains a zoo of {wrong} wrong operators, each with one deliberate fault,
+and {right} correct operators. The tests verify that `torchop.testing.check` finds every fault, and
+reports no correct operator. The faults were chosen together with the checks,
+so the numbers on this page show which kinds of faults each check finds. They do not show how many
+of your faults `check` would find.
 
 The last three columns of the table count wrong operators:
 
-- *faults*: the number of faults that the zoo assigns to the check.
-- *found*: the number of operators that the check reports. `torchop.testing.check` ran on
-  {measured} of the {wrong} wrong operators{kinds}. These operators by family: {families}.
-- *alone*: the number of operators that this check reports and no other check does.
+- *faults*: operators whose fault this check must find.
+- *found*: operators that this check reports.
+- *alone*: operators that this check reports and no other check does.
 
-A check with 0 in the column *alone* is still useful if other checks report its faults only by
-accident, or if the run left out its operators. Two checks need an accelerator, so their wrong
-operators are in `tests/integration/device`. `nox -s zoo -- --page` measures these numbers and
-writes this page.
+To measure the columns *found* and *alone*, `check` ran on {measured} of the wrong
+operators{kinds}. A check with 0 in the column *alone* is
+still useful if other checks find its faults only by accident, or if the run left out its operators.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |
@@ -74,9 +72,8 @@ def rows() -> list[str]:
 
 
 def page_of(measured: Sequence[Measured]) -> str:
-    names = {specimen.name: str(specimen.check) for specimen in WRONG}
+    names = {specimen.name for specimen in WRONG}
     wrongs = [each for each in measured if each.name in names]
-    families = Counter(names[each.name].partition(".")[0] for each in wrongs)
     counts = counted([each.failed for each in wrongs])
     costly = {check.name for check in CHECKS if check.is_costly}
     is_quick = any(each.quick for each in wrongs)
@@ -89,7 +86,6 @@ def page_of(measured: Sequence[Measured]) -> str:
         wrong=len(WRONG),
         right=len(RIGHT),
         measured=len(wrongs),
-        families=", ".join(f"{count} `{name}`" for name, count in families.most_common()),
         kinds=", without the checks that compile programs" if is_quick else "",
         table="\n".join(table),
     )
