@@ -1,4 +1,4 @@
-"""Tests that need the CPU or CPU-only features, by file; see `on_device.py`."""
+"""Tests that `on_device.py` expects to fail on devices other than the CPU, by file and reason."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, operators of PyTorch run on the CPU"
 LACKING = "the stand-in has no such tensors"
 RANKS = "simulated ranks are on the CPU"
-# What holds for the stand-in, and for no GPU of a type that PyTorch knows.
+# Reasons that apply to the simulated device only, not to GPUs.
 NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN, LACKING}
 
-# What is left out, and why: files, and folders.
+# Files and folders that are not collected, with the reason.
 FILES = {
     "native/extension": "it is about compiling",
     "native/test_leaks.py": "tests/integration/device has it, with fewer calls",
@@ -41,10 +41,10 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         CPU: ("test_other_forms_and_torch_dispatch",),
     },
     "define/test_handle_as_def.py": {
-        CPU: ("test_functions_of_torch_library_reach_our_rules",),
+        CPU: ("test_functions_of_torch_library_register_our_rules",),
     },
     "define/test_out_op_buffers.py": {
-        NUMPY: ("test_read_only_memory_cannot_be_known",),
+        NUMPY: ("test_read_only_memory_is_not_detected",),
     },
     "define/test_out_op_kernels.py": {
         NUMPY: ("test_gradients_flow_through_the_functional_and_the_inplace_form",),
@@ -59,14 +59,14 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         LACKING: ("test_unusual_tensors_are_recorded_by_their_kind[quantized tensor]",),
     },
     "rules/autograd/derived/test_native.py": {
-        CPU: ("test_autocast_is_that_of_the_forward",),
+        CPU: ("test_backward_restores_the_forwards_autocast",),
     },
     "rules/autograd/derived/test_random_numbers.py": {
         CPU: (
             "test_a_generator_among_the_arguments_is_replayed",
-            "test_a_seed_of_the_forward_that_is_set_again_is_left_for_others[False]",
+            "test_backward_does_not_advance_a_reseeded_generator[False]",
         ),
-        CHECKPOINT: ("test_what_a_checkpoint_saved_knows_its_random_numbers[True]",),
+        CHECKPOINT: ("test_checkpointed_operator_reuses_its_random_numbers[True]",),
     },
     "rules/autograd/derived/test_refused_bodies.py": {
         CPU: (
@@ -79,21 +79,21 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         CPU: ("test_a_body_without_the_tag_may_restore_or_read_the_state[reads]",),
         DEFAULT: (
             "test_settings_are_restored_after_an_error",
-            "test_the_default_device_is_that_of_the_forward",
+            "test_backward_uses_the_forwards_default_device",
         ),
     },
     "rules/autograd/test_mutation.py": {
         INDUCTOR: (
-            "test_compiled_gradients_are_those_of_eager[inductor]",
+            "test_compiled_gradients_equal_eager[inductor]",
             "test_compiled_training_updates_the_buffer[inductor]",
         ),
-        STOCK: ("test_gradients_are_those_of_native_in_place_operators[a view]",),
+        STOCK: ("test_gradients_equal_pytorchs_in_place_operators[a view]",),
     },
     "rules/fake/test_rule.py": {
         CPU: ("test_a_real_input_with_a_meta_tensor_does_not_return_uninitialized_memory",),
     },
     "rules/kernels/test_backend_select.py": {
-        CPU: ("test_factory_without_a_device_means_what_pytorch_means_under_torch_ops",),
+        CPU: ("test_factory_without_a_device_behaves_like_torch_ops",),
     },
     "rules/kernels/test_missing.py": {
         LACKING: ("test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout[sparse]",),
@@ -105,10 +105,10 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         INDUCTOR: ("test_a_warning_points_at_the_users_line[inductor]",),
     },
     "rules/user/test_flop_formula.py": {
-        CPU: ("test_the_counter_counts_what_the_formula_says",),
+        CPU: ("test_counter_uses_the_formula",),
     },
     "integration/compile/test_aliases.py": {
-        INDUCTOR: ("test_inductor_alone_takes_the_copy_out",),
+        INDUCTOR: ("test_inductor_itself_removes_the_copy",),
     },
     "integration/compile/test_combined.py": {
         CHECKPOINT: ("test_a_program_is_trained_as_in_eager_mode[_checkpoints_in_regions]",),
@@ -123,11 +123,11 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         INDUCTOR: ("test_outputs_described_by_one_fake_tensor_stay_separate[inductor]",),
     },
     "integration/compile/test_mutation.py": {
-        INDUCTOR: ("test_an_operator_with_out_sees_what_the_output_holds[inductor]",),
+        INDUCTOR: ("test_out_operator_reads_its_output_argument[inductor]",),
     },
     "integration/compile/test_mutation_and_gradients.py": {
         INDUCTOR: tuple(
-            f"test_what_requires_grad_is_refused_as_in_eager_mode[{which}-inductor]"
+            f"test_mutating_a_tensor_with_grad_raises_as_in_eager_mode[{which}-inductor]"
             for which in (
                 "a leaf is read-plain",
                 "a leaf is written without grad-plain",
@@ -139,7 +139,7 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "integration/subsystems/test_modes.py": {
         STANDIN: ("test_the_profiler_shows_the_name_of_the_operator",),
-        CPU: ("test_a_device_context_moves_neither_the_arguments_nor_what_a_kernel_makes",),
+        CPU: ("test_device_context_affects_neither_arguments_nor_kernel",),
     },
     "integration/subsystems/test_tags.py": {
         CHECKPOINT: (
@@ -169,23 +169,24 @@ TESTS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def reason(file: str, name: str, device_type: str) -> str | None:
-    """Return the reason why a test needs the CPU, or None."""
     function, _, parameters = name.rstrip("]").partition("[")
     for reason, entries in TESTS.get(file, {}).items():
         if reason in NOT_ON_GPUS and device_type != "standin":
             continue
-        for entry in entries:  # "test_one", or "test_one[word]" with one of the words of parameters
+        # An entry is "test_one", or "test_one[word]" for those cases of the test whose parameters
+        # include the word.
+        for entry in entries:
             of_entry, _, word = entry.rstrip("]").partition("[")
             if of_entry == function and (not word or f"-{word}-" in f"-{parameters}-"):
                 return reason
     return None
 
 
-def of_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
-    """Return the reason why a failed test needs the CPU, from its exception, or None.
+def reason_for_failure(raised: pytest.ExceptionInfo[BaseException], device_type: str) -> str | None:
+    """Return the reason why a failed test needs the CPU, judging by its exception, or None.
 
-    An error of torchop says nothing of that kind, so a line of the tests has to ask for NumPy, and
-    Inductor has to look up what it knows of the device.
+    The exception must come from a line of the tests that converts a tensor to NumPy, or from
+    Inductor's lookup of the device. An error in torchop therefore never excuses a failure.
     """
     error: BaseException | None = raised.value
     while error is not None:

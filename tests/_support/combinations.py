@@ -5,17 +5,17 @@
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("name", PROGRAMS)
 
-`pairwise` selects combinations until each value of a parameter has met each value of the others.
+`pairwise` runs just enough combinations to cover every pair of values of two parameters.
 
     @pytest.mark.exhaustive
 
-`exhaustive` skips a slow test, or a slow `pytest.param`, of a behaviour that a faster test covers.
+`exhaustive` skips a slow test or `pytest.param` whose behaviour a faster test also covers.
 
 For a parameter `backend="inductor"`, most of the time goes into compiling C++ for PyTorch's own
 operators. Two thirds of these tests call the operators instead, as with
 `torch.compile(mode="lite")`.
 
-A test that iterates over many objects for each of its parameters takes a share of them:
+A parametrized test that loops over many objects can check a different share of them in each case:
 
     for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
 """
@@ -33,7 +33,7 @@ from tests._support.releases import is_older
 
 T = TypeVar("T")
 OPTION = "--all-combinations"
-# For torch.compile. "eager" runs the first stage of "aot_eager" alone.
+# Backends of torch.compile. "eager" runs only Dynamo, the first stage of "aot_eager".
 BACKENDS = [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager", "inductor"]
 MARKERS = (
     "pairwise: of its combinations, runs so many that all pairs of values are there; "
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = [item for item in group if item not in left_out]
         by_inductor = [item for item in group if item.callspec.params.get("backend") == "inductor"]
         for number, item in enumerate(by_inductor):
-            # Before 2.13, Inductor cannot call in-place operators in this way.
+            # Before 2.13, Inductor always compiles in-place operators to C++.
             if number % 3 != 0 and not is_older("2.13"):
                 item.add_marker("without_cpp")
     if left_out:
@@ -74,7 +74,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _groups(items: list[pytest.Item]) -> dict[Any, list[Any]]:
-    """The combinations of each test."""
     tests: dict[Any, list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec"):
@@ -93,10 +92,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:
-    """The numbers of the combinations to run, always the same ones.
+    """Choose combinations that cover every pair of values, and return their indices.
 
-    Args:
-        combinations: the values of all parameters, in the order of the tests.
+    The choice is deterministic, so every run executes the same tests.
     """
     chosen: set[int] = set()
     missing = [pairs(combination) for combination in combinations]
@@ -111,20 +109,12 @@ def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:
 
 
 def pairs(combination: dict[str, Any]) -> set[Any]:
-    """The pairs of values in a combination."""
     values = sorted((name, repr(value)) for name, value in combination.items())
     return set(itertools.combinations(values, 2))
 
 
 def share(things: Sequence[T], turn: int, of: int, config: pytest.Config) -> list[T]:
-    """Every so many-th thing, so that tests with turns in a row have all, or all at once on demand.
-
-    Args:
-        things: what there is.
-        turn: the number of the test, from 0.
-        of: how many tests have all things together.
-        config: what pytest was asked for.
-    """
+    """Return every `of`-th thing, starting at `turn`, or all things with `--all-combinations`."""
     if config.getoption(OPTION):
         return list(things)
     return [thing for number, thing in enumerate(things) if number % of == turn % of]

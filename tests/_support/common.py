@@ -22,16 +22,15 @@ import torchop
 
 
 class Both(NamedTuple):
-    """The result of a scenario, or the exception that it raised."""
-
     ours: Any
     stock: Any
 
 
 def on_both(scenario: Callable[[Any, str], Any], namespace: str) -> Both:
-    """Run `scenario(library, namespace)` with torchop, and with torch.library.
+    """Run `scenario(library, namespace)` with torchop and with torch.library.
 
-    A test that asserts on both halves shows that its scenario can tell right from wrong.
+    Tests also assert on the result of torch.library, to prove that the scenario detects the
+    difference.
     """
     ours = _outcome(scenario, torchop, namespace)
     with warnings.catch_warnings():
@@ -48,7 +47,6 @@ def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) 
 
 
 def outcome(call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the type and message of its exception."""
     try:
         return call()
     except Exception as error:
@@ -56,13 +54,13 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 def node_of(tensor: torch.Tensor) -> Any:
-    """The name of a tensor's node, and where its edges go; None without a node."""
+    """Return the name of a tensor's autograd node and its edges, or None for a leaf."""
     node = tensor.grad_fn
     return node and (node.name(), [(type(edge), index) for edge, index in node.next_functions])
 
 
 def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomOp[..., Any]:
-    """`ns::op`, which adds an amount to its tensor, defined with these options of `custom_op`."""
+    """Define `ns::op`, which adds `amount` to a tensor, with these options of `custom_op`."""
     return torchop.custom_op(
         f"{namespace}::op",
         lambda x: x + amount,
@@ -75,7 +73,7 @@ def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomO
 # --------------------------------------------------------------------------------------------------
 # Native calls
 
-# Only where the whole run asks for it: a build that fails stops the run before any test.
+# Skips only if TORCHOP_NATIVE=0 is set. If the native build fails, the run stops before any test.
 needs_native = pytest.mark.skipif(
     os.environ.get("TORCHOP_NATIVE") == "0", reason="TORCHOP_NATIVE=0 turns native calls off"
 )
@@ -83,7 +81,7 @@ needs_native = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
-    """Yield a dictionary that holds, after the block, the calls of the block by reason."""
+    """Yield a dictionary with the number of calls in the block, by reason, filled at its end."""
     calls: dict[str, int] = {}
     before = torchop.native.counters(op)
     yield calls
@@ -96,7 +94,6 @@ def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
 def run_program(
     source: str, *arguments: str, timeout: float = 120, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program in a Python of its own, whose end it may be; warnings are errors there too."""
     return subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(source), *arguments],
         env={**os.environ, **environment},
@@ -107,25 +104,25 @@ def run_program(
     )
 
 
-# Some builds of PyTorch log what the machine lacks.
+# Some builds of PyTorch log which optional features the machine lacks.
 _LACKING = re.compile(r"^.*(triton not found|No CUDA runtime).*\n", re.MULTILINE)
 
 
 def without_notes_of_pytorch(text: str) -> str:
-    """Return the output of a program without PyTorch's notes about the machine."""
     return _LACKING.sub("", text)
 
 
 def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
-    """The output of a program, which must have ended well and in silence."""
-    ended = f"exit code {done.returncode}\n{done.stderr}"  # pytest would shorten a comparison
+    """Check that a program succeeded and wrote nothing to stderr, and return its output."""
+    # In the message, because pytest would shorten a comparison.
+    ended = f"exit code {done.returncode}\n{done.stderr}"
     assert done.returncode == 0, ended
     assert not without_notes_of_pytorch(done.stderr), ended
     return done.stdout
 
 
 ROOT = Path(__file__).parents[2]
-# The README and the pages of the documentation, without pages that Sphinx generates.
+# The README and the pages of the documentation, except pages that Sphinx generates.
 PAGES = [
     ROOT / "README.md",
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if not {"_build", "api"} & {*p.parts}),
@@ -133,7 +130,6 @@ PAGES = [
 
 
 def load_tool(name: str) -> Any:
-    """A program of `tools/`, as a module."""
     file = ROOT / "tools" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -150,7 +146,7 @@ THREADS = 8
 
 
 def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Run `work(number)` in as many threads, starting together; return what each returned."""
+    """Run `work(number)` in `count` threads that start together, and return their results."""
     barrier = threading.Barrier(count)
     results: list[Any] = [None] * count
 
@@ -177,8 +173,6 @@ def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
 
 
 class Outcome:
-    """The output of a command line, and its exit code."""
-
     def __init__(self, *arguments: str) -> None:
         from click.testing import CliRunner
 
@@ -190,13 +184,13 @@ class Outcome:
         self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
 
     def row(self, name: str) -> list[str]:
-        """The cells of a row of the table, without the name."""
+        """Return the cells of a table row, without the name."""
         (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
         return found.split()[1:]
 
 
 def close_operators(namespace: dict[str, Any]) -> None:
-    """Free the names of operators, so that the next page can use them too."""
+    """Deregister the operators of a page, so that the next page can define the same names."""
     for value in namespace.values():
         if isinstance(value, torchop.CustomOp):
             value._definition.deregister("the page that defined it is over")
@@ -205,6 +199,5 @@ def close_operators(namespace: dict[str, Any]) -> None:
 
 
 def is_defined(name: str) -> bool:
-    """Return whether the dispatcher has an operator of that name, with any overload."""
     names = torch._C._dispatch_get_all_op_names()
     return any(each.partition(".")[0] == name for each in names)

@@ -8,17 +8,18 @@ from torch.library import CustomOpDef
 
 DEVICE = torch.device(os.environ.get("TORCHOP_TEST_DEVICE", "cpu"))
 TYPE = DEVICE.type
-# Another type, of which there is no tensor in these tests.
+# A second device type, used in names and dispatch keys. Tests create no tensors on it.
 OTHER = "xpu" if TYPE == "cuda" else "cuda"
-# Its dispatch key, and the one of its autograd.
+# The dispatch keys of the device and of its autograd.
 BACKEND = torch._C._dispatch_key_for_device(DEVICE.type)
-# As messages name it: the key of a plug-in does not tell the device.
+# The backend in error messages: PrivateUse1 does not identify a device, so they add its type.
 BACKEND_SHOWN = f"{BACKEND} ({TYPE})" if BACKEND == "PrivateUse1" else BACKEND
 OTHER_BACKEND = torch._C._dispatch_key_for_device(OTHER)
 AUTOGRAD = f"Autograd{BACKEND}"
-# Whether torch.library registers autocast for every device; in 2.11, for the CPU and CUDA alone.
+# True if torch.library can register autocast for every device. PyTorch 2.11 supports only CPU and
+# CUDA.
 STOCK_AUTOCASTS_ALL = "_autocast_dtype" in CustomOpDef.__init__.__code__.co_names
-# The CPU has its backward in the thread that asks for it, every other device in one of its own.
+# The CPU runs the backward in the calling thread, every other device in a thread of its own.
 needs_context_in_backward = pytest.mark.needs_torch(
     "2.0" if TYPE == "cpu" else "2.12", "backward has the context of its caller"
 )

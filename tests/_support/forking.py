@@ -1,11 +1,11 @@
-"""Programs in processes of their own, forked from one that has imported PyTorch.
+"""Run test programs in processes that are forked from a server with PyTorch already imported.
 
-Importing PyTorch takes longer than most of these programs, and its compilers longer still. What is
-not of torchop is imported once for all programs of a test run, whose processes share the server
-that one of them starts. A program is otherwise as if it had been started: it has its own
-`__main__`, arguments, folder, environment and PYTHONPATH, and ends as Python does. Only what is
-read when PyTorch is imported, such as OMP_NUM_THREADS, is that of the server. So tests of that, and
-of what is imported, start a process (`support.run_program`).
+Importing PyTorch, and especially its compilers, takes longer than most of these programs run. So a
+server imports them once for the whole test run, and all pytest processes share it. A forked program
+still has its own `__main__`, arguments, folder, environment and PYTHONPATH, and exits as Python
+normally does. But settings that PyTorch reads at import, such as OMP_NUM_THREADS, are the server's.
+Tests that depend on them, or on the import itself, start a new process with
+`tests._support.common.run_program`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# It forks a process for each process of the tests, and that one for each program. The last leaves
-# the loops, and runs its program where Python would have run it: what is left to do when the
-# interpreter ends is done by the interpreter. The server ends with its standard input.
+# The server forks a handler for each pytest process, and the handler forks a child for each
+# program. The child leaves both loops and runs the program at module level, so the interpreter
+# shuts down normally afterwards. The server exits when its standard input is closed.
 _SERVER = """
 import gc, importlib, json, os, select, signal, socket, sys
 
-# Ctrl-C is for the tests, with which the server ends, and for the programs.
+# Ctrl-C must stop the tests and the programs. The server exits when the tests do.
 interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
@@ -45,7 +45,7 @@ for module in sys.argv[2:]:
 if "torch._dynamo.guards" in sys.modules:
     sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *arguments: 0.0
 gc.collect()
-gc.freeze()  # or each program would copy the memory of all these objects when it looks for garbage
+gc.freeze()  # otherwise each child's garbage collection would copy the memory of these objects
 while True:
     if 0 in select.select([0, listener], [], [])[0]:
         os.unlink(sys.argv[1])
@@ -87,7 +87,7 @@ if job["file"] is not None:
     main.__file__ = job["file"]
 
 def show(kind, error, traceback):
-    # Without the line below.
+    # Omit the frame of the `exec` call below from tracebacks.
     sys.__excepthook__(kind, error.with_traceback(traceback.tb_next), traceback.tb_next)
 
 sys.excepthook = show
@@ -96,7 +96,7 @@ exec(compile(job["source"], job["file"] or "<string>", "exec"), vars(main))
 
 
 class _Server:
-    """A process that has imported some modules, and forks a process for each program."""
+    """A connection to a process that imported `modules` and forks a child per program."""
 
     def __init__(self, name: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
         run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or secrets.token_hex(8)
@@ -107,7 +107,7 @@ class _Server:
                 assert self._reach(place)
 
     def _reach(self, place: str) -> bool:
-        """Connect with the server; False if there is none yet, or none any more."""
+        """Connect to the server; return False if none is running."""
         self._connection = socket.socket(socket.AF_UNIX)
         self._answers = self._connection.makefile()
         try:
@@ -126,7 +126,6 @@ class _Server:
     def run(
         self, timeout: float, *, stdout: str | None = None, **job: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program, and return what it wrote and how it ended."""
         with _file() as out, _file() as err:
             job["files"] = [os.devnull, stdout or out, err]
             self._connection.sendall(f"{json.dumps(job)}\n".encode())
@@ -141,9 +140,9 @@ class _Server:
             timer.start()
             try:
                 code = self._number()
-            except KeyboardInterrupt:  # after which nobody would stop it
+            except KeyboardInterrupt:  # nothing else would stop the program
                 stop()
-                self._number()  # or the next program would get it
+                self._number()  # otherwise the next program would read this exit code
                 raise
             finally:
                 timer.cancel()
@@ -157,21 +156,21 @@ class _Server:
 
 
 def _folder() -> str:
-    """Return the folder of sockets, whose paths have at most 103 bytes on some systems."""
+    """Return a folder for sockets. Some systems limit their paths to 103 bytes."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    """A block in which no other process starts a server, ends one or connects with it."""
+    """Hold a lock while a process starts a server, stops one or connects to one."""
     with open(__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _start(place: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
-    Path(place).unlink(missing_ok=True)  # of a server that was killed
+    Path(place).unlink(missing_ok=True)  # a server that was killed left its socket
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _SERVER, place, *modules],
         stdin=subprocess.PIPE,
@@ -183,7 +182,7 @@ def _start(place: str, options: tuple[str, ...], modules: tuple[str, ...]) -> No
 
     def end() -> None:
         with _locked(), process:
-            pass  # which closes its standard input, and waits for its end
+            pass  # `with process` closes the server's standard input and waits for its exit
 
     atexit.register(end)
 
@@ -204,8 +203,8 @@ _server = functools.cache(_Server)
 def leave_guards_untimed() -> None:
     """Keep Dynamo, once it is imported, from timing the guards of each graph that it compiles.
 
-    It flushes the caches of the processor before, which takes longer than to compile a small graph.
-    The time goes into a log that nobody reads.
+    Before each measurement it flushes the processor's caches, which takes longer than compiling a
+    small graph. The tests do not use the timings.
     """
     guards = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
@@ -219,7 +218,7 @@ def run_forked(
     timeout: float = 120,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that needs PyTorch; warnings are errors there too."""
+    """Run a program that needs PyTorch but no compiler, with warnings as errors."""
     return _run_source(_torch(), source, arguments, folder, timeout, environment)
 
 
@@ -231,8 +230,8 @@ def run_module(
     timeout: float = 120,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module, as `python -m` does, in a folder; `stdout` is a file to write to."""
-    return _compilers().run(  # which most commands import
+    """Run a module in a folder, like `python -m`; `stdout` is a file to write to."""
+    return _compilers().run(  # most commands import the compilers
         timeout,
         stdout=stdout,
         source=f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)",
@@ -251,7 +250,6 @@ def run_compiling(
     timeout: float = 300,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that needs PyTorch's compilers."""
     return _run_source(_compilers(), source, arguments, folder, timeout, environment)
 
 
@@ -277,7 +275,6 @@ def _run_source(
 def run_script(
     script: Path, *arguments: str, timeout: float = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Run a file with a program that needs PyTorch's compilers."""
     return _compilers().run(
         timeout,
         source=script.read_text(encoding="utf-8"),
@@ -296,5 +293,7 @@ def _torch() -> _Server:
 def _compilers() -> _Server:
     modules = ["torch", "torch._dynamo", "torch._inductor.compile_fx"]
     if os.environ.get("TORCHOP_TEST_DEVICE", "").startswith("cuda"):
-        del modules[1:]  # which look for CUDA when they are imported, and then no fork can use it
+        # These modules initialize CUDA when they are imported, and CUDA cannot be used in a forked
+        # process.
+        del modules[1:]
     return _server("compilers", (), tuple(modules))

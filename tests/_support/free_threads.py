@@ -1,9 +1,9 @@
-"""Tests that a Python without the GIL cannot pass, because it frees objects later, or never.
+"""Mark tests that fail on a Python without the GIL, which frees some objects later or never.
 
-    @pytest.mark.needs_gil("classes that end are freed")
+    @pytest.mark.needs_gil("deregistered classes are freed")
 
-On Python 3.13t the test is not left out: it runs, and has to fail, as those of `releases` do. Later
-ones free more of it, but not all, so there it may fail.
+On Python 3.13t such a test must fail, as with the marker of `releases.py`. Later versions free more
+objects, though not all of them, so there it may pass or fail.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import pytest
 
 MARKER = "needs_gil(reason): fails on a Python without the GIL, for this reason"
 HAS_GIL = not sysconfig.get_config_var("Py_GIL_DISABLED")
-HAS_TO_FAIL = sys.version_info[:2] == (3, 13)  # where it has no GIL
+HAS_TO_FAIL = sys.version_info[:2] == (3, 13)  # used only if Python has no GIL
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
     if not HAS_GIL:
-        # Python 3.13t frees no class from here on, nor the functions of modules. Otherwise that
-        # would depend on which test happens to be the first that starts a thread.
+        # Once a process has started a thread, Python 3.13t frees no more classes or module
+        # functions. Start one now, so the results don't depend on which test is the first to start
+        # a thread.
         thread = threading.Thread(target=int)
         thread.start()
         thread.join()
@@ -37,5 +38,5 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=HAS_TO_FAIL))
 
 
-# The latest is 3.5.6.
+# The newest greenlet is 3.5.6.
 needs_greenlets = pytest.mark.needs_gil("greenlet, which does not compile for Python 3.13t")

@@ -1,12 +1,13 @@
-"""A pytest plug-in: tensors that the tests make without a device are on `TORCHOP_TEST_DEVICE`.
+"""A pytest plug-in that runs device-independent tests on `TORCHOP_TEST_DEVICE`.
 
     nox -s on_device
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests._support.on_device  # FOLDERS below
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests._support.on_device tests/rules tests/define
 
-So tests that are about no device in particular hold on that one, too. A test that says "cpu" keeps
-it. Functions are replaced instead of setting a default device, because that is a mode, in which
-calls are not native. What is about the CPU is listed in `about_the_cpu.py`.
+If a test creates a tensor without a device, the plug-in puts it on this one; a test that says "cpu"
+gets the CPU. The plug-in patches PyTorch's factory functions. It cannot set a default device,
+because that is a mode, and modes turn off native calls. Tests that need the CPU are listed in
+`about_the_cpu.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import torch
 from tests._support import about_the_cpu
 
 TESTS = str(Path(__file__).parents[1])
-# Not from `tests._support.devices`: PyTorch knows the device only when its plug-in is there.
+# Read from the environment, because importing `tests._support.devices` requires that the device is
+# already registered.
 DEVICE_TYPE = os.environ.get("TORCHOP_TEST_DEVICE", "cpu").partition(":")[0]
-# Those with tests that are about no device in particular.
+# Folders and files with tests that do not depend on the device.
 FOLDERS = (
     "core",
     "define",
@@ -66,20 +68,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_plugin_registered(plugin: object) -> None:
-    """Load the stand-in, if it is the device, once `tests/conftest.py` has prepared torchop.
+    """Set up the device after `tests/conftest.py` has prepared torchop.
 
-    So tensors that are made while pytest imports other files of that name are on the device, too.
+    This is early enough for tensors that other `conftest.py` files create while they are imported.
     """
     if getattr(plugin, "__name__", None) != "tests.conftest":
         return
     if DEVICE_TYPE == "standin":
-        # Or an operator that a test registers for the CPU by accident would run there, too.
+        # Otherwise a custom operator that a test registers only for the CPU would run on the
+        # device.
         os.environ["STANDIN_FALLBACK"] = "pytorch"
         importlib.import_module("tests.integration.device.standin").load()
-    device = importlib.import_module("tests._support.devices").DEVICE  # which exists from here on
-    # PyTorch compiles this module from its source, where the functions have to be its own.
+    device = importlib.import_module("tests._support.devices").DEVICE  # registered only now
+    # PyTorch compiles this module from its source, so import it before the factories are patched.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
-    # Dynamo lists the functions of PyTorch, which it leaves alone. It is to look into those here.
+    # Dynamo does not trace functions that it lists as PyTorch's own. Build that list before
+    # patching, so Dynamo traces into the patched factories.
     importlib.import_module("torch._dynamo.trace_rules").get_torch_obj_rule_map()
     for name in FACTORIES:
         setattr(torch, name, _on_device(getattr(torch, name), device))
@@ -90,7 +94,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.path.relative_to(TESTS).as_posix()
         reason = about_the_cpu.reason(file, item.name, DEVICE_TYPE)
         if reason is not None:
-            # Whether an operator of PyTorch fails may depend on the timing of autograd's threads.
+            # A failing operator of PyTorch may depend on the timing of autograd's threads, so such
+            # a test may pass.
             strict = reason != about_the_cpu.STOCK
             item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=strict))
 
@@ -99,10 +104,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Tells failures by which a test says itself that it is about the CPU; see `of_failure`."""
+    """Skip a failed test if its exception shows that it needs the CPU; see `reason_for_failure`."""
     report = yield
     if report.failed and call.excinfo is not None:
-        reason = about_the_cpu.of_failure(call.excinfo, DEVICE_TYPE)
+        reason = about_the_cpu.reason_for_failure(call.excinfo, DEVICE_TYPE)
         if reason is not None:
             report.outcome, report.wasxfail = "skipped", f"about the CPU: {reason}"
     return report
@@ -124,7 +129,7 @@ def pytest_terminal_summary(
 
 
 def _caller() -> str:
-    """The file that calls the function that calls this one."""
+    """Return the file of the caller's caller."""
     return sys._getframe(2).f_code.co_filename
 
 
@@ -133,7 +138,7 @@ def _on_device(factory: Callable[..., Any], device: torch.device) -> Callable[..
     def made(*args: Any, **kwargs: Any) -> Any:
         decided = [kwargs.get(name) for name in ("device", "out", "generator", "pin_memory")]
         is_dense = kwargs.get("layout") in (None, torch.strided)
-        # Dynamo has no frames to ask; what it traces is a function of a test.
+        # Under Dynamo no frames can be inspected, but only functions of tests are traced.
         is_ours = torch.compiler.is_dynamo_compiling() or _caller().startswith(TESTS)
         if is_ours and is_dense and all(each is None or each is False for each in decided):
             kwargs["device"] = device

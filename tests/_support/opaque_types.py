@@ -1,4 +1,4 @@
-"""Classes registered as opaque types, and classes with hostile attributes."""
+"""Classes registered as opaque types, and classes whose attributes raise or mislead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._opaque_base import OpaqueBase
 
 
 class Reference(OpaqueBase):
-    """A graph input for `torch.compile`; PyTorch says "symbolic" since 2.15."""
+    """A graph input for `torch.compile`; PyTorch calls such a type "symbolic" since 2.15."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -20,7 +20,7 @@ class Reference(OpaqueBase):
 
 
 class Constant(OpaqueBase):
-    """A constant of a graph for `torch.compile`; PyTorch says "constant" since 2.15."""
+    """A graph constant for `torch.compile`; PyTorch calls such a type "constant" since 2.15."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,20 +39,18 @@ class Constant(OpaqueBase):
 
 
 class Derived(Reference):
-    """A subclass, which PyTorch takes for its base."""
+    """A subclass that is not registered; PyTorch treats it as its base class."""
 
 
 opaque_object.register_opaque_type(Reference, typ="reference")
 opaque_object.register_opaque_type(Constant, typ="value")
 
-# How a schema names them.
+# The names of the types in schemas.
 REFERENCE = opaque_object.get_opaque_type_name(Reference)
 CONSTANT = opaque_object.get_opaque_type_name(Constant)
 
 
 class Slotted:
-    """An object without a dictionary."""
-
     __slots__ = ("number",)
 
     def __repr__(self) -> str:
@@ -60,7 +58,7 @@ class Slotted:
 
 
 class Impostor:
-    """It says that it is a tensor, and has none of one's memory."""
+    """Claims to be a tensor through `__class__`, but has no tensor in memory."""
 
     __class__ = property(lambda self: torch.Tensor)  # type: ignore[assignment]
 
@@ -70,7 +68,7 @@ def _raises(self: Any, *args: Any) -> Any:
 
 
 class Touchy:
-    """Whoever asks it for anything fails."""
+    """Raises on any comparison, conversion, iteration or call."""
 
     __eq__ = __ne__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = _raises
     __hash__ = __contains__ = __getitem__ = __call__ = _raises  # type: ignore[assignment]
@@ -80,8 +78,6 @@ class Touchy:
 
 
 class Overriding:
-    """It takes the calls that it is an argument of."""
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return "overridden"
@@ -91,7 +87,7 @@ class Overriding:
 
 
 class Computing:
-    """It computes the attributes that it does not have."""
+    """Has a `__getattr__`."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
@@ -101,7 +97,7 @@ class Computing:
 
 
 class OfNoClass:
-    """Whoever asks it for its class, as PyTorch does of every argument, fails."""
+    """Raises when `__class__` is read, which PyTorch does for every argument."""
 
     __class__ = property(_raises)  # type: ignore[assignment]
 
@@ -112,4 +108,4 @@ class _TouchyMeta(type):
 
 
 class OfTouchyClass(metaclass=_TouchyMeta):
-    """Whoever asks its class for anything fails."""
+    """Raises when its class is compared, hashed or used in isinstance."""

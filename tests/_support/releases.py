@@ -1,9 +1,9 @@
-"""Tests that a release of PyTorch cannot pass, because it lacks something or does it otherwise.
+"""Mark tests that fail on an older or newer release of PyTorch.
 
     @pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.out")
 
-On an older release the test is not left out: it runs, and has to fail. So a reason that no longer
-holds, or never did, fails the run. `needs_torch(..., before="2.14")` is for what a release ended.
+On a release that does not fit, the test runs and must fail. So a wrong or outdated reason fails the
+run. `needs_torch(..., before="2.14")` is for behaviour that a release removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
 
 
 def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.MarkDecorator | None:
-    """Return the effect of the marker on a test with this release."""
     is_there = _release(since) <= _release(torch.__version__)
     is_still_there = before is None or _release(torch.__version__) < _release(before)
     if is_there and is_still_there:
@@ -44,7 +43,6 @@ def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.Ma
 
 
 def is_older(release: str) -> bool:
-    """Return whether the installed PyTorch is older than a release."""
     return _release(torch.__version__) < _release(release)
 
 
@@ -52,16 +50,14 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-# The tags of the conventional forms of mutation; before 2.13 something that no operator has.
+# The tags of in-place and out= operators. Before 2.13 they don't exist, so use a value that no
+# operator has.
 INPLACE: Any = getattr(torch.Tag, "inplace", "torch.Tag.inplace")
 OUT: Any = getattr(torch.Tag, "out", "torch.Tag.out")
 
 
 def of_form(tag: str, schema: str) -> dict[str, Any]:
-    """Return the options for an in-place or out= operator: the tag, or a schema without tags.
-
-    The second is for our operators alone; torch.library refuses what aliases an argument.
-    """
+    """Return options that define an in-place or out= operator: the tag, or a schema before 2.13."""
     return {"tags": getattr(torch.Tag, tag)} if hasattr(torch.Tag, tag) else {"schema": schema}
 
 

@@ -1,7 +1,7 @@
-"""Hypothesis strategies for the signatures that operators are made from.
+"""Hypothesis strategies for the signatures of operators.
 
-A signature is generated as source text and executed, as a user would write it: so annotations come
-in every spelling, as objects, as strings, and under `from __future__ import annotations`.
+A signature is generated as source text and executed. So annotations appear in all the forms that
+users write: as objects, as strings and under `from __future__ import annotations`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-# `make test-all` takes more.
+# `make test-all` sets a higher number.
 EXAMPLES = int(os.environ.get("TORCHOP_EXAMPLES", "30"))
-# The same examples in every run: a test that fails fails for everybody.
-# What tests share among their examples is a namespace, which is theirs alone.
+# Deterministic, so a failure can be reproduced everywhere. Examples of a test share the `namespace`
+# fixture, which no other test uses.
 stable = settings(
     derandomize=True,
     deadline=None,
     max_examples=EXAMPLES,
-    # On a busy machine, drawing is slow without anything being wrong.
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-# For what has many sides, all of which have to be seen.
+# For tests with many cases, such as schemas with every type.
 manifold = settings(stable, max_examples=2 * EXAMPLES)
 
 _HEADER = """
@@ -69,18 +68,16 @@ class Parameter(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """A supported signature."""
-
     source: str
     parameters: tuple[Parameter, ...]
     returns: str
 
     def function(self, seen: list[dict[str, Any]]) -> Callable[..., Any]:
-        """The function: it appends its arguments to `seen`, and returns what it declares."""
+        """Return a function that appends its arguments to `seen` and has a result of the type."""
         return self._execute(self.source, seen)
 
     def function_without_defaults(self, seen: list[dict[str, Any]]) -> Callable[..., Any]:
-        """A kernel for the same operator, that has to be told the defaults."""
+        """Return the same function without defaults, so callers must pass every argument."""
         positional = [p.name for p in self.parameters if not p.keyword_only]
         keyword_only = [p.name for p in self.parameters if p.keyword_only]
         names = [*positional, *(["*", *keyword_only] if keyword_only else [])]
@@ -92,22 +89,23 @@ class Signature(NamedTuple):
 
 
 class Unsupported(NamedTuple):
-    """A signature that a schema cannot express, and what the refusal has to mention."""
+    """A signature that no schema can express, and text that the error must contain."""
 
     source: str
     mentions: tuple[str, ...]
-    defaults: dict[str, Any] = {}  # noqa: RUF012  (never written to)
+    defaults: dict[str, Any] = {}  # noqa: RUF012  (never mutated)
 
     def function(self) -> Callable[..., Any]:
         return make_function(self.source, **self.defaults)
 
 
 def make_function(source: str, **names: Any) -> Callable[..., Any]:
-    """Execute the source of a module that defines `f`, or another single function."""
+    """Execute source code that defines `f`, or one other function, and return the function."""
     future = _FUTURE if source.startswith(_FUTURE) else ""
     module: dict[str, Any] = {"__name__": "generated", **names}
     text = future + _HEADER + source.removeprefix(_FUTURE)
-    # Not to inherit this file's own __future__ import, which would make every annotation a string.
+    # `dont_inherit` keeps this file's __future__ import from turning every annotation into a
+    # string.
     exec(compile(text, "<generated>", "exec", dont_inherit=True), module)
     functions = [value for value in module.values() if inspect.isfunction(value)]
     (function,) = (f for f in functions if f.__module__ == "generated")
@@ -119,7 +117,7 @@ def make_function(source: str, **names: Any) -> Callable[..., Any]:
 
 integers = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)
-# Quotes, escapes and control characters, and what looks like the rest of a schema.
+# Quotes, escapes, control characters and fragments of schemas.
 nasty_text = st.text(
     st.one_of(
         st.sampled_from("\"'\\\n\r\t\0\x01\x7f\v\f\aé日\u2028😀nrtx0u(),=*[]? "),
@@ -128,7 +126,7 @@ nasty_text = st.text(
     max_size=12,
 )
 numbers = st.one_of(integers, floats, st.booleans())
-# Those that every supported PyTorch has.
+# Dtypes that every supported PyTorch has.
 dtypes = st.sampled_from(
     [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 )
@@ -215,7 +213,7 @@ _RETURNS = {
     "typing.Tuple[list[Tensor], bool, float]": "([], True, 1.5)",
 }
 
-# Words that mean something to a schema, to TorchScript or to PyTorch's own Python, and plain ones.
+# Plain names, and names that have a meaning in schemas, TorchScript or PyTorch's Python code.
 _NAMES = (
     *("x", "y", "pic", "box", "self", "out", "name", "op", "fn", "args", "kwargs", "type", "int"),
     *("str", "Tensor", "SymInt", "device", "dtype", "inf", "nan", "print", "match", "a0", "_"),
@@ -228,7 +226,7 @@ def _body(returns: str) -> str:
 
 @st.composite
 def parameters(draw: DrawFn, name: str, keyword_only: bool, must_default: bool) -> Parameter:
-    """Generate a parameter, which may hold tensors only if it is positional."""
+    """Generate a parameter; only a positional one may be a tensor."""
     kinds = [
         kind
         for kind in KINDS
@@ -247,14 +245,15 @@ def parameters(draw: DrawFn, name: str, keyword_only: bool, must_default: bool) 
 
 @st.composite
 def signatures(draw: DrawFn) -> Signature:
-    """A signature that a schema can express, and that `custom_op` accepts."""
+    """Generate a signature that `custom_op` accepts."""
     names = draw(st.lists(st.sampled_from(_NAMES), max_size=6, unique=True))
     positional = draw(st.integers(0, len(names)))
     result: list[Parameter] = []
     must_default = False
     for index, name in enumerate(names):
         keyword_only = index >= positional
-        # Python wants a default after a default; keyword-only parameters are free of that.
+        # Python requires a default after a parameter with a default, except for keyword-only
+        # parameters.
         parameter = draw(parameters(name, keyword_only, must_default and not keyword_only))
         must_default = must_default or parameter.has_default
         result.append(parameter)
@@ -273,12 +272,12 @@ def _written(parameter: Parameter) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# What a schema cannot express
+# Unsupported signatures
 
 
-def what_to_write(near: str) -> str:
-    """Return the start of the suggestion in a message."""
-    if near.startswith("Tensor, "):  # no type is near, so it names all
+def start_of_suggestion(near: str) -> str:
+    # No supported type is similar, so the message lists all of them.
+    if near.startswith("Tensor, "):
         return f"supported are {near}"
     return (
         f"pass {near}"
@@ -287,7 +286,7 @@ def what_to_write(near: str) -> str:
     )
 
 
-# An annotation, and what to write instead.
+# Maps an unsupported annotation to the suggested type.
 UNSUPPORTED_TYPES: dict[str, str] = {
     "dict[str, Tensor]": "one argument per field",
     "typing.Mapping[str, int]": "one argument per field",
@@ -341,10 +340,10 @@ UNSUPPORTED_RETURNS = (
     *("dict[str, Tensor]", "torch.dtype", "torch.nn.Parameter", "typing.Any", "(Tensor, [int])"),
 )
 
-# What is not a type at all, when it is looked up.
+# Annotations that name no type.
 _UNKNOWN_TYPES = ("Tensr", "torch.Tensr", "Tensor[", "Optional['Tensr']", "1 / 0", "Nowhere.Type")
 
-# An annotation, a default that does not fit it, and what to say of it.
+# An annotation, a default that does not fit it, and text of the error message.
 UNSUPPORTED_DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("int", "a", "expected an int"),
     ("int", 1.5, "expected an int"),
@@ -377,7 +376,7 @@ UNSUPPORTED_DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("int", "\U0010ffff" * 1000, "expected an int"),
 )
 
-# Long ones too: no message grows without bound with the names of what it is about.
+# One name is very long, because messages must truncate long names.
 _parameter_names = st.sampled_from(["x", "pic", "bounding_box", "p" * 300, "_"])
 _function_names = st.sampled_from(["crop", "a_rather_long_name_for_a_function_" * 10])
 
@@ -389,7 +388,7 @@ def _start(text: str) -> str:
 
 @st.composite
 def unsupported(draw: DrawFn) -> Unsupported:
-    """A signature that `infer_schema` has to refuse."""
+    """Generate a signature that `infer_schema` must reject."""
     name, function = draw(_parameter_names), draw(_function_names)
     future = _FUTURE if draw(st.booleans()) else ""
     before = draw(st.sampled_from(["", "first: Tensor, ", "first: Tensor, *, "]))
@@ -403,7 +402,7 @@ def unsupported(draw: DrawFn) -> Unsupported:
     if reason == "type":
         annotation, near = draw(st.sampled_from(list(UNSUPPORTED_TYPES.items())))
         written = f"{name}: {annotation}"
-        return signature(written, parameter, "unsupported type", what_to_write(near))
+        return signature(written, parameter, "unsupported type", start_of_suggestion(near))
     if reason == "default":
         annotation, default, problem = draw(st.sampled_from(UNSUPPORTED_DEFAULTS))
         written = f"{name}: {annotation} = default"
@@ -448,7 +447,7 @@ number_dtypes = st.sampled_from(
 
 @st.composite
 def laid_out(draw: DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of small numbers that lies in its memory with any order, steps and offset."""
+    """Generate a tensor with any order of dimensions, strides and storage offset."""
     order = draw(st.permutations(range(len(shape))))
     steps = [draw(st.integers(1, 2)) for _ in shape]
     offset = draw(st.integers(0, 3))

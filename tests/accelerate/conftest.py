@@ -1,5 +1,3 @@
-"""Fixtures for tests of acceleration: operators of torch.library, and accelerating them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -15,7 +13,7 @@ from tests.accelerate.support import stock
 
 @pytest.fixture
 def accelerated(namespace: str) -> Iterator[Callable[[], torchop.Acceleration]]:
-    """Accelerate everything in the namespace until the test ends; return the object for it."""
+    """A function that accelerates the operators of the namespace until the test ends."""
     accelerations: list[torchop.Acceleration] = []
 
     def accelerate() -> torchop.Acceleration:
@@ -29,11 +27,11 @@ def accelerated(namespace: str) -> Iterator[Callable[[], torchop.Acceleration]]:
 
 @pytest.fixture
 def library(namespace: str) -> Iterator[torch.library.Library]:
-    """A library of torch.library's, until the test ends."""
     library = torch.library.Library(namespace, "FRAGMENT")
     yield library
-    # PyTorch looks a packet up again for its second overload, when the operators of both ended,
-    # and reads memory that was freed. So it is told of one.
+    # `Library._destroy` deletes the packet for each overload. After the first, PyTorch would look
+    # the packet up again and read freed memory. So leave only one overload of each packet in the
+    # list.
     one_of_each = {name.partition(".")[0]: name for name in library._op_defs}
     library._op_defs = set(one_of_each.values())
     library._destroy()
@@ -41,8 +39,6 @@ def library(namespace: str) -> Iterator[torch.library.Library]:
 
 @pytest.fixture
 def op(namespace: str) -> Any:
-    """An operator of torch.library's, which adds one."""
-
     def op(x: Tensor) -> Tensor:
         return x + 1
 
@@ -51,5 +47,4 @@ def op(namespace: str) -> Any:
 
 @pytest.fixture
 def seen() -> list[Any]:
-    """The arguments that a kernel or a formula got."""
     return []

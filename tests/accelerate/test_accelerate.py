@@ -1,5 +1,3 @@
-"""accelerate: patterns, the table, and taking it back."""
-
 from __future__ import annotations
 
 import warnings
@@ -24,7 +22,6 @@ def is_native(op) -> bool:
 
 
 def state(op):
-    """Return all state that accelerating changes."""
     overload = op._opoverload
     packet = overload._overloadpacket
     table = torch.jit._builtins._get_builtin_table()
@@ -33,7 +30,7 @@ def state(op):
         packet._op,
         hash(overload),
         table.get(id(packet._op)),
-        # Not its length: it keeps functions that are gone, by ids that others get.
+        # Not the number of entries, because the table keeps entries of freed functions.
         list(table.values()).count(packet._qualified_op_name),
         torch.library.Library.define,
         list(op._lib._registration_handles),
@@ -57,7 +54,7 @@ def test_undo_restores_everything(op, namespace):
     assert not is_native(op)
 
 
-def test_it_is_a_context_manager(op, namespace):
+def test_acceleration_is_a_context_manager(op, namespace):
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert acceleration.is_active
         assert acceleration.patterns == (f"{namespace}::op",)
@@ -67,7 +64,7 @@ def test_it_is_a_context_manager(op, namespace):
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_another_one_matches_stays_accelerated(op, namespace, first):
+def test_operator_stays_accelerated_while_another_acceleration_matches(op, namespace, first):
     both = [torchop.accelerate(f"{namespace}::*"), torchop.accelerate(f"{namespace}::op")]
     function = op._opoverload._op
     both.pop(first).undo()
@@ -77,7 +74,7 @@ def test_what_another_one_matches_stays_accelerated(op, namespace, first):
     assert not is_native(op)
 
 
-def test_doing_it_again_changes_nothing(op, namespace):
+def test_accelerating_twice_changes_nothing(op, namespace):
     with torchop.accelerate(f"{namespace}::*"):
         assert is_native(op)
         before = state(op)
@@ -87,7 +84,7 @@ def test_doing_it_again_changes_nothing(op, namespace):
         assert is_native(op)
 
 
-def test_an_implementation_registered_by_others_stays(op, namespace):
+def test_undo_keeps_a_function_that_other_code_set(op, namespace):
     original = op._opoverload._op
     acceleration = torchop.accelerate(f"{namespace}::*")
     ours = op._opoverload._op
@@ -99,11 +96,11 @@ def test_an_implementation_registered_by_others_stays(op, namespace):
     acceleration.undo()
     assert op._opoverload._op is theirs
     assert torch.equal(op(T), T + 1)
-    assert ours.entry.counters[0] == 0  # what they call dispatches
+    assert ours.entry.counters[0] == 0  # the calls from inside their implementation are dispatched
     op._opoverload._op = original
 
 
-def test_an_earlier_implementation_of_others_stays(op, namespace):
+def test_function_replaced_by_other_code_is_not_accelerated(op, namespace):
     overload = op._opoverload
     original, calls = overload._op, []
 
@@ -120,7 +117,7 @@ def test_an_earlier_implementation_of_others_stays(op, namespace):
     overload._op = original
 
 
-def test_what_is_registered_later_is_accelerated(namespace):
+def test_operators_registered_later_are_accelerated(namespace):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
         acceleration = torchop.accelerate(f"{namespace}::late*")
@@ -179,7 +176,7 @@ def test_the_table(op, namespace, library):
     assert repr(acceleration) == f"<Acceleration of {namespace}::*>"
 
 
-def test_operators_of_cpp_are_left_alone_with_the_reason():
+def test_operators_defined_in_cpp_are_skipped_with_the_reason():
     function = torch.ops.aten.sin.default._op
     with pytest.warns(
         torchop.NothingToAccelerateWarning,
@@ -209,7 +206,7 @@ def test_a_pattern_may_name_overloads(namespace, library):
         assert is_native(ops.one)
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
-        assert len(acceleration.operators) == 3  # a name stands for all its overloads
+        assert len(acceleration.operators) == 3  # a name without an overload matches all overloads
     with torchop.accelerate(f"{namespace}::op.default") as acceleration:
         assert [row.op for row in acceleration.operators] == [f"{namespace}::op"]
 
@@ -252,7 +249,7 @@ def test_explain_shows_how_to_accelerate_and_that_it_was_undone(op):
     assert torchop.explain(name, T).reason == how
 
 
-def test_what_is_no_pattern_is_refused():
+def test_invalid_pattern_is_rejected():
     with pytest.raises(ValueError, match="got no pattern; name the operators"):
         torchop.accelerate()
     with pytest.raises(TypeError, match="'mylib::\\*', got int: 3"):

@@ -1,4 +1,4 @@
-"""Arguments of accelerated operators equal the dispatcher's."""
+"""Accelerated operators get the same arguments as from the dispatcher."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated
     before = outcomes()
     accelerated()
     assert outcomes() == before
-    assert numbers == [2, 1, 2, 3]  # what is converted is not the caller's list
+    assert numbers == [2, 1, 2, 3]  # converting must not change the caller's list
     assert torchop.native.counters(op.default) == {"native": len(calls)}
     too_large = [lambda: op(T, 10**400), lambda: op(T, 1.0, 1, 1, [10**400])]
     found = [outcome(call) for call in too_large]
@@ -93,7 +93,7 @@ def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated
 
 
 @needs_native
-def test_a_converted_number_is_what_setup_context_sees(namespace, accelerated, seen):
+def test_setup_context_gets_converted_numbers(namespace, accelerated, seen):
     def op(xs: Sequence[Tensor], factor: float, count: int = 1) -> Tensor:
         return xs[0] * factor
 
@@ -127,5 +127,5 @@ def test_a_kernel_sees_its_own_defaults(namespace, accelerated, seen):
     ]
     assert_same(accelerated, handle, *calls)
     assert repr(seen[:5]) == repr(seen[5:])
-    assert repr(seen[0]) == "(1, (1, 2), None)"  # not what the schema says
+    assert repr(seen[0]) == "(1, (1, 2), None)"  # the int for `float` stays an int
     assert repr(seen[3]) == "(1.0, [2, 1], 3.0)"

@@ -17,7 +17,7 @@ from tests.accelerate.support import T, counts_versions_once, stock, with_formul
 pytestmark = needs_native
 
 
-def test_without_a_formula_pytorch_says_so_in_backward(namespace, accelerated, library):
+def test_without_a_formula_pytorch_raises_in_backward(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", lambda x: x.detach() * 2, BACKEND)
     op = getattr(torch.ops, namespace).op
@@ -30,7 +30,7 @@ def test_without_a_formula_pytorch_says_so_in_backward(namespace, accelerated, l
     assert torchop.native.counters(op) == {"native": 2}
 
 
-def test_a_formula_sees_the_same(namespace, accelerated, seen):
+def test_formula_gets_the_same_arguments(namespace, accelerated, seen):
     handle = with_formula(namespace, seen)
 
     def calls():
@@ -47,7 +47,8 @@ def test_a_formula_sees_the_same(namespace, accelerated, seen):
     after = list(calls())
     assert torchop.native.counters(handle) == {"native": 4}
     assert seen == told
-    assert told[0][1] == (True, False, False)  # one for each argument passed, and PyTorch's own
+    # One for each argument of the call, and PyTorch's own.
+    assert told[0][1] == (True, False, False)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[0], new[0])
         assert old[1:] == new[1:]
@@ -135,7 +136,8 @@ def test_gradients_through_lists(namespace, accelerated, seen):
         seen.append(("backward", ctx.needs_input_grad))
         grads = [first * w for _ in xs]
         inputs = grads, None, second * ctx.k, [first * w] * ctx.count, None
-        return inputs[: len(ctx.needs_input_grad)]  # PyTorch drops what equals its default
+        # PyTorch drops arguments that equal their default.
+        return inputs[: len(ctx.needs_input_grad)]
 
     handle = stock(namespace, op)
     handle.register_autograd(backward, setup_context=setup_context)
@@ -144,7 +146,7 @@ def test_gradients_through_lists(namespace, accelerated, seen):
         lambda: ([x, T, y], [1], w, []),
         lambda: ([x, x], [1, 2], T, [y, T], 3),
         lambda: ([], [1], w, [x]),
-        lambda: ([T], [], T, [x], 2),  # an empty list is one of tensors to PyTorch
+        lambda: ([T], [], T, [x], 2),  # PyTorch treats an empty list as a list of tensors
     ]
 
     def gradients() -> list[Any]:
@@ -231,8 +233,8 @@ def fixed() -> Tensor:
 @pytest.mark.parametrize("make", [leaf, fixed])
 @pytest.mark.parametrize("other", [leaf, fixed])
 @pytest.mark.parametrize("shape", ["all", "none", "one", "first"])
-def test_gradients_past_a_none_in_a_list(namespace, accelerated, seen, make, other, shape):
-    """PyTorch differentiates the tensors of such a list if there is no None in it."""
+def test_gradients_of_a_list_that_contains_none(namespace, accelerated, seen, make, other, shape):
+    """PyTorch differentiates the tensors of a list only if it does not contain None."""
 
     def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
         return sum([x for x in xs if x is not None], w * 2)
@@ -299,7 +301,7 @@ def test_operators_that_mutate_something_else(namespace, accelerated, make, retu
 
 @pytest.mark.parametrize("schema", ["(Tensor x, Tensor y)", "(Tensor[] x, Tensor y)"])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_kernel_that_returns_its_inputs_leaves_them_alone(
+def test_kernel_that_returns_its_inputs_does_not_change_them(
     namespace, accelerated, library, schema, count
 ):
     library.define(f"op{schema} -> {'Tensor' if count == 1 else '(Tensor, Tensor)'}")
@@ -336,7 +338,7 @@ def test_a_kernel_that_returns_its_inputs_leaves_them_alone(
     assert torchop.native.counters(op) == {"native": 2}
 
 
-def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated, library, seen):
+def test_formula_gets_defaults_as_stored_in_the_schema(namespace, accelerated, library, seen):
     library.define(
         "op(Tensor x, int[] sizes=[1, 2], Device? device='cpu', float f=0.5, ScalarType? type=int, "
         "*, MemoryFormat layout=contiguous_format, float[] scales=[1.0]) -> Tensor"
@@ -375,7 +377,7 @@ def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated
     accelerated()
     assert gradients() == before
     assert repr(seen) == told
-    assert "layout': 0" in told  # not torch.contiguous_format
+    assert "layout': 0" in told  # the formula gets the number, not torch.contiguous_format
     assert torchop.native.counters(op) == {"native": len(calls)}
 
 

@@ -22,7 +22,7 @@ def test_a_kernel_that_was_registered_later_runs(accelerated, op):
     assert torch.equal(op(T), T + 1)
     op.register_kernel(TYPE)(lambda x: x + 2)
     assert torch.equal(op(T), T + 2)
-    op.register_kernel(TYPE)(lambda x: x + 3)  # PyTorch's table does not change for this one
+    op.register_kernel(TYPE)(lambda x: x + 3)  # this changes no table of the dispatcher
     assert torch.equal(op(T), T + 3)
     assert torch.equal(op(T), T + 3)
     assert torchop.native.counters(op) == {"native": 3, "kernel": 1}
@@ -42,7 +42,7 @@ def test_kernels_of_a_list_of_devices(namespace, accelerated):
     def op(x: Tensor) -> Tensor:
         return x + 1
 
-    # With torch.library, the kernel of each device in the list runs the kernel of the last device.
+    # In torch.library, every device in the list runs the kernel of the list's last device.
     handle = stock(namespace, op, device_types=[TYPE, OTHER])
     handle.register_kernel(TYPE)(lambda x: x + 2)
     before = handle(T)
@@ -54,12 +54,12 @@ def test_kernels_of_a_list_of_devices(namespace, accelerated):
 
 
 @pytest.mark.parametrize("is_older", [True, False])
-def test_an_override_runs_whenever_it_was_made(namespace, accelerated, op, is_older):
+def test_override_runs_before_and_after_acceleration(namespace, accelerated, op, is_older):
     if not is_older:
         accelerated()
         assert torch.equal(op(T), T + 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    library.impl("op", lambda x: x, BACKEND)  # no check of aliases for this one
+    library.impl("op", lambda x: x, BACKEND)  # such a kernel may return its input
     accelerated()
     assert op(T) is T
     assert op(T) is T
@@ -73,7 +73,7 @@ AUTOCAST = f"Autocast{BACKEND}"
 
 
 @pytest.mark.parametrize("key", [AUTOGRAD, "ADInplaceOrView", AUTOCAST, "BackendSelect"])
-def test_a_kernel_that_takes_keys_is_left_to_the_dispatcher(accelerated, library, op, key):
+def test_kernel_that_takes_keys_is_dispatched(accelerated, library, op, key):
     library.impl("op", lambda keys, x: x + 5, key, with_keyset=True)
     with torch.autocast(TYPE, enabled=key == AUTOCAST):
         before = op(T)
@@ -90,7 +90,7 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     library.define("empty(Tensor x) -> Tensor")
     library.impl("op", lambda x, y=2: x + y, BACKEND)
     library.impl("op.two", lambda x, y: x - y, BACKEND)
-    # With its default, the arguments alone would fit too.
+    # Without the keys, the remaining arguments would fit the signature too.
     library.impl("with_keys", lambda keys, x=None, y=2: x * y, BACKEND, with_keyset=True)
     library.impl("composite", lambda x: x * 3, "CompositeImplicitAutograd")
     acceleration = accelerated()
@@ -116,7 +116,7 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "", ())
 
 
-def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accelerated, seen):
+def test_wrapper_of_torch_library_impl_is_skipped(namespace, accelerated, seen):
     torch.library.define(f"{namespace}::op", "(Tensor x, int a=1) -> Tensor")
 
     @torch.library.impl(f"{namespace}::op", "default")
@@ -132,7 +132,7 @@ def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accel
     op = getattr(torch.ops, namespace).op
     assert torch.equal(op(T), T + 1)
     assert torch.equal(op(T, 2), T + 2)
-    assert set(seen) == {"test_what_torch_library_impl_puts_around_a_kernel_is_spared"}
+    assert set(seen) == {"test_wrapper_of_torch_library_impl_is_skipped"}
     assert torchop.native.counters(op) == {"native": 2}
 
 

@@ -1,5 +1,3 @@
-"""Accelerated operators that mutate tensors with requires_grad."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +38,7 @@ WRITTEN: dict[str, Callable[[], Tensor]] = {
     "one of several views": lambda: leaf(2, 2).unbind(0)[0],
     "view without grad": view_without_grad,
 }
-# (schema, tag, kernel, arguments of x, which is written, and y)
+# For each kind: the schema, its tag, the kernel, and the arguments from x, which is mutated, and y.
 OPERATORS: dict[str, tuple[str, str, Callable[..., Any], Callable[..., Any]]] = {
     "nothing": (
         "(Tensor(a!) x, Tensor y) -> ()",
@@ -110,7 +108,7 @@ def test_tensors_that_require_grad_are_written_as_by_the_dispatcher(namespace, a
     with torch.no_grad():
         after += [observed(handle, kind, *call) for call in calls]
     assert after == before
-    if kind == "out":  # PyTorch refuses to differentiate it
+    if kind == "out":  # PyTorch rejects gradients of out= operators
         assert counted.keys() == {"native", "gradient"}
         reason = torchop.explain(handle, leaf(), x=leaf()).reason
         assert reason.startswith("it records a gradient: PyTorch refuses that, as a tensor is")

@@ -1,4 +1,4 @@
-"""Operators of torch.library mean the same, accelerated or not; and their lifetime."""
+"""Acceleration does not change compilers, modes, transforms or deregistration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_four_threads(namespace, accelerated):
 
 
 @counts_versions_once
-def test_none_for_what_is_written_is_passed_over_as_before(namespace, accelerated):
+def test_none_for_a_mutated_argument_is_ignored_as_before(namespace, accelerated):
     def op(x: Tensor, y: Tensor | None) -> None:
         x.zero_()
 
@@ -77,7 +77,7 @@ def test_a_tensor_of_inference_mode_is_refused_as_before(namespace, accelerated)
     assert torchop.native.counters(handle) == {"mutation": 1, "native": 1}
 
 
-def test_rules_keep_their_meaning(namespace, accelerated, seen):
+def test_rules_work_as_before(namespace, accelerated, seen):
     def op(x: Tensor) -> Tensor:
         seen.append(x.dtype)
         return x + 1
@@ -101,7 +101,7 @@ def test_rules_keep_their_meaning(namespace, accelerated, seen):
         handle(T)
     assert f"{namespace}.op.default" in seen
     counted = torchop.native.counters(handle)
-    assert counted["keys"] >= 1  # meta
+    assert counted["keys"] >= 1  # the tensor on the meta device
     assert counted["autocast"] == 1
     assert counted["mode"] >= 1
     assert torchop.explain(handle, T).native
@@ -117,7 +117,8 @@ def test_compiled_graphs_call_natively(namespace, accelerated, op):
 
     expected = (T * 2 + 1) + (T + 1)
     assert torch.equal(program(T), expected)
-    before = torchop.native.counters(op).get("native", 0)  # AOT Autograd analyses the first call
+    # AOT Autograd runs the operator to analyse the first call.
+    before = torchop.native.counters(op).get("native", 0)
     assert torch.equal(program(T), expected)
     assert torchop.native.counters(op)["native"] == before + 2
 
@@ -136,7 +137,7 @@ def test_turning_native_calls_off(namespace, accelerated):
     assert "test_turning_native_calls_off" in explanation.kernels[-1]
 
 
-def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerated):
+def test_torchop_operator_keeps_its_own_native_calls(namespace, accelerated):
     @torchop.custom_op(f"{namespace}::ours", mutates_args=())
     def ours(x: Tensor) -> Tensor:
         return x + 1
@@ -155,7 +156,7 @@ def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerate
     library.close()
 
 
-def test_a_later_kernel_of_torchops_takes_the_operator_over(namespace, accelerated, library):
+def test_kernel_registered_later_by_torchop_takes_over(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
     acceleration = accelerated()
     torchop.impl(f"{namespace}::op", BACKEND, lambda x: x + 2, lib=library)

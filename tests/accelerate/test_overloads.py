@@ -34,7 +34,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
         "op": "(Tensor x, *, int amount=1) -> Tensor",
         "op.out": "(Tensor x, *, int amount=1, Tensor(a!) out) -> Tensor(a!)",
         "op.two": "(Tensor x, int y) -> Tensor",
-        "op.never": "(Tensor x, float y) -> Tensor",  # an int is a float to a schema, but too late
+        "op.never": "(Tensor x, float y) -> Tensor",  # it accepts an int, but `two` comes first
         "op.text": "(Tensor x, str y, *, int amount=1) -> Tensor",
     }
     seen: list[str] = []
@@ -83,17 +83,16 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     counted = {name: torchop.native.counters(getattr(packet, name)) for name in packet.overloads()}
     assert counted["default"]["native"] == 2
     assert counted["out"] == {"native": 2}
-    # `two` takes True, and takes no 2.5, which leaves that to `never`.
+    # `two` accepts True, but not 2.5, which only `never` accepts.
     assert counted["two"] == {"native": 3}
     assert counted["never"] == {"native": 1}
-    # All others refused the text, or the keyword by its name; what none can bind counts for the
-    # last.
+    # These calls only fit `text`. A call that fits no overload is counted for the last one.
     assert counted["text"] == {"native": 2, "argument_type": 1, "binding": 4}
     acceleration.undo()
     assert packet._op is function
 
 
-def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerated, library):
+def test_packet_finds_an_overload_defined_later(namespace, accelerated, library):
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", lambda x: x + 1, BACKEND)
     accelerated()

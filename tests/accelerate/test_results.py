@@ -69,7 +69,7 @@ def test_results_are_converted_and_checked_as_before(
 
 
 @needs_tags
-def test_forms_must_return_what_they_write(namespace, accelerated):
+def test_forms_must_return_their_mutated_arguments(namespace, accelerated):
     def right_(x: Tensor) -> Tensor:
         return x.add_(1)
 
@@ -105,8 +105,8 @@ def test_forms_must_return_what_they_write(namespace, accelerated):
     ],
 )
 @pytest.mark.parametrize("returns", ["Tensor", "(Tensor, Tensor)", "()"])
-def test_each_way_to_call_returns_what_it_did(namespace, accelerated, returns, made):
-    """Since 2.14, PyTorch converts the results of calls of a packet, and of no others."""
+def test_each_way_to_call_returns_the_same_as_before(namespace, accelerated, returns, made):
+    """Since 2.14, PyTorch converts the results of calls through a packet only."""
     handle = torch.library.custom_op(
         f"{namespace}::op", made, mutates_args=(), schema=f"(Tensor x) -> {returns}"
     )
@@ -131,9 +131,9 @@ def test_each_way_to_call_returns_what_it_did(namespace, accelerated, returns, m
 
 @pytest.mark.parametrize("made", [lambda x: (x + 1, x + 2, 3), lambda x: [x + n for n in range(9)]])
 def test_more_results_than_the_schema_has_are_refused(namespace, accelerated, made):
-    """PyTorch itself reads behind the end of the schema for them, so there is no stock arm.
+    """Not compared with PyTorch, which reads past the end of the schema.
 
-    With a keyword, because since 2.14 PyTorch looks at the results of such calls only.
+    The call uses a keyword, because since 2.14 PyTorch only converts the results of such calls.
     """
     op = torch.library.custom_op(
         f"{namespace}::op", made, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"

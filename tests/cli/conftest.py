@@ -1,5 +1,3 @@
-"""A package that registers operators, and running the command line."""
-
 from __future__ import annotations
 
 import importlib
@@ -14,7 +12,7 @@ from tests._support.common import Outcome
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
-    """Run a command in this process, which gets back what the programs that it runs change."""
+    """Run commands in this process, and restore the folder and `sys` afterwards."""
     pytest.importorskip("click.testing")
     monkeypatch.chdir(Path.cwd())
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -26,7 +24,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
 def write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
 ) -> Iterator[Callable[[str, str], str]]:
-    """Write a module that can be imported, in which NAMESPACE is that of the test."""
+    """A function that writes an importable module; NAMESPACE becomes the test's namespace."""
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 
@@ -69,5 +67,4 @@ def double_(x: torch.Tensor) -> None:
 
 @pytest.fixture
 def package(write: Callable[[str, str], str]) -> str:
-    """The name of a module that registers operators."""
     return write("package", PACKAGE)

@@ -1,5 +1,3 @@
-"""`python -m torchop accelerate`, and its table of savings."""
-
 from __future__ import annotations
 
 import importlib
@@ -14,8 +12,9 @@ from tests._support.common import needs_native
 from torchop.testing import CallRecord, TensorRecord
 
 pytest.importorskip("click")
-report = importlib.import_module("torchop.cli.accelerate")  # not the command of that name
-from torchop.cli.measure import Cost, Measurement  # noqa: E402  # it needs click
+# `torchop.cli.accelerate` as an attribute is the command, not the module.
+report = importlib.import_module("torchop.cli.accelerate")
+from torchop.cli.measure import Cost, Measurement  # noqa: E402  # needs click
 
 pytestmark = needs_native
 
@@ -24,7 +23,7 @@ X = TensorRecord(torch.float32, (3,), "cpu", False)
 
 @pytest.fixture
 def save(tmp_path, namespace):
-    """Write a recording of calls, given by the names of operators."""
+    """A function that saves a recording, given a call and its count for each operator."""
 
     def save(file="calls.json", **calls):
         recorded = torchop.record("*")
@@ -69,7 +68,7 @@ def test_recorded_calls_are_measured(run, package, save, namespace):
     assert float(number) == pytest.approx(1.5 * (float(before) - float(after)), abs=0.03)
 
 
-def test_recorded_calls_are_not_made_unasked(run, write, save, namespace, tmp_path):
+def test_recorded_calls_are_not_repeated_without_the_option(run, write, save, namespace, tmp_path):
     trusting = write(
         "trusting",
         """
@@ -94,7 +93,7 @@ store(torch.ones(2), "/dev/null")
     assert outcome.err.isascii()
     assert "\x1b" not in outcome.err
     assert len(outcome.err) < 500
-    # What the import called is measured all the same.
+    # Operators that were called during the import are also measured.
     assert outcome.row(f"{namespace}::store")[:3] == ["yes", "7", "7"]
     assert "this saves" in outcome.out
     file = save(store=(CallRecord((X, path), {}), 6))
@@ -125,7 +124,7 @@ def good(x: torch.Tensor) -> torch.Tensor:
     assert len(outcome.row(f"{namespace}::good")) == 5
 
 
-def test_recorded_operators_that_were_there_take_part(run, package, save, namespace):
+def test_recorded_operators_registered_before_are_included(run, package, save, namespace):
     torch.library.define(f"{namespace}::known", "(Tensor x) -> Tensor")
     torch.library.impl(f"{namespace}::known", "cpu", lambda x: x * 2)
     file = save(known=(CallRecord((X,), {}), 7), gone=(CallRecord((X,), {}), 3))
@@ -155,7 +154,7 @@ def test_a_module_without_operators_is_reported(run):
     assert outcome.out == "json registers no operator that matches nobody::*\n"
 
 
-def test_what_is_no_pattern_is_refused(run):
+def test_invalid_pattern_is_rejected(run):
     outcome = run("accelerate", "--report", "json", "nobody")
     assert outcome.code == 1
     assert "no operator name can match that" in outcome.err
@@ -167,7 +166,7 @@ def test_what_is_no_pattern_is_refused(run):
 
 @pytest.fixture
 def lines(monkeypatch):
-    """The lines of the table of an operator that was called 8 times, and measured like this."""
+    """A function that returns the table's lines for an operator with 8 calls."""
 
     def lines(measurement):
         monkeypatch.setattr(report, "measure", lambda ops: dict.fromkeys(ops, measurement))
@@ -179,7 +178,7 @@ def lines(monkeypatch):
     return lines
 
 
-def test_what_gains_nothing_is_not_measured():
+def test_operators_that_cannot_be_accelerated_are_not_measured():
     recorded = torchop.record("*")
     recorded._add("aten::sin", CallRecord((X,), {}), 4)
     rows = report.rows_of_recorded(recorded, ("aten::*",))
@@ -190,7 +189,7 @@ def test_what_gains_nothing_is_not_measured():
     ]
 
 
-def test_what_native_calls_save_is_added_up(lines):
+def test_savings_of_native_calls_are_added_up(lines):
     _, row, _, saved = lines(Measurement(0.75, Cost(3.0, 1.0, 0.5)))
     assert row.split() == ["a::b", "yes", "8", "6", "3.00", "1.00"]
     assert saved == "In the recorded calls, this saves 12.00 us."

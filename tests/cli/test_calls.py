@@ -78,8 +78,6 @@ alone.register_examples(lambda: [(torch.ones(2),)])
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Measure in this process, and not for long."""
-
     def answers_of(function, args, limit, modules):
         found = (each for each in function(*args) if not isinstance(each, str))
         return contextlib.nullcontext(pickle.loads(pickle.dumps(each)) for each in found)
@@ -134,7 +132,7 @@ def test_kernels_are_compared_with_the_examples(run, write, namespace, quick):
         (["--over", "n=a"], "'n=a' is not like 'n=1,16,256'"),
     ],
 )
-def test_sizes_that_cannot_be_had_are_errors(run, write, namespace, options, message):
+def test_impossible_sizes_are_errors(run, write, namespace, options, message):
     outcome = run("bench", f"{namespace}::cube", "--import", write("wrong", COMPARED), *options)
     assert outcome.code != 0
     assert message in outcome.err

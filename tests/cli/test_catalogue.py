@@ -1,5 +1,3 @@
-"""`python -m torchop list`, `explain` and `bench`."""
-
 from __future__ import annotations
 
 import json
@@ -123,7 +121,7 @@ def test_explanations_in_json(run, listed, namespace):
 
 
 @pytest.mark.parametrize("command", ["explain", "bench"])
-def test_calls_that_cannot_be_had_are_errors(run, listed, namespace, command):
+def test_impossible_calls_are_errors(run, listed, namespace, command):
     outcome = run(command, f"{namespace}::low", "--import", listed)
     assert outcome.code == 1
     assert f"{namespace}::low has no examples; pass the arguments: --call" in outcome.err
@@ -174,7 +172,7 @@ def test_calls_are_measured_in_a_process_of_their_own(run, listed, namespace):
     assert all(cost > 0 for cost in costs["microseconds"].values())
 
 
-def test_what_is_written_is_measured_with_fresh_contents(run, listed, namespace):
+def test_mutated_arguments_are_measured_with_fresh_contents(run, listed, namespace):
     outcome = run(
         *("bench", f"{namespace}::double_", f"{namespace}::low", "--import", listed),
         *("--call", "torch.ones(2)"),

@@ -1,4 +1,4 @@
-"""`python -m torchop check`: tests of pytest, in workers that may crash. Uses private names."""
+"""`python -m torchop check`, whose workers may crash. Uses private names."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ KNOWN = {
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
-    """The output of the command for a package with wrong operators."""
     import importlib
     import sys
 
@@ -90,7 +89,7 @@ def test_each_operator_is_checked(checked):
     assert {report["seed"] for report in checked.reports} == {7}
 
 
-def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
+def test_summary_lists_failed_and_skipped_checks(checked):
     assert checked.code == 1
     assert "checkedlib::good: 3 passed (" in checked.out
     assert (
@@ -101,7 +100,7 @@ def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
     assert "(torch.ops.checkedlib.flat.default, args)" in checked.out
 
 
-def test_a_crash_is_a_finding_with_its_program(checked):
+def test_crash_is_a_finding_with_a_reproducer(checked):
     (failure,) = [r for r in checked.reports[0]["results"] if r["outcome"] == "failed"]
     assert failure["message"].startswith(
         "the tensor transposed: the call ended the process. Aborted"
@@ -111,7 +110,7 @@ def test_a_crash_is_a_finding_with_its_program(checked):
     assert "(torch.ops.checkedlib.crash.default, args)" in failure["program"]
 
 
-def test_what_does_not_end_is_a_finding_too(run, write, namespace):
+def test_hanging_operator_is_a_finding(run, write, namespace):
     module = write("operators", OPERATORS)
     arguments = (f"{namespace}::wait", "--import", module, "-k", "transposed", "--timeout", "20")
     outcome = run("check", *arguments)
@@ -121,7 +120,7 @@ def test_what_does_not_end_is_a_finding_too(run, write, namespace):
     assert f"(torch.ops.{namespace}.wait.default, args" in outcome.out
 
 
-def test_a_pattern_and_examples_of_ones_own(run, write, namespace):
+def test_pattern_and_user_defined_examples(run, write, namespace):
     module = write("operators", OPERATORS)
     outcome = run(
         "check",
@@ -132,7 +131,7 @@ def test_a_pattern_and_examples_of_ones_own(run, write, namespace):
     assert f"{namespace}::unknown: 1 passed" in outcome.out
 
 
-def test_failures_that_are_known_are_none_and_fail_when_they_pass(run, write, namespace):
+def test_known_failures_pass_and_fail_once_fixed(run, write, namespace):
     module = write("operators", OPERATORS)
     arguments = ("--import", module, "-k", "memory.transposed", "-k", "memory.offset")
     arguments = (*arguments, "--expected", f"{module}:KNOWN")
@@ -164,7 +163,7 @@ def test_failures_that_are_known_are_none_and_fail_when_they_pass(run, write, na
         (["json"], "json registers no operator that can be recognized as its own. Pass a pattern"),
     ],
 )
-def test_what_cannot_be_found_is_an_error(run, arguments, message):
+def test_missing_operator_is_an_error(run, arguments, message):
     outcome = run("check", *arguments)
     assert outcome.code == 1
     assert message in outcome.err
@@ -185,13 +184,13 @@ def test_a_module_that_skips_itself_is_an_error(run, write):
     assert f"{module} cannot be imported: Skipped: no GPU" in outcome.err
 
 
-def test_a_path_that_cannot_be_written_is_told_first(run, tmp_path):
+def test_unwritable_path_is_reported_first(run, tmp_path):
     outcome = run("check", "no_such_package", "--json", str(tmp_path / "none" / "out.json"))
     assert outcome.code == 2
     assert "cannot be written to" in outcome.err
 
 
-def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
+def test_mistakes_are_reported_before_the_checks(run, write, namespace):
     module = write("operators", OPERATORS)
     outcome = run("check", f"{namespace}::*", "--import", module, "-k", "memroy")
     assert outcome.code == 1
@@ -226,7 +225,7 @@ def test_references_are_compared_with_the_operators(run, write, namespace):
     assert f"--reference {module}:NONE: AttributeError" in outcome.err
 
 
-def test_what_it_needs_is_told(run, write, namespace, monkeypatch):
+def test_missing_packages_are_named(run, write, namespace, monkeypatch):
     module = write("operators", WITH_REFERENCES)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -237,8 +236,8 @@ def test_what_it_needs_is_told(run, write, namespace, monkeypatch):
     assert f"check needs xdist: {installing('check')}" in outcome.err
 
 
-def test_why_a_worker_has_no_tests_is_told(run, write, namespace, tmp_path):
-    """A module that can be imported once: by the command, and not by the worker."""
+def test_reason_for_a_worker_without_tests_is_reported(run, write, namespace, tmp_path):
+    """The module can be imported only once, so the command can import it, but not the worker."""
     once = f"import pathlib\npathlib.Path({str(tmp_path / 'seen')!r}).touch(exist_ok=False)\n"
     module = write("operators", once + WITH_REFERENCES)
     outcome = run("check", f"{namespace}::half", "--import", module, "-k", "memory.given")

@@ -1,5 +1,3 @@
-"""Child processes of commands: imports, values, time limits and crashes."""
-
 from __future__ import annotations
 
 import os
@@ -59,7 +57,6 @@ def runs(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process ends within a minute."""
     end = time.monotonic() + 60
     while runs(pid) and time.monotonic() < end:
         time.sleep(0.05)
@@ -84,7 +81,8 @@ def test_crash_is_detected_while_a_grandchild_holds_the_pipe() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process with its parent")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forks of a program with threads
+# Python warns about forks of a process with threads.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_child_ends_if_the_program_is_killed() -> None:
     read, write = os.pipe()
     program = os.fork()
@@ -102,7 +100,7 @@ def test_child_ends_if_the_program_is_killed() -> None:
 def test_child_has_the_threads_and_environment_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The forkserver itself has one thread."""
+    """The forkserver itself has only one thread."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     with answers_of(computes, (2**20,), 600) as messages:
         total, threads, most = next(messages)
@@ -117,7 +115,7 @@ def test_time_limit_names_the_step() -> None:
             next(messages)
 
 
-def test_click_exceptions_are_raised_and_others_end_the_process() -> None:
+def test_click_exceptions_are_raised_and_others_kill_the_process() -> None:
     with answers_of(raises, (click.ClickException,), 60, method="fork") as messages:
         assert next(messages) == 1
         with pytest.raises(click.ClickException, match=r"^no second value$"):

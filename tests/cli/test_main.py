@@ -12,7 +12,7 @@ import pytest
 from tests._support.common import Outcome
 from tests._support.forking import run_forked, run_module
 
-# What the command `torchop` runs, which is made where the package is installed.
+# The code of the script `torchop`, which only exists where the package is installed.
 COMMAND = "import sys; from torchop.__main__ import main; sys.argv[0] = 'torchop'; sys.exit(main())"
 
 
@@ -23,8 +23,8 @@ def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "the environment variable TORCHOP_NATIVE is 'banana', and must be one of" in outcome.err
 
 
-def test_a_wrong_environment_variable_is_no_traceback() -> None:
-    """It is there before `python -m torchop` imports anything."""
+def test_wrong_environment_variable_gives_no_traceback() -> None:
+    """The variable is already set when `python -m torchop` imports torchop."""
     program = "import sys\nfrom torchop.__main__ import main\nsys.argv[1:] = ['list', 'x']\nmain()"
     done = run_forked(program, TORCHOP_NATIVE="banana")
     assert done.returncode == 2
@@ -33,7 +33,7 @@ def test_a_wrong_environment_variable_is_no_traceback() -> None:
 
 
 @pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf"])
-def test_a_time_that_is_none_is_refused(seconds: str) -> None:
+def test_invalid_time_is_rejected(seconds: str) -> None:
     outcome = Outcome("check", "aten::sin", "--timeout", seconds)
     assert outcome.code == 2
     assert f"'--timeout': {float(seconds):g} is not a number of seconds above 0" in outcome.err
@@ -49,9 +49,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "program", [["-m", "torchop"], pytest.param(["-c", COMMAND], marks=pytest.mark.exhaustive)]
 )
-def test_a_module_that_crashes_when_it_is_imported_is_shown(
-    program: list[str], tmp_path: Path
-) -> None:
+def test_module_that_crashes_on_import_is_shown(program: list[str], tmp_path: Path) -> None:
     (tmp_path / "crashes.py").write_text("import os\nos.abort()\n")
     done = _run("list", "crashes", program=program, folder=tmp_path)
     assert done.returncode == -signal.SIGABRT
@@ -59,7 +57,7 @@ def test_a_module_that_crashes_when_it_is_imported_is_shown(
     assert f'File "{tmp_path}/crashes.py", line 2 in <module>\n' in done.stderr
 
 
-def test_a_module_that_ends_the_process_when_it_is_imported_is_named(tmp_path: Path) -> None:
+def test_module_that_exits_on_import_is_named(tmp_path: Path) -> None:
     forks = "import os\nif os.fork() == 0:\n    os._exit(0)\nos.wait()\n"
     (tmp_path / "ends.py").write_text(f"{forks}from os import _exit\n_exit(0)\n")
     done = run_module("torchop", "list", "ends", folder=tmp_path)

@@ -1,5 +1,3 @@
-"""Measuring calls in a child process, and the reasons for not measuring a call."""
-
 from __future__ import annotations
 
 import importlib
@@ -17,7 +15,7 @@ from torchop.testing import CallRecord, TensorRecord, TypeRecord
 pytest.importorskip("click")
 import click
 
-from torchop.cli import measure  # it needs click
+from torchop.cli import measure  # needs click
 from torchop.cli.measure import Cost, measurements
 
 pytestmark = needs_native
@@ -26,12 +24,11 @@ X = TensorRecord(torch.float32, (3,), "cpu", False)
 
 
 def cost_of(op, *calls):
-    """Measure these kinds of calls in this process."""
     return list(measurements(op, [(call, 1) for call in calls]))[-1].cost
 
 
 def share_of(op, *kinds):
-    """The native share that is known before the first call."""
+    """Return the native share, which is computed before any call is measured."""
     return next(measurements(op, list(kinds))).native
 
 
@@ -42,7 +39,7 @@ def module(package):
 
 @pytest.fixture
 def reason(module, namespace):
-    """Return the reason for not measuring these recorded calls, or an empty string."""
+    """A function that returns the reason for not measuring these calls, or ""."""
 
     def reason(op, *calls):
         try:
@@ -97,7 +94,7 @@ def test_tensors_of_all_kinds_are_measured(reason, tensor):
     assert reason("called", CallRecord((tensor, 2), {})) == ""
 
 
-def test_what_has_an_effect_is_not_repeated(namespace):
+def test_operators_with_an_effect_are_not_measured(namespace):
     calls = []
     op = torch.library.custom_op(
         f"{namespace}::op", calls.append, mutates_args=(), schema="(Tensor x) -> ()"
@@ -108,7 +105,7 @@ def test_what_has_an_effect_is_not_repeated(namespace):
     assert calls == []
 
 
-def test_the_native_share_is_that_of_the_calls(module, namespace):
+def test_native_share_counts_the_calls(module, namespace):
     sparse = TypeRecord("sparse_coo tensor")
     kinds = [(CallRecord((X, 2), {}), 3), (CallRecord((sparse, 2), {}), 1)]
     assert share_of(f"{namespace}::called", *kinds) == 0.75
@@ -133,7 +130,7 @@ def test_a_difference_may_be_noise(before, after, noise, is_noise):
 
 
 # --------------------------------------------------------------------------------------------------
-# In a process of its own
+# In a child process
 
 INDEX = TensorRecord(torch.int64, (1,), "cpu", False)
 
@@ -163,7 +160,6 @@ def exit(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def trusting(write):
-    """A module with operators that crash, or hang, when they get ones."""
     return importlib.import_module(write("trusting", TRUSTING))
 
 
@@ -191,8 +187,8 @@ def test_a_call_that_hangs_is_killed(trusting, namespace, monkeypatch):
     assert time.monotonic() - start < 100
 
 
-def test_what_no_module_registers_is_measured_in_a_fork(namespace):
-    # Its kernel uses threads, as the program did, which a fork does not have.
+def test_operator_of_no_module_is_measured_in_a_fork(namespace):
+    # The kernel uses a thread pool, whose threads do not exist in a forked process.
     large = TensorRecord(torch.float32, (1 << 20,), "cpu", False)
     torch.ones(1 << 20).mul(2)
     caller = os.getpid()

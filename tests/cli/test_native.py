@@ -34,7 +34,7 @@ USE = """
 
 
 @needs_native
-def test_it_is_used_where_nothing_can_be_compiled(tmp_path: Path) -> None:
+def test_wheel_is_used_without_a_compiler(tmp_path: Path) -> None:
     outcome = Outcome("build", "--wheel", "--out", str(tmp_path / "dist"))
     assert outcome.code == 0, outcome.err
     (wheel,) = (tmp_path / "dist").iterdir()
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_written_to(
     assert f"cannot be written to {tmp_path / 'file' / 'dist'}: Not a directory" in outcome.err
 
 
-def test_without_the_package_wheel_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_wheel_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = Outcome("build", "--wheel")
     assert (outcome.code, f"needs wheel: {installing('cli')}" in outcome.err) == (1, True)

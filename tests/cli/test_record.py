@@ -1,5 +1,3 @@
-"""`python -m torchop record`."""
-
 from __future__ import annotations
 
 import importlib
@@ -30,8 +28,6 @@ sys.stdout.flush()
 
 @pytest.fixture
 def program(write, package, tmp_path):
-    """Write a program, and return its path."""
-
     def program(more=""):
         name = write("program", PROGRAM.replace("PACKAGE", package) + more)
         return str(tmp_path / f"{name}.py")
@@ -48,14 +44,15 @@ def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
     assert (accelerated, calls, native) == ("yes", "3", "3")
     assert 0 < float(after) < float(before)
     path = outcome.err.rpartition("the recording is ")[2].strip()
-    assert not os.path.exists(os.path.dirname(path))  # it was there until the report was
+    assert not os.path.exists(os.path.dirname(path))  # the file is deleted after the report
 
 
 @needs_native
 def test_the_recording_is_saved_before_anything_is_measured(
     run, program, namespace, tmp_path, monkeypatch
 ):
-    report = importlib.import_module("torchop.cli.accelerate")  # not the command
+    # The attribute `torchop.cli.accelerate` is the command, not the module.
+    report = importlib.import_module("torchop.cli.accelerate")
 
     def measure(recorded):
         (path,) = tmp_path.glob("torchop-*/calls.json")
@@ -66,7 +63,7 @@ def test_the_recording_is_saved_before_anything_is_measured(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = run("record", "--pattern", f"{namespace}::*", program())
     assert outcome.code == 1
-    (path,) = tmp_path.glob("torchop-*/calls.json")  # it stays
+    (path,) = tmp_path.glob("torchop-*/calls.json")  # the file is kept
     assert f"torchop: measuring; meanwhile, the recording is in {path}\n" in outcome.err
 
 
@@ -91,7 +88,7 @@ def test_a_script_has_an_absolute_path_and_the_arguments_as_given(
     assert outcome.out == f"{tmp_path / name}.py ['{name}.py', 'a'] None None\n"
 
 
-def test_a_folder_and_a_zip_file_find_what_is_in_them(run, tmp_path, monkeypatch, namespace):
+def test_folder_and_zip_file_can_import_their_modules(run, tmp_path, monkeypatch, namespace):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -126,7 +123,7 @@ def test_patterns_choose_operators(run, program, namespace, tmp_path):
     ("ending", "code"),
     [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('stop')", 1), ("raise SystemExit(9)", 9)],
 )
-def test_the_exit_code_is_the_programs(run, program, tmp_path, namespace, ending, code):
+def test_exit_code_of_the_program_is_returned(run, program, tmp_path, namespace, ending, code):
     out = tmp_path / "calls.json"
     outcome = run("record", "-o", str(out), program(ending))
     assert outcome.code == code

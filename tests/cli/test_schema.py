@@ -1,5 +1,3 @@
-"""`python -m torchop schema dump` and `compare`."""
-
 from __future__ import annotations
 
 import json
@@ -7,10 +5,10 @@ import json
 import pytest
 
 pytest.importorskip("click")
-from torchop.cli.schema import changes_between  # it needs click
+from torchop.cli.schema import changes_between  # needs click
 from torchop.extend import Schema
 
-# The schema before, the one after, what differs, and whether that breaks something.
+# The old and the new schema, the reported changes, and whether they break callers.
 CHANGED = {
     "a new argument": (
         "(Tensor x) -> Tensor",

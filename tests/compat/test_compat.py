@@ -1,4 +1,4 @@
-"""Private names of PyTorch appear only in `_compat`, which imports nothing from torchop.
+"""Private names of PyTorch appear only in `_compat`, which imports almost nothing from torchop.
 
 Uses private names.
 """
@@ -17,8 +17,7 @@ from torchop import _compat
 
 SOURCES = Path(torchop.__file__).parent
 PACKAGE = Path(_compat.__file__).parent
-# The rest of torchop that a file of the package may import: the exceptions that it raises, and
-# `torchop._hooks`, which is imported from `torchop`.
+# The exceptions that `_compat` raises, and the package, from which it imports `torchop._hooks`.
 OURS = {"torchop", "torchop._errors"}
 
 
@@ -27,7 +26,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """The private names of PyTorch that a module imports, reads from `torch`, or looks up."""
+    """Yield the private names of PyTorch that a module imports, reads from `torch` or looks up."""
     for node in ast.walk(tree):
         found = []
         if isinstance(node, ast.Import):
@@ -44,7 +43,6 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    """The modules of torchop that a module imports, or takes a name from."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     plain = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
     return {name for name in (*plain, *(n.module or "" for n in nodes)) if "torchop" in name}
@@ -54,7 +52,7 @@ def parsed(path: Path) -> ast.AST:
     return ast.parse(path.read_text())
 
 
-def test_private_names_are_nowhere_else() -> None:
+def test_private_names_appear_only_in_compat() -> None:
     elsewhere = {
         f"{path.relative_to(SOURCES)}: {name}"
         for path in SOURCES.rglob("*.py")
@@ -87,10 +85,10 @@ def test_other_names_are_public(source: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
-def test_file_needs_nothing_of_ours(path: Path) -> None:
+def test_compat_file_imports_nothing_of_torchop(path: Path) -> None:
     modules = imported_modules(parsed(path))
     assert {name for name in modules if not name.startswith("torchop._compat")} <= OURS
 
 
-def test_nothing_is_exported_again() -> None:
-    assert len(ast.parse((PACKAGE / "__init__.py").read_text()).body) == 1  # the docstring
+def test_compat_package_exports_nothing() -> None:
+    assert len(ast.parse((PACKAGE / "__init__.py").read_text()).body) == 1

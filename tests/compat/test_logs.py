@@ -1,4 +1,4 @@
-"""Output of TORCH_LOGS=torchop."""
+"""The output of TORCH_LOGS=torchop."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ PROGRAM = """
         scale(torch.ones(1))
         scale(torch.ones(1), factor=3.0)
 """
-# Where it is required, it is loaded by the import of torchop, and that is while PyTorch still reads
+# With TORCHOP_NATIVE=require, importing torchop would load the extension before PyTorch has read
 # TORCH_LOGS.
 NATIVE = {} if os.environ.get("TORCHOP_NATIVE") == "0" else {"TORCHOP_NATIVE": "auto"}
-# `I1123 16:23:22.651000 23371 torchop/_native/plan.py:142] [__torchop_calls] ...`
+# For example `I1123 16:23:22.651000 23371 torchop/_native/plan.py:142] [__torchop_calls] ...`
 _LINE = re.compile(r"^([IV])\d.*?\] \[__(torchop_\w+)\] (.*)$")
 
 
 def logged(settings: str, *, torchop_first: bool = False) -> list[tuple[str, str, str]]:
-    """The level, artifact and text of each line that a program logs."""
     first, second = "import torch", "import torchop"
     if torchop_first:
         first, second = second, first
@@ -61,7 +60,7 @@ def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found()
     (loaded,) = (text for _, artifact, text in lines if artifact == "torchop_extension")
     assert re.match(r"loaded /.*_call_path-torch.*\.so$", loaded)
     calls = [text for _, artifact, text in lines if artifact == "torchop_calls"]
-    assert calls == [  # of the two, because they have one reason
+    assert calls == [  # one line for two calls, because they have the same reason
         "logged::scale: a call goes through the dispatcher, because torchop.native.disabled() is "
         "active in this thread"
     ]
@@ -72,7 +71,7 @@ def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found()
     [False, pytest.param(True, marks=pytest.mark.exhaustive)],
     ids=["torch first", "torchop first"],
 )
-def test_one_artifact_alone(torchop_first: bool) -> None:
+def test_single_log_artifact(torchop_first: bool) -> None:
     lines = logged("-torchop,torchop_registration", torchop_first=torchop_first)
     assert {artifact for _, artifact, _ in lines} == {"torchop_registration"}
     texts = [text for _, _, text in lines]
@@ -100,7 +99,7 @@ def test_nothing_is_logged_unless_asked_for(
     assert caplog.records == []
 
 
-def test_the_end_of_an_operator_is_logged(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_deregistration_is_logged(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, "torchop"), torchop.Library(namespace, "FRAGMENT") as lib:
         torchop.custom_op(
             f"{namespace}::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor", lib=lib
@@ -126,13 +125,13 @@ def test_each_reason_is_logged_once_for_each_operator(
         "torchop.native.di",
     ]
     caplog.clear()
-    op.register_fake(like="x")  # so that the next call compiles a plan, and finds the log off
+    op.register_fake(like="x")  # the next call compiles a plan, and finds that logging is off
     op(x.requires_grad_())
     assert caplog.messages == []
 
 
 @needs_native
-def test_an_operator_that_ends_while_its_call_is_logged(
+def test_operator_deregistered_while_its_call_is_logged(
     namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     library = torchop.Library(namespace, "FRAGMENT")
@@ -143,7 +142,7 @@ def test_an_operator_that_ends_while_its_call_is_logged(
 
     class Ends(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            # In another thread: in this one, the call that is logged would keep it from ending.
+            # In another thread, because this thread is inside a call of the operator.
             thread = threading.Thread(target=library._destroy)
             thread.start()
             thread.join()
@@ -163,7 +162,7 @@ def test_an_operator_that_ends_while_its_call_is_logged(
 
 @pytest.mark.parametrize("page", ["tutorials/debugging.md", "how-to/several-kernels.md"])
 def test_no_page_names_an_artifact_without_torchop_before_it(page: str) -> None:
-    # On such a value of TORCH_LOGS, `import torch` fails.
+    # `import torch` fails if TORCH_LOGS has such a value.
     text = (ROOT / "docs" / page).read_text()
     values = re.findall(r"(?:TORCH_LOGS=\"?|^\| `)([-+,\w]+)", text, re.MULTILINE)
     named = [value.split(",") for value in values if "torchop" in value]

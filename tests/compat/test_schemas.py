@@ -1,4 +1,4 @@
-"""Schemas: names of PyTorch that change. Uses private names."""
+"""Names in schemas that differ between releases of PyTorch. Uses private names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchop._compat import schemas
 
 
 class NoCustomClass:
-    """A class that nobody registered."""
+    """A class that is not registered."""
 
 
 def test_the_deprecated_name_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = opaque_object.is_opaque_type  # which calls the other one where there is one
+    older = opaque_object.is_opaque_type  # the older name, which may call the newer one
     is_custom = getattr(opaque_object, "is_custom_class", older)
     monkeypatch.setattr(opaque_object, "is_custom_class", is_custom, raising=False)
     monkeypatch.delattr(opaque_object, "is_opaque_type")

@@ -1,4 +1,4 @@
-"""Operators that add one, defined in each of the ways that definitions differ in."""
+"""Operators that add one, defined in every way."""
 
 from __future__ import annotations
 
@@ -62,18 +62,16 @@ def family(namespace: str) -> Any:
     return op
 
 
-# What the operators above are called, and those that come with them; and one of a library.
+# The names of these operators and of their helper operators.
 NAMES = ("op", "op_", "op.out", "op__functional", "op___mutable", "op__mutable.out", "low")
 NAMES += ("op__training", "op__backward")
 
 
 def names(namespace: str) -> set[str]:
-    """The operators above that the dispatcher knows in a namespace."""
     every = {f"{namespace}::{name}" for name in NAMES}
     return {name for name in every if torch._C._dispatch_has_kernel(name)}
 
 
 def all_names(namespace: str) -> set[str]:
-    """Return all names of a namespace in the dispatcher."""
     known = torch._C._dispatch_get_all_op_names()
     return {name for name in known if name.startswith(f"{namespace}::")}

@@ -31,7 +31,7 @@ def under_mode(op):
     return call
 
 
-# How a call reaches a kernel, given the handle.
+# Ways to reach a kernel, given the handle.
 PATHS = {
     "handle": lambda op: op,
     "overload": lambda op: op.overload,
@@ -141,7 +141,7 @@ class Half(float):
 
 
 @paths
-def test_numbers_and_strings_are_those_of_python(namespace, path):
+def test_numbers_and_strings_have_python_types(namespace, path):
     schema = "(Tensor x) -> (Tensor, int, float, bool, str)"
     op = torchop.custom_op(f"{namespace}::op", lambda x: x, mutates_args=(), schema=schema)
     op.derive_autograd()
@@ -156,7 +156,8 @@ def test_numbers_and_strings_are_those_of_python(namespace, path):
             _, *got = path(op)(torch.zeros(2))
             assert got == list(expected)
             assert list(map(type, got)) == [int, float, bool, str]
-    op.register_kernel(TYPE)(lambda x: (x + 1, 4, 0.5, True, "\ud800"))  # half of a character
+    # A lone surrogate is not valid Unicode.
+    op.register_kernel(TYPE)(lambda x: (x + 1, 4, 0.5, True, "\ud800"))
     with pytest.raises(torchop.ResultError, match=r"must return 5 values .* str\)"):
         path(op)(torch.zeros(2))
 
@@ -169,7 +170,7 @@ def test_an_iterator_becomes_the_list_of_a_result(namespace, path, make):
     for _ in range(3):
         assert [y.tolist() for y in path(op)(torch.zeros(2))] == [[1, 1], [2, 2]]
     op.register_kernel(TYPE)(lambda x: make([x, x]))
-    with pytest.raises(torchop.AliasError):  # torch.library looks into lists and tuples only
+    with pytest.raises(torchop.AliasError):  # torch.library only checks lists and tuples
         path(op)(torch.zeros(2))
     op.register_kernel(TYPE)(lambda x: make([x + 1, None]))
     with pytest.raises(torchop.ResultError, match="a list of 2"):

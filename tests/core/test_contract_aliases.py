@@ -1,5 +1,3 @@
-"""Kernels must return fresh memory."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -105,7 +103,7 @@ def test_message_of_pytorch_names_neither_output_nor_input(namespace):
     assert isinstance(both.stock, RuntimeError)
 
 
-def test_mutable_operator_may_not_return_what_it_writes(namespace):
+def test_mutable_operator_may_not_return_its_mutated_argument(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
     def op(x: Tensor) -> Tensor:
         return x.add_(1)

@@ -1,4 +1,4 @@
-"""A definition happens as a whole or not at all, wherever it raises. Uses private names."""
+"""An exception at any point of a definition leaves nothing defined. Uses private names."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ T = torch.zeros(2)
 
 
 class InjectedError(Exception):
-    """Raised where a definition calls a function."""
+    """Raised before or after a step of a definition."""
 
 
-# The functions that a definition calls, in this order: where they are looked up. Those that end an
-# older operator are not among them, because an operator that has begun to end cannot come back.
+# The functions that a definition calls, in order, with the module where they are looked up.
+# Functions that deregister the previous operator are missing, because deregistration cannot be
+# undone.
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
     "check the name": (registry, "check_free"),
@@ -66,14 +67,12 @@ KINDS = {f.__name__: f for f in (plain, inlined, with_helpers, of_a_class, famil
 
 
 class Injection(NamedTuple):
-    """An exception before or after one of the calls of a step."""
-
     step: str
     after: bool
     call: int
 
     def into(self, action: Callable[[], Any]) -> bool:
-        """Run an action, and return whether it came to this call."""
+        """Run an action, and return whether it reached this call."""
         owner, attribute = STEPS[self.step]
         before, calls = getattr(owner, attribute), 0
 
@@ -92,7 +91,7 @@ class Injection(NamedTuple):
             with contextlib.suppress(InjectedError):
                 action()
                 return False
-        return calls >= self.call  # else it is another exception
+        return calls >= self.call  # otherwise the error has another cause
 
 
 def works(op: Any, namespace: str) -> None:
@@ -151,8 +150,8 @@ def test_a_redefinition_that_raises_leaves_the_older_one_or_a_free_name(
     assert all_names(namespace) == names(namespace) == before
 
 
-def test_every_step_is_one_of_a_redefinition(namespace):
-    # Or nothing would raise in the tests above.
+def test_redefinition_reaches_every_step(namespace):
+    # The tests above inject an exception into each step, so redefinitions must reach all steps.
     def again() -> None:
         for make in (plain, inlined, plain, with_helpers):
             make(namespace)
@@ -186,7 +185,7 @@ def stock(x: Tensor) -> Tensor:
     return x + 1
 
 
-def test_a_stock_operator_is_replaced_as_a_whole_or_not_at_all(namespace):
+def test_stock_operator_is_replaced_completely_or_not_at_all(namespace):
     for step in ("check the name", "end the older one", "make a library"):
         for after in (False, True):
             torch.library.custom_op(f"{namespace}::op", stock, mutates_args=())

@@ -1,5 +1,3 @@
-"""Definitions: lifetime, closing, and registrations from several threads."""
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ def define(namespace):
     return op
 
 
-def test_operator_of_ours_has_its_kernels_from_birth(namespace):
+def test_operator_has_its_kernels_from_the_definition(namespace):
     define(namespace)
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for key in ("CompositeExplicitAutograd", "Meta", "Autograd"):
@@ -24,7 +22,7 @@ def test_operator_of_ours_has_its_kernels_from_birth(namespace):
         assert not has(f"{namespace}::op", key)
 
 
-def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
+def test_library_operator_gets_a_kernel_when_a_rule_needs_it(namespace):
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")

@@ -36,7 +36,7 @@ def overload(namespace: str) -> Any:
 
 
 def normalized(op: Any, *args: Any) -> Any:
-    """The names that FX gives the arguments of a call; None if it takes another schema."""
+    """Return the argument names that FX assigns to a call, or None if the call does not fit."""
     result = normalize_function(op, args, {}, normalize_to_only_use_kwargs=True)
     return None if result is None else set(result.kwargs)
 
@@ -49,14 +49,14 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_compilers(frozen_objects: None) -> None:
-    """Keep the collections of these tests from looking at all that PyTorch's compilers import."""
+    """Speed up garbage collection by excluding the objects of PyTorch's compilers."""
     torch.compile(torch.sin, backend="aot_eager")(T)
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 
 
-# Ways in which an operator ends. Each takes what holds the operator, and lets go of it.
+# Ways to deregister an operator. Each removes its owner from `held`.
 
 
 def close(held: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ EVERY_DEFINITION = pytest.mark.parametrize("make", [define, custom_op])
 
 @EVERY_END
 @EVERY_DEFINITION
-def test_signature_is_that_of_the_operator_that_has_the_name_now(namespace, make, end):
+def test_signature_belongs_to_the_current_operator(namespace, make, end):
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     make(namespace, held, "(Tensor x, float a) -> Tensor")
     assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
@@ -127,7 +127,7 @@ def test_signature_of_an_operator_deregistered_by_another_library(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x, float a) -> Tensor")
     assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
-    library._destroy()  # PyTorch forgets the signature when it collects the library
+    library._destroy()  # PyTorch forgets the signature when the library is freed
     with torchop.Library(namespace, "FRAGMENT") as next_library:
         next_library.define(f"op{OTHER_SCHEMA}")
         assert normalized(overload(namespace), T, T, 3) == {"x", "y", "n"}
@@ -135,7 +135,7 @@ def test_signature_of_an_operator_deregistered_by_another_library(namespace):
 
 
 def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
-    """Two operators under one name, in one library after the other, compiled with Inductor."""
+    """Define two operators of one name in successive libraries, and compile both with Inductor."""
 
     def add(x: Tensor, a: float) -> None:
         x.add_(a)
@@ -166,16 +166,17 @@ def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
     return [first, y, z]
 
 
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")  # from PyTorch, without caches
+# PyTorch warns if its caches are off.
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_operators_of_two_libraries_compile_one_after_another(namespace):
-    # Nothing is lowered where a graph of an earlier run is found on disk.
+    # With a cached graph from an earlier run, Inductor would not lower the operator.
     with torch._inductor.config.patch(force_disable_caches=True):
         both = on_both(compiled_with_lists, namespace)
     assert [tensor.tolist() for tensor in both.ours] == [[3, 3], [1, 1], [1, 1]]
     assert isinstance(both.stock, Exception)
 
 
-# Every rule, so that nothing of any is kept.
+# Every rule, because each could keep an operator alive.
 
 
 def with_rules(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
@@ -235,9 +236,9 @@ EVERY_OPERATOR = pytest.mark.parametrize("make", OPERATORS)
 
 
 def use(op: Any) -> None:
-    """Calls an operator in the ways of eager mode."""
+    """Call an operator in all ways of eager mode."""
     op(T.clone())
-    op(T.clone())  # natively
+    op(T.clone())
     with FakeTensorMode() as mode:
         op(mode.from_tensor(T))
 
@@ -254,7 +255,7 @@ def definition_of(held: dict[str, Any]) -> Any:
     return getattr(held["op"], "_definition", held["op"])
 
 
-# Dynamo keeps a graph as long as the code that it made for it.
+# Dynamo frees a graph together with the code that it compiled.
 frees_code = pytest.mark.needs_gil("code is freed, and what Dynamo compiled with it")
 
 
@@ -276,7 +277,7 @@ def test_a_deregistered_operator_is_freed(namespace, make, calls, end):
 
 
 @frees_code
-def test_replaced_operator_is_not_kept(namespace):
+def test_replaced_operator_is_garbage_collected(namespace):
     def scenario(library, namespace):
         references = []
         for _ in range(2):
@@ -297,7 +298,7 @@ def test_replaced_operator_is_not_kept(namespace):
 
 
 def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float:
-    """Count the objects that remain of each operator defined with a new name and deregistered."""
+    """Return how many objects remain per operator, if each has a new name and is deregistered."""
     for number in range(rounds):
         make(number)
     gc.collect()
@@ -311,7 +312,7 @@ def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float
 @EVERY_OPERATOR
 def test_operators_under_new_names_leave_no_objects(namespace, make):
     def one(number: int) -> None:
-        # A new namespace is three objects, which PyTorch keeps.
+        # PyTorch keeps three objects for each namespace.
         held = {"library": torchop.Library(f"{namespace}_{number}", "FRAGMENT")}
         make(f"{namespace}_{number}", held)
         use(overload(f"{namespace}_{number}"))
@@ -320,8 +321,8 @@ def test_operators_under_new_names_leave_no_objects(namespace, make):
     assert objects_per_operator(one) < 3.5
 
 
-def test_kernel_of_another_library_stays_under_modes(namespace):
-    """A mode calls the kernel that PyTorch keeps by name, which must not be freed too early."""
+def test_kernel_of_another_library_still_runs_under_modes(namespace):
+    """Under a mode, PyTorch looks the kernel up by name, so it must still exist."""
     other = torchop.Library(namespace, "IMPL")
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     define(namespace, held, SCHEMA)
@@ -346,7 +347,7 @@ def test_kernel_of_the_next_operator_runs_under_modes(namespace):
         close(held)
 
 
-# What the next operator of the name would be taken for.
+# State that the next operator of the same name could inherit.
 
 
 def effect(namespace: str) -> Any:
@@ -357,10 +358,10 @@ WITH_CLASS = "(Tensor x, __torch__.torch.classes.rnn.CellParamsBase y) -> Tensor
 
 
 @pytest.mark.parametrize(("first", "then"), [(SCHEMA, WITH_CLASS), (WITH_CLASS, SCHEMA)])
-def test_effect_is_that_of_the_operator_that_has_the_name_now(namespace, first, then):
-    """PyTorch gives an operator one whose schema has a TorchScript class."""
+def test_effect_belongs_to_the_current_operator(namespace, first, then):
+    """PyTorch assigns an effect to an operator whose schema has a TorchScript class."""
     effects = {SCHEMA: None, WITH_CLASS: torch.library.EffectType.ORDERED}
-    # What another library registers under the name stays, and the entry of the registry with it.
+    # The registration by another library remains, so PyTorch keeps its registry entry for the name.
     other = torch.library.Library(namespace, "FRAGMENT")
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"op{first}")
@@ -372,7 +373,7 @@ def test_effect_is_that_of_the_operator_that_has_the_name_now(namespace, first, 
     other._destroy()
 
 
-def test_declared_effect_ends_with_the_operator(namespace):
+def test_deregistering_removes_the_declared_effect(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"op{SCHEMA}")
         torch.library._register_effectful_op(f"{namespace}::op", torch.library.EffectType.ORDERED)
@@ -382,7 +383,7 @@ def test_declared_effect_ends_with_the_operator(namespace):
         assert effect(namespace) is None
 
 
-def test_flop_formula_ends_with_the_operator(namespace):
+def test_deregistering_removes_the_flop_formula(namespace):
     def count() -> int:
         with FlopCounterMode(display=False) as mode:
             packet(namespace)(T)
@@ -401,7 +402,7 @@ def test_flop_formula_ends_with_the_operator(namespace):
     assert op(T).tolist() == [2, 2]
 
 
-def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(namespace):
+def test_torchscript_does_not_mistake_another_object_for_a_packets_function(namespace):
     table = torch.jit._builtins._get_builtin_table()
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     with_rules(namespace, held)
@@ -413,7 +414,7 @@ def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(n
 
 
 @pytest.mark.exhaustive
-def test_dtensor_does_not_take_an_operator_for_one_that_had_its_address():
+def test_dtensor_does_not_mistake_an_operator_for_a_freed_one():
     program = """
     import gc
     import torch

@@ -37,9 +37,10 @@ def test_child_of_a_fork_during_a_registration_is_not_locked_out(namespace: str)
             def double(x: Tensor) -> Tensor:
                 return x * 2
 
-            is_right = double(torch.ones(1, device="cpu")).item() == 2  # no fork can use a GPU
+            # A forked process cannot use a GPU.
+            is_right = double(torch.ones(1, device="cpu")).item() == 2
         finally:
-            os._exit(0 if is_right else 1)  # or it would go on with the tests of the parent
+            os._exit(0 if is_right else 1)  # otherwise the child would run the remaining tests
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -47,7 +48,7 @@ def test_child_of_a_fork_during_a_registration_is_not_locked_out(namespace: str)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_child_of_the_thread_that_registers_goes_on_and_lets_go(namespace: str) -> None:
+def test_child_forked_by_the_registering_thread_releases_the_lock(namespace: str) -> None:
     parent = os.getpid()
     is_free = []
     try:

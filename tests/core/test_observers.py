@@ -1,4 +1,4 @@
-"""`torchop.extend.observer`: arguments of the function, and rejected signatures.
+"""Arguments of functions with `torchop.extend.observer`, and rejected signatures.
 
 Uses private names.
 """
@@ -50,7 +50,7 @@ def test_a_function_gets_the_arguments_that_equal_their_default(flat: Any) -> No
     assert ask("x", 3.0, negate=True) == (("x", 3.0), {"negate": True})
 
 
-def test_operators_of_others_are_called_by_their_schema() -> None:
+def test_stock_operators_are_called_by_their_schema() -> None:
     ask = observer("a test", torch.ops.aten.add.Tensor, everything)
     assert ask("x", "y") == (("x", "y"), {"alpha": 1})
     assert str(call_signature(torch.ops.aten.add.Tensor)) == "(self, other, *, alpha=1)"
@@ -63,15 +63,17 @@ def test_positional_arguments_may_be_passed_by_name() -> None:
     assert ask("x", threshold=3) == (("x", 1, 3), {})
 
 
-def test_structures_are_made_of_what_is_passed(structured: Any) -> None:
+def test_structures_are_built_from_the_arguments(structured: Any) -> None:
     ask = observer("a test", structured, everything, leading=("ctx",))
     args, kwargs = ask("ctx", "x", "w", options_scale=3.0)
-    assert args == ("ctx", "x", Options("w", 3.0))  # type: ignore[arg-type]  # shapes, say
+    assert args == ("ctx", "x", Options("w", 3.0))  # type: ignore[arg-type]  # for example shapes
     assert kwargs == {"negate": False}
 
 
 @pytest.mark.parametrize("kind", ["flat", "structured"])
-def test_the_result_is_for_who_takes_it(kind: str, request: pytest.FixtureRequest) -> None:
+def test_observer_passes_the_result_if_the_function_takes_it(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
     op = request.getfixturevalue(kind)
     arguments = ("x",) if kind == "flat" else ("x", "w")
     taking = observer("a test", op, lambda x, _, *, negate, out: out, result="out")
@@ -87,7 +89,7 @@ def test_the_result_is_for_who_takes_it(kind: str, request: pytest.FixtureReques
 
 
 @pytest.mark.parametrize("kind", ["flat", "structured"])
-def test_what_does_not_take_the_arguments_is_refused(
+def test_function_with_other_parameters_is_rejected(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     op = request.getfixturevalue(kind)

@@ -1,5 +1,3 @@
-"""`torchop.extend.Operator`, and `torchop.extend.warn`."""
-
 from __future__ import annotations
 
 import types
@@ -15,7 +13,7 @@ from torchop.extend import Operator, warn
 
 
 class Pair(NamedTuple):
-    """Two tensors, which no schema can hold as one argument."""
+    """Two tensors, for which no schema has a single argument."""
 
     left: Tensor
     right: Tensor
@@ -38,7 +36,7 @@ def test_an_operator_lists_its_registrations(namespace: str) -> None:
     assert list(operator.signature.parameters) == ["x"]
 
 
-def test_arguments_of_a_handle_become_those_of_the_schema(namespace: str) -> None:
+def test_handle_arguments_become_schema_arguments(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::add", mutates_args=())
     def add(pair: Pair) -> Tensor:
         return pair.left + pair.right
@@ -58,11 +56,11 @@ def test_an_undefined_operator_is_reported_when_it_is_used(namespace: str) -> No
     operator = Operator(f"{namespace}::nothing", "tool")
     assert not operator.exists
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::nothing does not exist"):
-        operator.schema  # noqa: B018  # for what it raises
+        operator.schema  # noqa: B018  # reading it raises
 
 
 @pytest.mark.parametrize("module", ["some_tool.checks", "some_tool"])
-def test_a_warning_of_a_tool_is_at_the_line_of_its_user(module: str) -> None:
+def test_tool_warning_points_at_the_users_line(module: str) -> None:
     tool = types.ModuleType(module)
     vars(tool)["warn"] = warn
     source = "def check():\n    warn('nothing was called', UserWarning)\n"

@@ -1,4 +1,4 @@
-"""Plans: immutable pictures of the rules, swapped in one assignment. Uses private names."""
+"""Plans are immutable and replaced in one assignment. Uses private names."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def define(namespace):
     return op
 
 
-# One registration of each kind, and the rule that it changes.
+# A registration of each kind, and the rule that it changes.
 REGISTRATIONS = {
     "kernel": ("KernelRule", lambda op: op.register_kernel(TYPE)(lambda x: x + 2)),
     "fake": ("FakeRule", lambda op: op.register_fake(lambda x: torch.empty_like(x))),
@@ -54,7 +54,7 @@ def test_registration_makes_a_new_plan_and_leaves_the_old_one(namespace, changed
     assert picture(new)[changed] != before[changed]
 
 
-def test_switch_makes_a_new_plan_and_takes_it_back(namespace):
+def test_disabling_a_kernel_makes_a_new_plan_until_it_is_enabled(namespace):
     op = define(namespace)
     op.register_kernel(TYPE)(lambda x: x + 2)
     before = op._definition.plan[KernelRule].functions

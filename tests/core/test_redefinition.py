@@ -1,5 +1,3 @@
-"""custom_op with the name of an existing operator."""
-
 import gc
 import warnings
 import weakref
@@ -32,7 +30,7 @@ def packet(namespace):
     return getattr(torch.ops, namespace).op
 
 
-def test_redefinition_from_another_place_warns_and_names_both(namespace):
+def test_redefinition_elsewhere_warns_and_names_both_locations(namespace):
     def scenario(library, namespace):
         library.custom_op(f"{namespace}::op", first, mutates_args=())
         with warnings.catch_warnings(record=True) as caught:
@@ -59,7 +57,7 @@ def op(x):
 
 
 def from_source(namespace, amount, filename, module):
-    """Return a function that runs a notebook cell, or reloads a module."""
+    """Define the operator as a rerun notebook cell or a reloaded module would."""
     variables = {"__name__": module}
     exec(compile(source(amount), filename, "exec"), variables)
     return torchop.custom_op(f"{namespace}::op", variables["op"], mutates_args=(), schema=SCHEMA)
@@ -92,16 +90,16 @@ def test_a_file_that_is_imported_under_two_names_is_named_with_both(namespace):
         old(T)
 
 
-def test_replaced_handle_says_so_instead_of_running_the_new_kernel(namespace):
+def test_replaced_handle_raises_instead_of_running_the_new_kernel(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.warns(torchop.RedefinitionWarning):
         torchop.custom_op(f"{namespace}::op", second, mutates_args=())
-    # That of torch.library reads freed memory, and may end the process.
+    # torch.library would read freed memory, and may crash.
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
         old(T)
 
 
-def test_replaced_overload_says_so_and_the_packet_finds_the_new_one(namespace):
+def test_replaced_overload_raises_and_the_packet_finds_the_new_one(namespace):
     torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     held, overload = packet(namespace), packet(namespace).default
     with pytest.warns(torchop.RedefinitionWarning):
@@ -163,7 +161,7 @@ def test_operator_of_pytorch_custom_op_is_replaced_with_a_warning(namespace):
     assert packet(namespace)(T).tolist() == [2, 2]
 
 
-def test_operator_replaced_by_pytorch_custom_op_says_so(namespace):
+def test_operator_replaced_by_pytorch_custom_op_raises(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     new = torch.library.custom_op(f"{namespace}::op", second, mutates_args=())
     assert new(T).tolist() == [2, 2]
@@ -185,7 +183,8 @@ def test_redefinition_in_another_library_takes_the_name(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         torchop.custom_op(f"{namespace}::op", first, mutates_args=(), lib=library)
         new = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
-    assert new(T).tolist() == [1, 1]  # the library that closed holds the old one
+    # Closing the library must only deregister the old operator.
+    assert new(T).tolist() == [1, 1]
 
 
 def test_operator_is_not_replaced_from_inside_a_call_of_it(namespace):

@@ -1,4 +1,4 @@
-"""Any way of naming an operator leads to the same definition. Uses private names."""
+"""Every way to name an operator leads to the same definition. Uses private names."""
 
 import warnings
 from functools import partial
@@ -40,7 +40,7 @@ ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 @ways
-def test_every_way_has_the_same_name_and_definition(namespace, way):
+def test_every_way_to_name_an_operator_finds_its_definition(namespace, way):
     handle = define(namespace)
     op = way(namespace)
     assert op_name(op, "caller") == OpName(namespace, "op", "")
@@ -87,7 +87,7 @@ def test_packet_of_several_overloads_is_ambiguous(namespace):
 
 
 @pytest.mark.parametrize("op", [None, 3, torch.sin, torch.ops.aten, lambda x: x])
-def test_what_is_no_operator_is_refused_with_its_type(op):
+def test_argument_that_is_no_operator_is_rejected_with_its_type(op):
     with pytest.raises(
         ValueError, match=r"register_fake\(.* got unexpected type for op:"
     ) as caught:
@@ -146,7 +146,7 @@ def test_a_namespace_without_operators_is_named(namespace, register):
 
 
 @pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)
-def test_a_redefined_operator_raises_operator_gone(namespace, register):
+def test_redefined_operator_raises_operator_gone_error(namespace, register):
     old = define(namespace)
     define(namespace)
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
@@ -157,7 +157,7 @@ def test_a_redefined_operator_raises_operator_gone(namespace, register):
 # lib=
 
 
-def test_library_collects_what_it_registers_for_an_operator(namespace):
+def test_library_owns_its_registrations_for_an_operator(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         first = resolve(f"{namespace}::op", "caller", library)
@@ -166,7 +166,7 @@ def test_library_collects_what_it_registers_for_an_operator(namespace):
             assert resolve(packet(namespace), "caller", guest) is not first
 
 
-def test_registration_through_another_library_ends_with_it(namespace):
+def test_closing_another_library_removes_its_registration(namespace):
     op = define(namespace)
     op.register_fake(lambda x: x.new_empty(7))
     with torchop.Library(namespace, "FRAGMENT") as library:
@@ -180,7 +180,7 @@ def test_registration_through_another_library_ends_with_it(namespace):
         assert op(torch.zeros(2)).shape == (7,)
 
 
-def test_library_in_which_an_operator_lives_is_no_other_library(namespace):
+def test_registration_through_the_operators_own_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = torchop.custom_op(
             f"{namespace}::op",
@@ -193,7 +193,7 @@ def test_library_in_which_an_operator_lives_is_no_other_library(namespace):
 
 
 @pytest.mark.parametrize("module", [torchop, torch.library])
-def test_registration_for_others_without_a_library_stays(namespace, module):
+def test_registration_for_a_stock_operator_without_library_is_permanent(namespace, module):
     with module._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         torchop.register_kernel(f"{namespace}::op", TYPE, lambda x: x + 5)
@@ -227,7 +227,7 @@ FORMS = {
 @needs_tags
 @pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
 @pytest.mark.parametrize("tag", FORMS)
-def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, make):
+def test_tags_decide_the_form_of_an_operator_in_a_library(namespace, tag, make):
     library = make(namespace, "FRAGMENT")
     for name, tags in (
         ("plain", ()),
@@ -237,7 +237,7 @@ def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, ma
     assert find_schema(OpName.parse(f"{namespace}::plain")).form is Form.PLAIN
     assert find_schema(OpName.parse(f"{namespace}::op")).form.value == f"torch.Tag.{tag}"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a fake kernel is not needed, but allowed
+        warnings.simplefilter("error")  # a fake kernel is unnecessary, but must not warn
         torchop.register_fake(f"{namespace}::op", lambda *args, out=None: out, lib=library)
     library._destroy()
 
@@ -282,9 +282,7 @@ def test_in_place_operator_in_a_library_has_a_formula(namespace):
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 @pytest.mark.parametrize("as_method", [True, False])
-def test_a_handle_whose_operator_was_replaced_changes_no_other_through_a_library(
-    namespace, as_method
-):
+def test_replaced_handle_cannot_register_through_a_library(namespace, as_method):
     def define():
         return torchop.custom_op(
             f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"

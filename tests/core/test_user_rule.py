@@ -1,4 +1,4 @@
-"""Rule: kinds of registration that anybody can make, for operators of anybody."""
+"""User-defined rules, for operators of any package."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ _numbers = itertools.count()
 
 
 class Cost(torchop.Rule[Any]):
-    """A rule that tells somebody else of its operators."""
-
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.told: list[str] = []
@@ -65,7 +63,7 @@ def of_scale(x: Any, factor: float, *, exact: bool) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# Registering, and asking
+# Registering and looking up
 
 
 def test_a_rule_is_registered_in_four_ways(cost: Cost, op: Any) -> None:
@@ -114,7 +112,7 @@ def test_a_rule_may_take_anything(name: str, op: Any) -> None:
     assert doubled.lookup(op) == 6, "a refused value changes nothing"
 
 
-def test_the_handle_shows_what_is_registered(cost: Cost, op: Any) -> None:
+def test_handle_repr_shows_registrations(cost: Cost, op: Any) -> None:
     assert cost.name.replace("_", " ") not in repr(op)
     cost.register(op, of_scale)
     assert repr(op).endswith(f"; {cost.name.replace('_', ' ')}>")
@@ -130,10 +128,10 @@ def test_registering_outdates_no_plan(cost: Cost, op: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators of others
+# Operators of other packages
 
 
-def test_operators_of_others(cost: Cost, namespace: str) -> None:
+def test_stock_operators_are_supported(cost: Cost, namespace: str) -> None:
     library = torch.library.Library(namespace, "DEF")
     library.define("scale(Tensor x, float factor=2.0, *, bool exact=False) -> Tensor")
     with pytest.raises(torchop.RuleSignatureError, match=r"\(x, factor, \*, exact\)"):
@@ -155,7 +153,7 @@ def test_operators_of_others(cost: Cost, namespace: str) -> None:
     library._destroy()
 
 
-def test_a_registration_goes_with_its_library(cost: Cost, op: Any) -> None:
+def test_closing_the_library_removes_the_registration(cost: Cost, op: Any) -> None:
     library = torchop.Library(op.name.partition("::")[0], "FRAGMENT")
     cost.register(op, of_scale)
 
@@ -169,7 +167,7 @@ def test_a_registration_goes_with_its_library(cost: Cost, op: Any) -> None:
     assert cost.told == ["attach scale"]
 
 
-def test_the_library_of_a_registration_is_not_kept_alive(cost: Cost, op: Any) -> None:
+def test_registration_does_not_keep_its_library_alive(cost: Cost, op: Any) -> None:
     library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
     cost.register(op, of_scale, lib=library)
     alive = weakref.ref(library)
@@ -181,7 +179,7 @@ def test_the_library_of_a_registration_is_not_kept_alive(cost: Cost, op: Any) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# The end of an operator
+# Deregistering an operator
 
 
 def test_rules_disappear_with_the_operator(cost: Cost, namespace: str) -> None:
@@ -202,7 +200,7 @@ def test_rules_disappear_with_the_operator(cost: Cost, namespace: str) -> None:
     assert cost._entries == {}
 
 
-def test_what_cannot_be_attached_is_not_registered(name: str, op: Any) -> None:
+def test_value_that_attach_rejects_is_not_registered(name: str, op: Any) -> None:
     class Refusing(torchop.Rule[Any]):
         def attach(self, op: Any) -> None:
             raise RuntimeError("the other tool is full")
@@ -251,7 +249,7 @@ def test_two_packages_cannot_use_one_name(cost: Cost) -> None:
     assert torchop.get_rule(cost.name) is cost
 
 
-def test_a_module_that_is_loaded_again_keeps_what_is_registered(name: str, namespace: str) -> None:
+def test_reloading_a_module_keeps_registrations(name: str, namespace: str) -> None:
     op = define(namespace)
     before = Cost(name)
     before.register(op, of_scale)
@@ -273,11 +271,11 @@ def test_the_class_form_knows_every_rule(cost: Cost, namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators that are derived from another one
+# Operators derived from another operator
 
 
 class Share(Cost):
-    """A rule that says what derived operators have."""
+    """A rule that computes its values for derived operators."""
 
     def missing(self, op: Any) -> Any:
         return None
@@ -300,8 +298,6 @@ def share(name: str) -> Share:
 
 
 def kinds(op: Any) -> dict[str, Any]:
-    """Return the operators derived from an operator, by kind."""
-
     def backward(grad: Tensor, x: Tensor) -> Tensor:
         return grad.clone()
 
@@ -326,7 +322,7 @@ def functional(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_derived_operators_have_what_the_rule_says(
+def test_rule_decides_the_values_of_derived_operators(
     share: Share, namespace: str, is_first: bool
 ) -> None:
     op = functional(namespace)
@@ -351,7 +347,8 @@ def test_derived_operators_follow_each_registration(share: Share, namespace: str
     form = op.derive_inplace()
     with torchop.Library(namespace, "FRAGMENT") as library:
         share.register(op, "a", lib=library)
-        share.register(op, "inplace", lib=library)  # for which the form has none
+        # The rule returns no value for the in-place form.
+        share.register(op, "inplace", lib=library)
         assert not share.has(form)
         share.register(op, "b", lib=library)
         assert share.lookup(form) == "b of inplace"
@@ -365,7 +362,7 @@ def test_derived_operators_follow_each_registration(share: Share, namespace: str
     assert not share.has(form)
 
 
-def test_a_registration_for_a_derived_operator_counts(share: Share, namespace: str) -> None:
+def test_registration_for_a_derived_operator_takes_precedence(share: Share, namespace: str) -> None:
     op = functional(namespace)
     form = op.derive_inplace()
     share.register(op, "a")
@@ -377,7 +374,7 @@ def test_a_registration_for_a_derived_operator_counts(share: Share, namespace: s
     assert share.told[2:] == ["replaced op_", "replaced op", "replaced op_"]
 
 
-def test_what_a_derived_operator_has_ends_with_it(share: Share, namespace: str) -> None:
+def test_deregistering_a_derived_operator_removes_its_value(share: Share, namespace: str) -> None:
     op = functional(namespace)
     share.register(op, "a")
     with torchop.Library(namespace, "FRAGMENT") as library:
@@ -391,9 +388,7 @@ def test_what_a_derived_operator_has_ends_with_it(share: Share, namespace: str) 
     assert sorted(share.told[3:]) == ["attach op.out", "detach op", "detach op.out"]
 
 
-def test_what_cannot_be_attached_to_a_derived_operator_is_not_registered(
-    name: str, namespace: str
-) -> None:
+def test_value_that_a_derived_operator_rejects_is_not_registered(name: str, namespace: str) -> None:
     class Refusing(Share):
         def attach(self, op: Any) -> None:
             super().attach(op)

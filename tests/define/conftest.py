@@ -1,5 +1,3 @@
-"""A family that the tests of out_op share."""
-
 from __future__ import annotations
 
 import pytest

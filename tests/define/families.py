@@ -1,5 +1,3 @@
-"""Families that several test files use, and samples to call them with."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -34,7 +32,6 @@ def sine_backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 def sine(namespace: str, **options: Any) -> torchop.OperatorFamily:
-    """An element-wise family with all forms and a formula."""
     options = {"like": "x", "inplace": True, "elementwise": True, **options}
     family = torchop.out_op(f"{namespace}::sin", write_sine, **options)
     family.register_autograd(sine_backward, setup_context=save_input)
@@ -54,7 +51,6 @@ def allocate_bounds(x: Tensor, margin: float, *, scale: int) -> tuple[Tensor, Te
 
 
 def bounds(namespace: str) -> torchop.OperatorFamily:
-    """A family with two outputs, a default and an argument by keyword only."""
     return torchop.out_op(f"{namespace}::bounds", write_bounds, allocate=allocate_bounds)
 
 

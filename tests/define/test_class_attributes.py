@@ -1,5 +1,3 @@
-"""Class attributes that stand for arguments and registrations."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -110,7 +108,7 @@ def test_rules_without_writing_them(namespace: str) -> None:
     assert "vmap (sequential)" in described
 
 
-def test_an_operator_of_a_library_goes_with_it(namespace: str) -> None:
+def test_closing_the_library_deregisters_the_operator(namespace: str) -> None:
     with torchop.Library(namespace, "DEF") as library:
 
         @torchop.operator(f"{namespace}::negate", lib=library)

@@ -1,5 +1,3 @@
-"""Base classes in the class form, and private names."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -47,7 +45,7 @@ def test_base_classes_share_rules(namespace: str) -> None:
     assert double.__doc__ is None, "a base class describes itself"
 
 
-def test_none_takes_back_what_a_base_class_has(namespace: str) -> None:
+def test_none_removes_a_base_class_member(namespace: str) -> None:
     class Invertible(Elementwise):
         inplace = True
 
@@ -91,7 +89,7 @@ def test_operators_that_share_forward_are_distinguished(namespace: str) -> None:
         first(torch.ones(1))
 
 
-def test_private_names_are_the_authors_own(namespace: str) -> None:
+def test_private_members_of_a_class_are_ignored(namespace: str) -> None:
     @torchop.operator(f"{namespace}::double")
     class double:
         _factor = 2

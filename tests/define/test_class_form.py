@@ -96,7 +96,8 @@ def test_every_member_is_registered(namespace: str) -> None:
     assert torch.equal(x.grad, torch.tensor([0.0, 2.0, 2.0, 0.0, 0.0]))
     assert torch.equal(torch.vmap(lambda x: crop(x, [1, 3]))(x.detach()[None]), expected[None])
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="BFloat16"):
-        crop(x, [1, 3])  # the cast happened: NumPy has no such dtype
+        # NumPy has no bfloat16, so the error shows that autocast converted the input.
+        crop(x, [1, 3])
     buffer = torch.empty(2)
     assert crop.out is not None
     assert crop.out(x.detach(), [1, 3], out=buffer) is buffer
@@ -225,7 +226,7 @@ def test_forward_may_be_any_callable(namespace: str) -> None:
     assert torch.equal(double(torch.ones(1)), torch.tensor([2.0]))
 
 
-def test_the_same_class_again_replaces_its_own_quietly(namespace: str) -> None:
+def test_redefining_the_same_class_does_not_warn(namespace: str) -> None:
     before = define_crop(namespace)
     after = define_crop(namespace)
     assert after is not before

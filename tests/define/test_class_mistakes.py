@@ -1,4 +1,4 @@
-"""Mistakes in a class: each is found before anything is defined, or takes it back."""
+"""Mistakes in a class raise, and leave nothing defined."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_registration_that_fails_frees_the_name(
     assert torch.equal(again(torch.ones(1)), torch.ones(1))
 
 
-def test_what_is_decorated_is_a_class(namespace: str) -> None:
+def test_only_classes_can_be_decorated(namespace: str) -> None:
     with pytest.raises(TypeError, match=r"must decorate a class.*use torchop\.custom_op"):
         torchop.operator(f"{namespace}::sample")(forward)  # type: ignore[call-overload]
     with pytest.raises(torchop.OperatorNameError, match="must be a string, got type"):

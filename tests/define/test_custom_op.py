@@ -1,5 +1,3 @@
-"""Forms of custom_op, and failing definitions."""
-
 import functools
 import re
 
@@ -30,7 +28,7 @@ def is_defined(namespace) -> bool:
 # Forms
 
 
-def test_decorator_and_call_make_the_same(namespace):
+def test_decorator_and_call_define_the_same(namespace):
     decorated = torchop.custom_op(f"{namespace}::one", mutates_args=())(first)
     called = torchop.custom_op(f"{namespace}::two", first, mutates_args=())
     for op in (decorated, called):
@@ -41,7 +39,7 @@ def test_decorator_and_call_make_the_same(namespace):
 
 def test_overloads_are_defined_by_their_names(namespace):
     plain = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
-    assert packet(namespace)(T).tolist() == [1, 1]  # the packet exists now
+    assert packet(namespace)(T).tolist() == [1, 1]  # creates the packet before its second overload
     two = torchop.custom_op(
         f"{namespace}::op.two",
         lambda x, y: x + 5,
@@ -85,7 +83,7 @@ def test_anything_callable_may_be_an_operator(namespace, function):
         ({"tags": [torch.Tag.pointwise] * 2}, {torch.Tag.pt2_compliant_tag, torch.Tag.pointwise}),
     ],
 )
-def test_tags_are_those_given_and_the_one_for_compilers(namespace, options, expected):
+def test_tags_are_the_given_ones_and_pt2_compliant(namespace, options, expected):
     op = torchop.custom_op(f"{namespace}::op", first, mutates_args=(), **options)
     assert set(op.tags) == expected
     assert len(op.tags) == len(expected)
@@ -137,7 +135,7 @@ def test_failed_definition_leaves_nothing_and_the_name_free(
     assert torchop.custom_op(f"{namespace}::op", first, mutates_args=())(T).tolist() == [1, 1]
 
 
-def test_failed_definition_leaves_the_operator_that_it_would_have_replaced(namespace):
+def test_failed_definition_keeps_the_old_operator(namespace):
     op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.raises(ValueError, match="unsupported type"):
 
@@ -161,7 +159,7 @@ def test_failure_while_rules_are_installed_leaves_nothing(namespace, monkeypatch
 
 
 # --------------------------------------------------------------------------------------------------
-# What is incomplete is told what to write
+# Missing arguments of custom_op
 
 FIRST = {
     "bare": lambda library: library(scale),
@@ -178,14 +176,14 @@ def scale(x: Tensor, factor: float = 2.0) -> Tensor:
 
 @pytest.mark.parametrize("caller", ["custom_op", "triton_op"])
 @pytest.mark.parametrize("call", FIRST.values(), ids=FIRST)
-def test_a_decorator_without_its_arguments_says_what_to_write(call, caller):
+def test_decorator_without_arguments_raises_with_the_fix(call, caller):
     name = "crop" if call in (FIRST["nothing"], FIRST["no name"]) else "scale"
     shown = f'@torchop.{caller}("mylib::{name}", mutates_args=())'
     with pytest.raises(TypeError, match=re.escape(shown)):
         call(getattr(torchop, caller))
 
 
-def test_a_function_in_place_of_the_name_says_where_the_name_goes():
+def test_function_in_place_of_the_name_raises_with_the_fix():
     with pytest.raises(
         torchop.OperatorNameError, match=r'pass it to the decorator.*\("mylib::scale", \.'
     ):
@@ -212,7 +210,7 @@ def test_a_method_is_rejected_because_there_is_no_instance(namespace, schema):
     op.register_fake(Holder.of_class)
 
 
-def test_advice_fits_what_a_schema_has_no_place_for(namespace):
+def test_advice_for_types_that_no_schema_supports(namespace):
     def keywords(x: Tensor, **options: float) -> Tensor: ...
     def mapping(x: Tensor, options: dict) -> Tensor: ...
     def tensors(x: dict[str, Tensor]) -> Tensor: ...
@@ -307,7 +305,7 @@ def define(library, name, schema=SCHEMA, tags=()):
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_the_exception_that_it_is_in_pytorch(namespace, mistake):
+def test_mistake_raises_the_same_exception_class_as_pytorch(namespace, mistake):
     ours, stock = on_both(mistake, namespace)
     assert isinstance(stock, (RuntimeError, TypeError))
     assert isinstance(ours, type(stock))

@@ -1,4 +1,4 @@
-"""Handles have the identity of their function and of their operator. Uses private names."""
+"""A handle identifies itself as its function and as its operator. Uses private names."""
 
 import copy
 import doctest
@@ -65,7 +65,7 @@ def test_handle_has_the_signature_of_its_function(namespace):
     assert both.stock == "(*args, **kwargs)"
 
 
-def test_handle_of_a_function_without_a_name_takes_that_of_the_operator(namespace):
+def test_handle_of_a_nameless_function_has_the_operators_name(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
         functools.partial(torch.add, other=1),
@@ -82,7 +82,7 @@ def test_source_and_annotations_are_found_through_the_handle(namespace):
     assert inspect.getsource(inspect.unwrap(op)).startswith("def scale(")
 
 
-def test_annotations_are_those_of_the_function(namespace):
+def test_handle_has_the_functions_annotations(namespace):
     expected = {"x": Tensor, "factor": float, "flag": bool, "return": Tensor}
 
     def scenario(library, namespace):
@@ -93,7 +93,7 @@ def test_annotations_are_those_of_the_function(namespace):
     assert both.stock != expected
 
 
-def test_annotations_of_what_is_no_plain_function_are_those_of_its_signature(namespace):
+def test_callable_without_annotations_uses_its_signature(namespace):
     class Scale:
         factor: float = 2.0
 
@@ -178,7 +178,7 @@ def test_torchscript_compiles_a_function_that_calls_a_handle(namespace):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*")
-def test_torchscript_calls_an_overload_and_what_became_of_it(namespace):
+def test_torchscript_calls_an_overload_before_and_after_redefinition(namespace):
     def define_shift(by):
         return torchop.custom_op(
             f"{namespace}::f.shift",
@@ -199,7 +199,7 @@ def test_torchscript_calls_an_overload_and_what_became_of_it(namespace):
         compiled(T)
 
 
-def test_doctests_of_a_function_are_found_behind_its_handle(namespace):
+def test_doctests_of_a_function_are_found_through_its_handle(namespace):
     module = types.ModuleType(namespace)
     source = f'''
 import torch, torchop
@@ -257,7 +257,7 @@ def test_handle_has_name_schema_tags_and_overload(namespace):
     assert isinstance(op.overload, torch._ops.OpOverload)
 
 
-def test_notebooks_show_what_is_registered(namespace):
+def test_notebook_repr_shows_registrations(namespace):
     op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=(), device_types="cpu")
     op.__doc__ = "Smaller <b>and</b> larger."
     shown = op._repr_html_()
@@ -271,7 +271,7 @@ def test_notebooks_show_what_is_registered(namespace):
 
 @pytest.mark.exhaustive
 def test_editors_complete_handles(namespace):
-    """Jedi does so for Python prompts, such as IPython's, and for editors, which run nothing."""
+    """Jedi completes names in IPython and in editors, without running code."""
     jedi = pytest.importorskip("jedi", reason="requirements/dev.txt has it")
     op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=())
     op.__doc__ = "Multiplies."
@@ -299,7 +299,7 @@ scale.regi"""
     ]
 
 
-def test_repr_says_what_is_registered(namespace):
+def test_repr_shows_registrations(namespace):
     op = define(namespace, device_types="cuda")
     text = f"{namespace}::op(Tensor x, float factor=2., *, bool flag=False) -> Tensor"
     assert repr(op) == f"<torchop.CustomOp {text}; kernels for cuda>"
@@ -335,7 +335,7 @@ def test_handle_is_hashed_and_compared_by_identity(namespace):
     assert one != two
 
 
-def test_pickle_is_the_name(namespace):
+def test_handle_is_pickled_by_name(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
         return pickle.loads(pickle.dumps(op)) is op
@@ -348,7 +348,7 @@ def test_pickle_is_the_name(namespace):
 def test_file_of_torch_save_holds_the_name(namespace):
     file = io.BytesIO()
     torch.save({"op": define(namespace)}, file)
-    again = define(namespace)  # in the place of the first
+    again = define(namespace)
     file.seek(0)
     assert torch.load(file, weights_only=False)["op"] is again
 
@@ -383,7 +383,7 @@ def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace
         sys.path.remove(str(tmp_path))
 
 
-def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace):
+def test_unpickling_raises_if_the_module_does_not_define_the_operator(namespace):
     op = define(namespace)
     written = pickle.dumps(op)
     op._definition.deregister("for the test")
@@ -392,8 +392,8 @@ def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
-def test_handle_whose_operator_ends_while_it_is_looked_up(namespace, monkeypatch):
-    """Another thread may deregister it; the handle must not return the next operator."""
+def test_handle_whose_operator_is_deregistered_during_the_lookup(namespace, monkeypatch):
+    """Another thread may deregister the operator; the handle must not return the next operator."""
     op = adding(namespace)
     lookup = torch_ops.lookup_overload
 

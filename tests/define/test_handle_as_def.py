@@ -1,4 +1,4 @@
-"""Handles work as `torch.library.CustomOpDef`."""
+"""Handles can replace `torch.library.CustomOpDef`."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_handle_is_a_custom_op_def_and_published_as_one(namespace):
     assert OPDEFS[f"{namespace}::op"] is op
 
 
-def test_attributes_that_others_read_are_true(namespace):
+def test_custom_op_def_attributes_have_correct_values(namespace):
     op = define(namespace, tags=torch.Tag.pointwise)
     assert (op._namespace, op._name, op._qualname) == (namespace, "op", f"{namespace}::op")
     assert op._init_fn is scale
@@ -97,7 +97,7 @@ WAYS = {"handle": lambda op: op, "name": lambda op: op.name, "overload": lambda 
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_functions_of_torch_library_reach_our_rules(namespace, way):
+def test_functions_of_torch_library_register_our_rules(namespace, way):
     op = define(namespace)
     named = way(op)
     definition = op._definition
@@ -123,7 +123,7 @@ def test_functions_of_torch_library_reach_our_rules(namespace, way):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_checks_of_ours_hold_for_functions_of_torch_library(namespace, way):
+def test_our_checks_apply_to_functions_of_torch_library(namespace, way):
     named = way(define(namespace))
     with pytest.raises(torchop.RuleSignatureError):
         torch.library.register_fake(named, lambda: None)

@@ -1,5 +1,3 @@
-"""Library, define, impl: operators by schema, kernels by dispatch key."""
-
 import inspect
 import re
 
@@ -25,13 +23,13 @@ def is_defined(namespace, name="op") -> bool:
 # Library
 
 
-def test_def_is_the_one_library_that_defines_a_namespace(namespace):
+def test_only_one_def_library_per_namespace(namespace):
     with torchop.Library(namespace, "DEF") as library:
         library.define("op(Tensor x) -> Tensor")
         with pytest.raises(RuntimeError, match="Only a single TORCH_LIBRARY") as caught:
             torchop.Library(namespace, "DEF")
         assert f"the namespace {namespace}" in str(caught.value)
-    with torchop.Library(namespace, "DEF") as library:  # it is free again
+    with torchop.Library(namespace, "DEF") as library:
         library.define("op(Tensor x) -> Tensor")
 
 
@@ -67,7 +65,7 @@ def test_wrong_library_is_refused(arguments, words):
         torchop.Library(*arguments)
 
 
-def test_an_unknown_key_of_a_library_is_the_error_that_it_is_in_pytorch():
+def test_unknown_library_key_raises_the_same_error_as_pytorch():
     with pytest.raises(RuntimeError, match=r"'cpu' is not a dispatch key; .* such as 'CPU'"):
         torchop.Library("ns", "IMPL", "cpu")
     with pytest.raises(RuntimeError, match="dispatch key"):
@@ -98,14 +96,14 @@ def test_library_of_a_key_implements_at_that_key(namespace):
     ],
     ids=["define", "impl", "fallback", "with", "torchop.define", "torchop.impl"],
 )
-def test_closed_library_says_so(namespace, use):
+def test_closed_library_raises(namespace, use):
     library = torchop.Library(namespace, "FRAGMENT")
     library.close()
     with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* has been destroyed"):
         use(library)
 
 
-def test_closing_twice_is_closing_once(namespace):
+def test_closing_twice_has_no_effect(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     library.close()
@@ -169,7 +167,7 @@ def _first(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-# Each defines an operator that the test defines again, and returns the line of its definition.
+# Each function defines the operator that the test defines again.
 _EARLIER = {
     "define": lambda name: torchop.define(name, "(Tensor x) -> Tensor"),
     "custom_op": lambda name: torchop.custom_op(name, _first, mutates_args=()),
@@ -226,7 +224,7 @@ def test_wrong_name_or_schema_is_refused(namespace, qualname, schema, words):
 
 
 @LIBRARIES
-def test_definition_lives_as_long_as_the_library_it_is_given(namespace, make):
+def test_definition_lives_as_long_as_its_library(namespace, make):
     library = make(namespace, "FRAGMENT")
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor", lib=library)
     assert is_defined(namespace)
@@ -312,7 +310,7 @@ def test_fallback_needs_a_key_and_a_function():
 
 
 def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(namespace):
-    # PyTorch reads past the end of a result that is too long.
+    # PyTorch reads past the end of a tuple with too many results.
     library = torch.library.Library(namespace, "FRAGMENT")
     torchop.define(f"{namespace}::op", "(Tensor x) -> (Tensor, Tensor)", lib=library)
     torchop.impl(f"{namespace}::op", TYPE, lambda x: (x, x, x), lib=library)

@@ -1,5 +1,3 @@
-"""`Library.impl` for our operators and PyTorch's, and `get_kernel`."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,6 @@ def packet(namespace, name="op"):
 
 @pytest.fixture
 def library(namespace):
-    """A library with `op(Tensor x) -> Tensor`, which the test fills."""
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         yield library
@@ -46,7 +43,7 @@ def test_operator_may_be_given_in_every_way(library, namespace):
             assert packet(namespace)(T).tolist() == [7, 7]
 
 
-def test_overload_is_implemented_on_its_own(library, namespace):
+def test_overloads_are_implemented_separately(library, namespace):
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
     library.impl("op.two", lambda x, y: x + 2, BACKEND)
     assert packet(namespace)(T, T).tolist() == [2, 2]
@@ -99,7 +96,7 @@ def test_a_dispatch_key_that_is_no_string_is_refused(library, namespace, key):
         lambda: library.impl("op", plus(1), key),
         lambda: torchop.impl(f"{namespace}::op", [key], plus(1)),
     ]
-    if key is not None:  # in the older form, that is the key of the library
+    if key is not None:  # the form `impl(library, ...)` uses the library's key if none is given
         calls.append(lambda: torchop.impl(library, "op", key)(plus(1)))
     for call in calls:
         with pytest.raises(TypeError, match=r"impl\((.*::)?op\): .*'CPU'|'cpu'.*got") as refusal:
@@ -143,7 +140,7 @@ def test_unknown_device_type_is_refused_and_nothing_is_registered(library, names
         packet(namespace)(T)
 
 
-def test_kernel_may_be_kept_from_being_replaced(library, namespace):
+def test_kernel_replacement_can_be_forbidden(library, namespace):
     library.impl("op", plus(1), BACKEND)
     with pytest.raises(RuntimeError, match="already a kernel registered"):
         library.impl("op", plus(2), BACKEND, allow_override=False)
@@ -230,7 +227,7 @@ def test_handle_is_refused_by_get_kernel_of_pytorch(namespace):
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_kernel_calls_what_was_there_when_it_was_found():
+def test_get_kernel_returns_the_kernel_of_that_time():
     kernel = torchop.get_kernel("aten::sin", BACKEND)
     with torchop.Library("aten", "IMPL") as library:
         library.impl("sin", lambda x: kernel.call_boxed(KEYS, x) + 5, BACKEND)

@@ -25,7 +25,7 @@ def close(library):
 
 
 def collect(library):
-    # The caller's own reference goes with its frame; see `gone`.
+    # The library is freed when the caller returns; see `callables_after_deregistration`.
     pass
 
 
@@ -41,8 +41,8 @@ def custom_op_in(library, namespace):
     return torchop.custom_op(f"{namespace}::op", op, mutates_args=(), lib=library)
 
 
-def gone(namespace, make, define, end):
-    """Define `ns::op` in a library, and ends the library; return what callers still hold."""
+def callables_after_deregistration(namespace, make, define, end):
+    """Define `ns::op` in a library, end the library, and return the callables that still exist."""
     library = make(namespace, "FRAGMENT")
     handle = define(library, namespace)
     held = [packet(namespace), packet(namespace).default, *([handle] if handle else [])]
@@ -61,7 +61,7 @@ EVERY_DEFINITION = pytest.mark.parametrize("define", [define_in, custom_op_in])
 @EVERY_DEFINITION
 @EVERY_END
 def test_operators_of_a_closed_library_raise(namespace, make, define, end):
-    for held in gone(namespace, make, define, end):
+    for held in callables_after_deregistration(namespace, make, define, end):
         with pytest.raises(
             torchop.OperatorGoneError, match=f"{namespace}::op was deregistered.* closed"
         ):
@@ -73,7 +73,7 @@ def test_operators_of_a_closed_library_raise(namespace, make, define, end):
 @EVERY_DEFINITION
 @EVERY_END
 def test_operator_of_a_closed_library_is_no_longer_in_torch_ops(namespace, make, define, end):
-    gone(namespace, make, define, end)
+    callables_after_deregistration(namespace, make, define, end)
     with pytest.raises(AttributeError):
         packet(namespace)
 
@@ -81,8 +81,8 @@ def test_operator_of_a_closed_library_is_no_longer_in_torch_ops(namespace, make,
 @LIBRARIES
 @EVERY_DEFINITION
 @EVERY_END
-def test_held_overload_does_nothing_else_either(namespace, make, define, end):
-    overload = gone(namespace, make, define, end)[1]
+def test_held_overload_raises_on_every_use(namespace, make, define, end):
+    overload = callables_after_deregistration(namespace, make, define, end)[1]
     keys = torch._C.DispatchKeySet(BACKEND)
     with pytest.raises(torchop.OperatorGoneError):
         overload.redispatch(keys, T)
@@ -94,14 +94,14 @@ def test_held_overload_does_nothing_else_either(namespace, make, define, end):
 
 @EVERY_END
 def test_name_is_free_again(namespace, end):
-    gone(namespace, torchop.Library, custom_op_in, end)
+    callables_after_deregistration(namespace, torchop.Library, custom_op_in, end)
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x, Tensor y) -> Tensor")
         library.impl("op", lambda x, y: x + 5, BACKEND)
         assert packet(namespace)(T, T).tolist() == [5, 5]
 
 
-def test_closed_library_that_is_collected_leaves_what_has_the_name_now(namespace):
+def test_collecting_a_closed_library_keeps_the_current_operator(namespace):
     closed = torchop.Library(namespace, "FRAGMENT")
     define_in(closed, namespace)
     closed.close()
@@ -117,7 +117,7 @@ def test_closed_library_that_is_collected_leaves_what_has_the_name_now(namespace
 
 @EVERY_END
 def test_handle_of_a_closed_library_registers_nothing(namespace, end):
-    handle = gone(namespace, torchop.Library, custom_op_in, end)[2]
+    handle = callables_after_deregistration(namespace, torchop.Library, custom_op_in, end)[2]
     registrations = [
         lambda: handle.register_kernel(TYPE),
         lambda: handle.register_fake(lambda x: x),
@@ -153,7 +153,7 @@ def test_operator_of_a_library_outlives_its_handle(namespace):
     close(library)
 
 
-def test_library_that_is_kept_by_its_operators_alone_is_collected(namespace):
+def test_library_referenced_only_by_its_operators_is_collected(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     handle = custom_op_in(library, namespace)
     reference = weakref.ref(library)
@@ -164,7 +164,7 @@ def test_library_that_is_kept_by_its_operators_alone_is_collected(namespace):
         handle(T)
 
 
-def test_one_overload_goes_and_the_other_stays(namespace):
+def test_deregistering_one_overload_keeps_the_other(namespace):
     with torchop.Library(namespace, "FRAGMENT") as home:
         home.define("op(Tensor x) -> Tensor")
         home.impl("op", lambda x: x + 1, BACKEND)
@@ -179,7 +179,7 @@ def test_one_overload_goes_and_the_other_stays(namespace):
             overload(T, T)
 
 
-def test_a_kernel_found_before_raises_too(namespace):
+def test_kernel_from_get_kernel_raises_after_deregistration(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     define_in(library, namespace)
     kernel = torchop.get_kernel(f"{namespace}::op", BACKEND)
@@ -229,7 +229,7 @@ def test_library_that_cannot_hold_the_operator_is_refused(namespace, arguments, 
         custom_op_in(library, namespace)
 
 
-def test_what_is_no_library_or_closed_is_refused(namespace):
+def test_invalid_or_closed_library_is_rejected(namespace):
     with pytest.raises(TypeError, match="lib expects a Library, got str"):
         custom_op_in(namespace, namespace)
     library = torchop.Library(namespace, "FRAGMENT")

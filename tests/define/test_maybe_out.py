@@ -1,5 +1,3 @@
-"""maybe_out: one function for two operators."""
-
 from __future__ import annotations
 
 import inspect
@@ -13,7 +11,7 @@ from tests._support.combinations import BACKENDS
 from tests.define.families import bounds, sine
 
 
-def test_it_calls_one_operator_or_the_other(namespace: str) -> None:
+def test_maybe_out_calls_one_of_the_operators(namespace: str) -> None:
     family = sine(namespace)
     sin = torchop.maybe_out(family.functional, family.out)
     x, out = torch.randn(3), torch.empty(3)
@@ -66,7 +64,7 @@ def test_operator_that_returns_nothing_serves_too(namespace: str) -> None:
     assert out.tolist() == [2]
 
 
-def test_it_looks_like_the_functional_operator(namespace: str) -> None:
+def test_maybe_out_has_the_signature_of_the_functional_operator(namespace: str) -> None:
     family = bounds(namespace)
     function = torchop.maybe_out(family.functional, family.out)
     parameters = inspect.signature(function).parameters

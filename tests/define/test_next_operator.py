@@ -1,7 +1,7 @@
-"""An operator with the name of a deregistered one, under dispatch modes.
+"""Under dispatch modes, redefining a deregistered operator replaces it.
 
-A registration through another library keeps the entry of the dispatcher, which then keeps the
-overload that it gave to the first dispatch mode.
+A registration through another library keeps the dispatcher's entry of the old operator, which still
+refers to the overload that the first dispatch mode got.
 
 Uses private names.
 """
@@ -65,8 +65,8 @@ def custom_op(namespace, schema, kernel):
 DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_stock, custom_op])
 
 
-def kept_entry(namespace):
-    """A library whose kernel keeps the operator's entry in the dispatcher."""
+def kernel_in_another_library(namespace):
+    """Register a kernel in another library, which keeps the dispatcher's entry."""
     library = torch.library.Library(namespace, "IMPL")
     library.impl("op", lambda x: x, OTHER_BACKEND)
     return library
@@ -83,10 +83,10 @@ RULES = {
 }
 
 
-# A second kernel for a device replaces the first, of which PyTorch warns, as for any other.
+# PyTorch warns, because the second kernel replaces the first.
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("register", RULES.values(), ids=RULES)
-def test_rule_without_a_library_stays_and_modes_call_the_next_operator(namespace, register):
+def test_rule_without_library_survives_and_modes_call_the_next_operator(namespace, register):
     for amount in (1, 2):
         with defined_in_ours(namespace, SCHEMA, lambda x, amount=amount: x + amount):
             register(f"{namespace}::op")
@@ -114,7 +114,7 @@ def test_modes_get_the_overload_of_the_next_operator(namespace, define):
     ):
         first = define(namespace, schema, kernel)
         if library is None:
-            library = kept_entry(namespace)
+            library = kernel_in_another_library(namespace)
         result, overloads = recorded(namespace, T)
         assert result.tolist() == [expected] * 2
         assert overloads == [packet(namespace).default]
@@ -123,13 +123,13 @@ def test_modes_get_the_overload_of_the_next_operator(namespace, define):
         with pytest.raises(torchop.OperatorGoneError):
             overloads[0](T)
         del first, result, overloads
-        gc.collect()  # nobody but the dispatcher has the overload now
+        gc.collect()  # only the dispatcher refers to the overload now
     library._destroy()
 
 
-def test_held_overload_is_that_of_the_next_operator_if_the_dispatcher_has_it(namespace):
+def test_held_overload_calls_the_next_operator_if_the_dispatcher_kept_it(namespace):
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
-        library, held = kept_entry(namespace), packet(namespace).default
+        library, held = kernel_in_another_library(namespace), packet(namespace).default
     with pytest.raises(torchop.OperatorGoneError):
         held(T)
     with defined_in_ours(namespace, "op(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y):
@@ -149,7 +149,7 @@ def test_a_held_overload_stays_deregistered_without_an_entry(namespace, define):
         return x + 2
 
     first = define(namespace, SCHEMA, plus_two)
-    library, held = kept_entry(namespace), packet(namespace).default
+    library, held = kernel_in_another_library(namespace), packet(namespace).default
     first._destroy()
     library._destroy()
     second = define(namespace, SCHEMA, plus_two)
@@ -159,9 +159,9 @@ def test_a_held_overload_stays_deregistered_without_an_entry(namespace, define):
     second._destroy()
 
 
-def test_overload_that_was_looked_up_in_between_is_retired_too(namespace, monkeypatch):
+def test_overload_looked_up_in_between_raises(namespace, monkeypatch):
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
-        library, first = kept_entry(namespace), packet(namespace).default
+        library, first = kernel_in_another_library(namespace), packet(namespace).default
     after_definition, held = deregistration.after_definition, []
 
     def looked_up(*name):

@@ -1,5 +1,3 @@
-"""out_op: all forms of an operator from one kernel."""
-
 from __future__ import annotations
 
 import copy
@@ -29,9 +27,7 @@ def test_all_forms_compute_the_same(family: torchop.OperatorFamily) -> None:
     assert torch.allclose(own, expected)
 
 
-def test_schemas_are_those_of_pytorchs_own_forms(
-    family: torchop.OperatorFamily, namespace: str
-) -> None:
+def test_schemas_match_pytorchs_own_forms(family: torchop.OperatorFamily, namespace: str) -> None:
     assert family.inplace is not None
     assert str(family.functional.schema) == f"{namespace}::sin(Tensor x) -> Tensor"
     assert str(family.out.schema) == (
@@ -79,7 +75,7 @@ def test_family_looks_like_its_kernel(family: torchop.OperatorFamily, namespace:
     assert family.inplace.__doc__.startswith("Overwrites x with the result of write_sine")
 
 
-def test_kernel_that_is_not_elementwise_works_in_place_through_a_result_of_its_own(
+def test_non_elementwise_kernel_in_place_uses_a_temporary(
     namespace: str,
 ) -> None:
     @torchop.out_op(f"{namespace}::reverse", like="x", inplace=True)
@@ -135,7 +131,7 @@ def test_factory_without_tensors(namespace: str) -> None:
 
 
 def test_the_code_generator_of_pytorch_reads_the_schemas_and_ties_the_forms(namespace: str) -> None:
-    # So ExecuTorch finds the form with out=.
+    # ExecuTorch finds the out= form by its schema.
     for family in (sine(namespace), bounds(namespace)):
         functional, out = (
             FunctionSchema.parse(str(op.schema).partition("::")[2])
@@ -181,7 +177,8 @@ def test_opcheck_passes_with_gradients(namespace: str, family: torchop.OperatorF
         lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    # A leaf that requires grad cannot be written, so the gradient comes from the other argument.
+    # The in-place form cannot mutate a leaf that requires grad, so only the other argument has a
+    # gradient.
     assert mul.inplace is not None
     torchop.opcheck(mul.inplace, (torch.randn(3), torch.randn(3, requires_grad=True)))
 

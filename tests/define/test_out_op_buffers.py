@@ -1,4 +1,4 @@
-"""Output buffers that callers of out_op operators may pass. Uses private names."""
+"""Output buffers that callers may pass to out_op operators. Uses private names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WRONG: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("wrong", list(WRONG))
-def test_buffer_that_does_not_fit_is_refused_untouched(
+def test_unsuitable_buffer_is_rejected_unchanged(
     family: torchop.OperatorFamily, wrong: str
 ) -> None:
     make, message = WRONG[wrong]
@@ -81,7 +81,7 @@ def test_outputs_may_be_interleaved_with_inputs(family: torchop.OperatorFamily) 
 
 
 @needs_native
-def test_buffers_with_memory_of_their_own_are_compared_with_nothing(
+def test_buffers_with_separate_memory_are_not_compared(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = bounds(namespace)
@@ -89,11 +89,11 @@ def test_buffers_with_memory_of_their_own_are_compared_with_nothing(
     outputs = {"low": torch.empty(3, 4), "high": torch.empty(3)}
     family(x, **outputs)
     for tensor in outputs.values():
-        tensor.untyped_storage()  # from now on, an object of Python has it too
+        tensor.untyped_storage()  # creates the Python object of the storage
     allocations = []
     monkeypatch.setattr(kernels, "check_outputs", None)
     monkeypatch.setattr(kernels, "described_results", lambda *args: allocations.append(args))
-    family(x, **outputs)  # what the rule allocates for such a call is known
+    family(x, **outputs)  # the result of the allocation rule is cached for such calls
     assert allocations == []
 
 
@@ -108,7 +108,7 @@ def test_a_call_that_looks_different_is_compared_again(namespace: str) -> None:
             family(torch.randn(2, 4), **outputs)
 
 
-def test_the_inplace_form_of_what_looks_like_its_first_argument_needs_no_check(
+def test_inplace_form_with_the_same_metadata_skips_the_check(
     namespace: str, family: torchop.OperatorFamily
 ) -> None:
     def write_sum(x: Tensor, y: Tensor, *, out: Tensor) -> None:
@@ -129,17 +129,17 @@ def test_buffers_in_inference_mode(family: torchop.OperatorFamily) -> None:
     assert torch.allclose(out, torch.ones(3).sin())
 
 
-def test_read_only_memory_cannot_be_known(family: torchop.OperatorFamily) -> None:
+def test_read_only_memory_is_not_detected(family: torchop.OperatorFamily) -> None:
     array = np.zeros(2, dtype=np.float32)
     array.flags.writeable = False
     with pytest.warns(UserWarning, match="not writable"):
         out = torch.from_numpy(array)
-    # PyTorch warned; the tensor does not know any more, and neither does the array made of it.
+    # PyTorch only warned. Neither the tensor nor a new array knows that the memory is read-only.
     assert out.numpy().flags.writeable
     assert torch.allclose(family(torch.ones(2), out=out), torch.ones(2).sin())
 
 
-def test_inplace_form_refuses_what_it_cannot_keep(namespace: str) -> None:
+def test_inplace_form_rejects_promises_it_cannot_keep(namespace: str) -> None:
     for promise in (False, True):
 
         @torchop.out_op(

@@ -53,8 +53,8 @@ needs_lowerings = pytest.mark.skipif(
 )
 
 
-# With `torch.Tag.out`, Inductor 2.13 gets each of these signatures wrong, the first with
-# dynamic shapes. A planned call has the arguments of the call that it replaces.
+# Inductor 2.13 compiles each of these signatures incorrectly if the operator has `torch.Tag.out`,
+# the first one with dynamic shapes. torchop's planned call passes the original arguments.
 def _numbers_first(n: int, x: Tensor, *, out: Tensor) -> None:
     out.copy_(x * n)
 
@@ -100,7 +100,7 @@ def _two(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-# The kernel, how its results are allocated, a call, and what stands in the code for it.
+# A kernel, its allocation rule, a call, and a pattern for the call in Inductor's code.
 PLANNED: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any], str]] = {
     "tensors": (write_sine, _like_first, lambda f, x: f(x), r"\(buf\d+, out=buf\d+\)"),
     "numbers_first": (
@@ -154,7 +154,7 @@ def test_inductor_plans_the_outputs_of_every_signature(namespace: str, dynamic: 
         for name, (kernel, allocate, _, _) in PLANNED.items()
     }
 
-    # Products of matrices, as Inductor calls PyTorch for these, and does not compile C++.
+    # Matrix products, which Inductor calls as functions, without compiling C++.
     def function(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         return [
             call(families[name], x @ weight) @ weight
@@ -184,7 +184,7 @@ def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> Non
     alone.functional.register_kernel("cpu", lambda x, n=3: x * n + 1)
 
     def function(x: Tensor) -> Any:
-        own = alone(x)  # the form with out= has another kernel
+        own = alone(x)  # not planned, because the functional form has another kernel
         for _ in range(10):
             x = family(x)
         return x, own
@@ -198,7 +198,7 @@ def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> Non
     assert f"torch.ops.{namespace}.alone.default(" in code
 
 
-# Programs with a family `f` whose kernel may write over its input, and how many of its calls do.
+# Programs that call a family `f`, and how many calls may overwrite their input.
 OVERWRITING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], int]] = {
     "chain": (lambda f, x, y: f(f(f(x * 2, []), [], n=2), []).cos(), 3),
     "read later": (lambda f, x, y: (z := x * 2, f(z, []), z + 1)[1:], 0),
@@ -259,7 +259,7 @@ def test_a_result_overwrites_an_input_that_is_not_read_later(
 
 
 @needs_lowerings
-def test_what_is_written_over_needs_no_other_memory(namespace: str) -> None:
+def test_overwritten_input_needs_no_other_memory(namespace: str) -> None:
     families = {
         "over": torchop.out_op(
             f"{namespace}::over", write_sine, like="x", inplace=True, elementwise=True
@@ -273,7 +273,7 @@ def test_what_is_written_over_needs_no_other_memory(namespace: str) -> None:
     }
     own = families["own"].inplace
     assert own is not None
-    own.register_kernel("cpu", lambda x: x.sin_())  # which only its own calls run
+    own.register_kernel("cpu", lambda x: x.sin_())  # the kernel must only run for this operator
     x = torch.randn(3)
     for name, family in families.items():
 
@@ -291,7 +291,7 @@ def test_what_is_written_over_needs_no_other_memory(namespace: str) -> None:
 
 
 @needs_lowerings
-def test_graphs_are_divided_at_operators_that_a_user_names(namespace: str) -> None:
+def test_graphs_are_split_at_operators_named_by_the_user(namespace: str) -> None:
     family = torchop.out_op(
         f"{namespace}::op", write_sine, like="x", inplace=True, elementwise=True
     )
@@ -301,7 +301,7 @@ def test_graphs_are_divided_at_operators_that_a_user_names(namespace: str) -> No
         with fresh_compiler(), settings:
             result, (code,) = run_and_get_code(torch.compile(lambda x: family(family(x))), x)
         torch.testing.assert_close(result, x.sin().sin())
-        # Inductor looks for this call: it has no name for one with outputs, or in place.
+        # Inductor recognizes only functional calls of the named operators, so they must remain.
         assert code.count(f"torch.ops.{namespace}.op.default(") == calls
 
 

@@ -58,7 +58,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize(
     "reason", [pytest.param(r, marks=needs_tags if r == "tag" else ()) for r in REFUSED]
 )
-def test_definition_is_refused_and_leaves_nothing(namespace: str, reason: str) -> None:
+def test_invalid_definition_defines_nothing(namespace: str, reason: str) -> None:
     kernel, options, message = REFUSED[reason]
     with pytest.raises((ValueError, TypeError), match=message):
         torchop.out_op(f"{namespace}::op", kernel, **options)
@@ -66,7 +66,7 @@ def test_definition_is_refused_and_leaves_nothing(namespace: str, reason: str) -
     assert not exists(namespace, "op_")
 
 
-def test_what_is_no_function_is_refused(namespace: str) -> None:
+def test_non_function_is_rejected(namespace: str) -> None:
     with pytest.raises(TypeError, match="must be a function"):
         torchop.out_op(f"{namespace}::op", 3, like="x")  # type: ignore[call-overload]
 
@@ -112,7 +112,7 @@ def test_forms_live_as_long_as_their_library(namespace: str) -> None:
             op(torch.ones(1))
 
 
-def test_forms_end_with_the_family_that_is_replaced(namespace: str) -> None:
+def test_redefining_a_family_deregisters_its_forms(namespace: str) -> None:
     def write(x: Tensor, *, out: Tensor) -> None:
         out.copy_(x + 1)
 

@@ -1,5 +1,3 @@
-"""Kernels and formula of operators that out_op defines."""
-
 from __future__ import annotations
 
 import pytest
@@ -31,7 +29,7 @@ def test_kernel_for_a_device_serves_all_forms(namespace: str) -> None:
     assert all(torch.allclose(result, x.sin()) for result in results)
 
 
-def test_a_kernel_without_the_defaults_gets_those_of_the_schema(namespace: str) -> None:
+def test_kernel_without_defaults_gets_the_schemas_defaults(namespace: str) -> None:
     family = bounds(namespace)
 
     @family.register_kernel(TYPE)
@@ -58,7 +56,7 @@ def test_kernel_with_other_parameters_is_refused_for_all_forms(
     assert torch.allclose(family(torch.ones(2)), torch.ones(2).sin())
 
 
-def test_form_may_have_a_kernel_of_its_own_which_is_guarded_too(
+def test_forms_own_kernel_is_checked_too(
     family: torchop.OperatorFamily,
 ) -> None:
     @family.out.register_kernel("cpu")
@@ -71,7 +69,7 @@ def test_form_may_have_a_kernel_of_its_own_which_is_guarded_too(
         family(torch.ones(2), out=torch.empty(3))
 
 
-def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
+def test_kernel_with_another_result_is_rejected(namespace: str) -> None:
     @torchop.out_op(f"{namespace}::lost", like="x", inplace=True)
     def lost(x: Tensor, *, out: Tensor) -> Tensor:
         return x.sin()
@@ -83,14 +81,14 @@ def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("results", ["None", "too many", "a number"])
-def test_rule_that_allocates_something_else_is_refused(namespace: str, results: str) -> None:
+def test_allocation_rule_with_another_result_is_rejected(namespace: str, results: str) -> None:
     made = {"None": None, "too many": (torch.empty(2), torch.empty(2)), "a number": 3}[results]
     family = torchop.out_op(f"{namespace}::op", write_sine, allocate=lambda x: made)
     with pytest.raises(torchop.ResultError, match="allocate must return"):
         family(torch.ones(2))
 
 
-def test_rule_that_returns_an_input_does_not_let_it_be_overwritten(namespace: str) -> None:
+def test_allocation_rule_that_returns_an_input_is_rejected(namespace: str) -> None:
     family = torchop.out_op(f"{namespace}::op", write_sine, allocate=lambda x: x)
     x = torch.ones(2)
     with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
@@ -154,7 +152,7 @@ def test_inplace_form_treats_a_leaf_as_pytorch_does(family: torchop.OperatorFami
     assert torch.allclose(x, torch.ones(2).sin())
 
 
-def test_formula_is_that_of_the_functional_operator(namespace: str) -> None:
+def test_inplace_form_uses_the_functional_formula(namespace: str) -> None:
     family = torchop.out_op(f"{namespace}::sin", write_sine, like="x", inplace=True)
     x = torch.ones(2, requires_grad=True)
     assert family.inplace is not None

@@ -1,4 +1,4 @@
-"""triton_op: decomposed by compilers, preserved in exported programs."""
+"""triton_op: compilers decompose the operator, exported programs keep it."""
 
 import importlib.util
 
@@ -86,7 +86,7 @@ def test_a_schema_is_honoured(namespace):
     assert str(op.schema) == f"{namespace}::op(Tensor x, int n) -> Tensor"
 
 
-def test_compilers_decompose_it_and_programs_hold_it(namespace):
+def test_compilers_decompose_it_but_exported_programs_contain_it(namespace):
     op = define(namespace)
     graphs = []
 
@@ -148,7 +148,7 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
 
 def test_a_function_whose_variables_are_assigned_later(namespace, monkeypatch):
     def kernels_of(function):
-        raise ValueError("Cell is empty")  # what PyTorch does where Triton is installed
+        raise ValueError("Cell is empty")  # PyTorch raises this if Triton is installed
 
     monkeypatch.setattr(torch._library.triton, "get_inner_triton_kernels", kernels_of)
     monkeypatch.setattr("torchop._compat.compilers.find_spec", lambda name: name)

@@ -1,4 +1,4 @@
-"""A program exported in every supported format by one process."""
+"""A program that one process exports in every supported format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODULE = """
 
     @torchop.custom_op("served::triple", mutates_args=(), residuals={"slope": torch.Tensor})
     def triple(x: torch.Tensor, factor: float = 3.0) -> torch.Tensor:
-        if not torchop.records_gradient():  # as in everything that is shipped
+        if not torchop.records_gradient():  # exported programs record no gradients
             return x * factor
         return torchop.residuals(x * factor, torch.full_like(x, factor))
 
@@ -36,7 +36,7 @@ MODULE = """
 
     class Model(torch.nn.Module):
         def forward(self, x):
-            y = triple(x)  # and nothing for which Inductor would compile a kernel
+            y = triple(x)  # only operators that Inductor does not compile
             add_one(y)
             return y
 
@@ -53,11 +53,11 @@ SHIP = r"""
     import torchop.export
     from served_module import Model, ninefold
 
-    # As a package of AOTInductor.
+    # A package of AOTInductor.
     batch = torch.export.Dim("batch")
     program = torch.export.export(Model(), (torch.ones(2),), dynamic_shapes=({0: batch},))
     configs = {
-        # Compiled sooner: the headers that would be are used once.
+        # Precompiling the headers does not pay off for one use.
         "aot_inductor.compile_wrapper_opt_level": "O0",
         "aot_inductor.precompile_headers": False,
         "aot_inductor.metadata": {"version": "7"},
@@ -70,7 +70,7 @@ SHIP = r"""
     model = torchop.export.load_package(path)
     print(model(torch.ones(3)).tolist(), model.get_metadata()["version"])
 
-    # As a pickle of a graph, and with the module's source or its name in a torch.package.
+    # A pickled graph, and torch.packages with the module's source or only its name.
     with open("graph.pkl", "wb") as file:
         pickle.dump(torch.fx.symbolic_trace(Model()), file)
     for kind in ("extern", "intern"):
@@ -79,10 +79,10 @@ SHIP = r"""
             exporter.extern(["torch.**", "torchop.**"])
             exporter.save_pickle("model", "model.pkl", Model())
 
-    # In Inductor's cache.
+    # A compiled program in Inductor's cache.
     print(torch.compile(ninefold)(torch.ones(2)).tolist())
 
-    # Not as a pickle of the exported program's module.
+    # Pickling the exported program's module fails.
     try:
         pickle.dumps(program.module())
     except Exception:
@@ -91,7 +91,6 @@ SHIP = r"""
 
 
 def run_in(folder: Path, source: str, **environment: str) -> str:
-    """Run a program in a folder, with the compile cache of that folder."""
     done = run_compiling(
         textwrap.dedent(source),
         folder=folder,
@@ -105,7 +104,7 @@ def run_in(folder: Path, source: str, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module that defines operators, and what a process made of its model."""
+    """A folder with a module that defines operators and a model, and the exported files."""
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
     output = run_in(folder, SHIP)

@@ -49,7 +49,7 @@ def test_a_damaged_list_of_modules_is_reported(shipped: Path, tmp_path: Path) ->
         torchop.export.load_package(path)
 
 
-def test_what_is_no_package_is_explained_by_pytorch(tmp_path: Path) -> None:
+def test_pytorch_reports_a_file_that_is_no_package(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     path.write_bytes(b"no archive")
     with pytest.raises(Exception) as ours:
@@ -64,7 +64,7 @@ def test_what_is_no_package_is_explained_by_pytorch(tmp_path: Path) -> None:
     not sysconfig.get_config_var("Py_ENABLE_SHARED") or shutil.which("g++") is None,
     reason="needs g++, and a Python that is a shared library",
 )
-def test_a_program_in_cpp_serves_it_with_python_inside(shipped: Path) -> None:
+def test_cpp_program_with_embedded_python_runs_the_package(shipped: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     headers = [torch_folder / "include", sysconfig.get_paths()["include"]]
     libraries = [torch_folder / "lib", sysconfig.get_config_var("LIBDIR")]
@@ -91,7 +91,7 @@ def test_a_program_in_cpp_serves_it_with_python_inside(shipped: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Other files that PyTorch writes: the table of `docs/how-to/export.md`
+# Other file formats of PyTorch, in the table of `docs/how-to/export.md`
 
 LOAD = """
     import pickle
@@ -132,7 +132,7 @@ LOAD = """
 """
 
 
-def test_what_another_process_can_do_with_it(shipped: Path) -> None:
+def test_exported_files_work_in_another_process(shipped: Path) -> None:
     lines = run_in(shipped, LOAD).splitlines()
     missing, extern, graph, compiled, changed, intern, replaced = lines
     assert "'served' object has no attribute 'triple'" in missing
@@ -141,7 +141,7 @@ def test_what_another_process_can_do_with_it(shipped: Path) -> None:
     assert compiled.startswith("[9.0, 9.0]")
     assert "'fxgraph_cache_hit': 1" in compiled
     assert "fxgraph_cache_miss" not in compiled
-    assert changed == "True"  # the tag is a part of the key, if it is set
+    assert changed == "True"  # the operator's tag changes the cache key
     assert intern == "[4.0, 4.0]"
     assert replaced.startswith("OperatorGoneError This is a handle of the served::triple")
     assert "<torch_package_" in replaced

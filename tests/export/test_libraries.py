@@ -35,7 +35,7 @@ TORCH_LIBRARY_IMPL(served, CPU, m) {
   m.impl("add_one.inplace", &add_one);
 }
 """
-# What a package calls without the dispatcher, as the page on serving shows it.
+# A C function that a package calls without the dispatcher, as in the documentation of serving.
 SHIM = """
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
@@ -75,7 +75,7 @@ SHIP_WITH_SHIM = """
     print(ctypes.CDLL("./libkernels.so").calls_of_shim())
 """
 SCHEMA = "(Tensor x) -> Tensor"
-# The package has the kernels and the schemas, and this process loads it anew.
+# Package the kernels and the schemas, and load the package in a new process.
 CARRY = """
     import torch, torchop.export
     import served_module
@@ -105,7 +105,7 @@ LOAD = """
 
 
 def _package(folder: Path, device: str, *operators: str) -> Path:
-    """Return the entry of a package about the operators that it calls."""
+    """Write the parts of a package that list the operators, and return the path."""
     path = folder / "model.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         nodes = [{"node": {"target": operator}} for operator in operators]
@@ -117,10 +117,10 @@ def _package(folder: Path, device: str, *operators: str) -> Path:
 
 
 def _register_in_cpp(namespace: str, operator: str, key: str) -> None:
-    """Register a kernel as a line of a file of C++ does, as far as the dispatcher knows."""
+    """Register a kernel that looks to the dispatcher as if C++ registered it."""
     library = torch._C._dispatch_library("IMPL", namespace, key, "kernels.cpp", 8)
     library.impl(operator, key, lambda x, *rest: x.clone())
-    _LIBRARIES.append(library)  # the kernel goes with it
+    _LIBRARIES.append(library)  # freeing the library would deregister the kernel
 
 
 _LIBRARIES: list[object] = []
@@ -141,7 +141,7 @@ def test_kernels_in_python_are_named_where_the_package_is_made(
         assert torchop.export.aoti_package(program) == str(path)
 
 
-def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, monkeypatch):
+def test_package_contains_libraries_and_their_loader(namespace, tmp_path, monkeypatch):
     def f(x: Tensor, rate: float = 1e-5, mode: str = 'a"b\\', sizes: list[int] = (1, 2)) -> Tensor:
         return x
 
@@ -172,18 +172,19 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
         source = archive.read(f"model/data/{carrier}").decode()
         assert archive.read(f"model/data/{carrier}.0") == b"one.so"
         assert archive.read(f"model/data/{carrier}.1") == b"two.so"
-    # Where all operators are defined, the kernels of the package would be registered once more.
+    # If all operators are defined already, the package must not register kernels again.
     assert (
         f'if (!(is_missing("aten::add", "Tensor") || is_missing("{namespace}::f", "")))' in source
     )
     assert source.index("dlopen") < source.index("m.def(")
-    # The definitions are the schemas of the operators that the package calls.
+    # It defines the operators that the package calls.
     assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
     assert f'if (is_missing("{namespace}::f", ""))' in source
     (line,) = (line for line in source.splitlines() if "m.def(" in line)
-    schema = json.loads(line.partition("(")[2].removesuffix(");"))  # a string is the same in C++
+    # C++ string literals use the same escapes.
+    schema = json.loads(line.partition("(")[2].removesuffix(");"))
     assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
-    # It defines what it calls, so nobody has to import a module.
+    # The package defines its operators, so no module must be imported.
     monkeypatch.setattr(on_demand, "load_aoti_package", lambda path: path)
     ended = _package(tmp_path, "cpu", "absent::f")
     with zipfile.ZipFile(ended, "a") as archive:
@@ -191,7 +192,7 @@ def test_a_package_carries_libraries_and_what_loads_them(namespace, tmp_path, mo
     assert torchop.export.load_package(ended) == str(ended)
 
 
-def test_libraries_are_several(tmp_path):
+def test_libraries_must_be_a_list_of_existing_files(tmp_path):
     program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
     message = r"^aoti_package: libraries is a list of paths, got 'a\.so'\. Write \['a\.so'\]\.$"
     with pytest.raises(torchop.ArgumentError, match=message):
@@ -200,7 +201,7 @@ def test_libraries_are_several(tmp_path):
         torchop.export.aoti_package(program, libraries=[tmp_path / "absent.so"])
 
 
-def test_libraries_are_refused_elsewhere(monkeypatch):
+def test_libraries_are_rejected_outside_of_linux(monkeypatch):
     program = torch.export.export(torch.nn.Identity(), (torch.ones(1),))
     monkeypatch.setattr(sys, "platform", "darwin")
     message = "^aoti_package: libraries=... is only supported on Linux, and this is darwin"
@@ -270,7 +271,7 @@ def test_code_in_cpp_calls_an_operator_without_python(namespace):
 def test_a_package_calls_a_kernel_in_cpp_as_a_function(tmp_path):
     (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "kernels.cpp").write_text(KERNELS + SHIM)
-    # With its name inside, the loader knows it when the package asks for it.
+    # With the soname, the loader recognizes the library when the package needs it.
     name = "-Wl,-soname,libkernels.so"
     compile_cpp(tmp_path, "-shared", "-fPIC", name, "kernels.cpp", "-o", "libkernels.so")
     output = run_in(tmp_path, SHIP_WITH_SHIM, LIBRARY_PATH=str(tmp_path))
@@ -278,7 +279,7 @@ def test_a_package_calls_a_kernel_in_cpp_as_a_function(tmp_path):
 
 
 @pytest.mark.usefixtures("unless_all_run")
-def test_a_package_that_carries_its_kernels_runs_anywhere(tmp_path):
+def test_package_with_its_own_kernels_runs_without_the_module(tmp_path):
     (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "kernels.cpp").write_text(KERNELS)
     compile_cpp(tmp_path, "-shared", "-fPIC", "kernels.cpp", "-o", "kernels.so")

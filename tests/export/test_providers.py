@@ -1,4 +1,4 @@
-"""Exported programs store the providers that their operators had."""
+"""Exported programs store the providers of their operators."""
 
 import io
 

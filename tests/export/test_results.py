@@ -1,4 +1,4 @@
-"""Results that a package of AOTInductor could not read are refused when it is made."""
+"""Creating an AOTInductor package fails if a kernel's results differ from the fake kernel's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _half(x: Tensor) -> Tensor:
     return x[: x.shape[0] // 2].clone()
 
 
-# A schema, a kernel, a fake kernel, and what the error says.
+# A schema, a kernel, a fake kernel that does not match it, and the error message.
 LIES: dict[str, tuple[str, Any, Any, str]] = {
     "shape": (
         "(Tensor x) -> Tensor",
@@ -98,7 +98,7 @@ def test_a_kernel_that_differs_from_its_fake_kernel_is_refused(namespace, lie, d
     assert str(caught.value).startswith(f"{namespace}::op: its fake kernel returned")
 
 
-def test_operators_of_others_are_compared(namespace):
+def test_results_of_stock_operators_are_compared(namespace):
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", _half, BACKEND)
@@ -124,7 +124,7 @@ def test_the_comparison_leaves_no_trace(namespace):
     assert torch.equal(program.state_dict["count"], torch.zeros(1))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # that torch.export reads
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch.export reads `.grad`
 @pytest.mark.parametrize("buffer", ["expanded", "made in inference mode", "transposed"])
 def test_buffers_and_inputs_that_cannot_be_written_or_copied(namespace, buffer):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -143,10 +143,11 @@ def test_buffers_and_inputs_that_cannot_be_written_or_copied(namespace, buffer):
         def forward(self, x: Tensor) -> Tensor:
             return op(self.value) + x
 
-    x = torch.ones(3, 3, requires_grad=True) * 2  # deepcopy refuses a tensor with a history
+    # `deepcopy` rejects a tensor with an autograd history.
+    x = torch.ones(3, 3, requires_grad=True) * 2
     model = Model()
     program = torch.export.export(model, (x,))
-    check_results(program)  # a warning would be an error here
+    check_results(program)  # a warning would raise
     assert program.state_dict["value"].stride() == model.value.stride()
 
 
@@ -185,7 +186,8 @@ def test_a_result_that_no_package_can_hold_names_the_operator(namespace):
 
 
 @pytest.mark.exhaustive  # compiles a package
-@pytest.mark.filterwarnings("ignore:.*calls Python kernels:UserWarning")  # which this process has
+# The kernels exist in this process.
+@pytest.mark.filterwarnings("ignore:.*calls Python kernels:UserWarning")
 def test_two_lists_of_tensors(namespace, tmp_path):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -68,7 +68,7 @@ def test_tag_changes_with_the_code_of_torchop(
     tags = []
     (tmp_path / "rules").mkdir()
     monkeypatch.setattr(torchop, "__file__", str(tmp_path / "__init__.py"))
-    for code in ("", "x = 1", "x = 2", "x = 2"):  # as whoever works on torchop writes it
+    for code in ("", "x = 1", "x = 2", "x = 2"):  # as if torchop itself were edited
         (tmp_path / "rules/rule.py").write_text(code)
         cache_key._own_code.cache_clear()
         tags.append(torchop.cache_key_tag())
@@ -103,7 +103,7 @@ def _identity_of_double(op: Any) -> str:
     return cache_key.identify([str(op._qualname)])[0]
 
 
-def test_what_a_formula_calls_is_part_of_the_key(op: Any, monkeypatch: Any) -> None:
+def test_functions_called_by_a_formula_are_part_of_the_key(op: Any, monkeypatch: Any) -> None:
     op.register_autograd(_around(_twice))
     twice = _identity_of_double(op)
     op.register_autograd(_around(_thrice))
@@ -138,7 +138,7 @@ def test_an_operator_that_a_formula_calls_is_part_of_the_key(
 
 
 @pytest.mark.parametrize("owner", ["custom_op", "Library"])
-def test_operators_of_others_are_part_of_the_key(namespace: str, owner: str) -> None:
+def test_stock_operators_are_part_of_the_key(namespace: str, owner: str) -> None:
     qualname = f"{namespace}::other"
     if owner == "custom_op":
 
@@ -165,7 +165,7 @@ def test_operators_of_others_are_part_of_the_key(namespace: str, owner: str) -> 
     assert len(seen) == 4
 
 
-def test_nothing_is_known_of_operators_without_rules() -> None:
+def test_operators_without_rules_add_nothing_to_the_key() -> None:
     assert cache_key.identify(["aten::sin", "aten::cos.out"]) == ("", [])
 
 
@@ -202,7 +202,7 @@ def test_a_precompiled_program_depends_on_the_code_of_rules(op: Any, tmp_path: P
     def program(x: Tensor) -> Any:
         return op(x) + 1
 
-    # The cache of Dynamo is a folder in that of Inductor.
+    # Dynamo's cache is a folder inside of Inductor's.
     with (
         torch._dynamo.config.patch(caching_precompile=True),
         warnings.catch_warnings(),
@@ -213,14 +213,14 @@ def test_a_precompiled_program_depends_on_the_code_of_rules(op: Any, tmp_path: P
         PrecompileContext.save_to_dynamo_cache()
         precompiled = DynamoCache.load(program)
     assert precompiled is not None
-    # Loading compares each of these with the file of its module, and raises if it is another.
+    # Loading raises if one of these sources has changed.
     sources = precompiled.dynamo.source_info.inlined_sources
     _, first = inspect.getsourcelines(_fake)
     assert first in {source.firstlineno for source in sources if source.module == __name__}
 
 
-# Dynamo's reset leaves no graph in the memory of the process, so what a compile finds is in the
-# folder of the cache, as in a process that starts after the formula was edited.
+# After `torch._dynamo.reset`, no graph remains in memory. So each compilation can only hit the
+# cache on disk, as in a new process after the formula was edited.
 _PROGRAM = """
 import sys, torch, torchop
 from torch._dynamo.utils import counters
@@ -246,7 +246,7 @@ def other(x: torch.Tensor) -> torch.Tensor:
 
 double.register_fake(lambda x: torch.empty_like(x))
 for operator, factor in (double, 2), (double, 3), (other, 4), (double, 3):
-    # A number of its own in the code, as if the file had been edited.
+    # Put a new number into the code, as if the file had been edited.
     operator.register_autograd(eval(f"lambda ctx, grad: grad * {factor}"))
     torch._dynamo.reset()
     counters.clear()
@@ -257,8 +257,8 @@ for operator, factor in (double, 2), (double, 3), (other, 4), (double, 3):
 
 
 def test_an_edited_formula_of_an_operator_in_the_graph_is_compiled_again() -> None:
-    # No cache knows it, so the cache need not be a new one, for which Inductor would compile anew
-    # what tells it the vectors of the machine.
+    # A new name cannot be in the cache, so the test needs no empty cache, in which Inductor would
+    # first have to compile its check for vector instructions.
     done = run_compiling(_PROGRAM, f"cached_{uuid.uuid4().hex}")
     assert assert_clean(done).splitlines() == [
         "2 2.0 0 True",

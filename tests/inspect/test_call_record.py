@@ -1,5 +1,3 @@
-"""Call records, and the examples made from them."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,7 +12,7 @@ from torchop.testing import TensorRecord, TypeRecord
 
 @pytest.fixture
 def recorded_arguments(namespace):
-    """Record a call of an operator with any kind of argument."""
+    """A function that defines an operator, calls it with these arguments and returns the record."""
 
     def record(schema, *args, **kwargs):
         name = f"{namespace}::op"
@@ -84,7 +82,7 @@ def test_plain_values_are_recorded_as_they_are(recorded_arguments):
 
 
 class Plain(Tensor):
-    """A subclass that does nothing."""
+    pass
 
 
 UNUSUAL = {
@@ -126,7 +124,7 @@ def test_gradients_are_recorded_where_the_call_records_them(namespace, make, con
         )
         op.register_autograd(lambda ctx, g: g * 2)
     x = torch.ones(2, requires_grad=True)
-    for _ in range(2):  # the second time, native calls may be there
+    for _ in range(2):  # the second call may be native
         with torchop.record(name) as recorded, context():
             op([x] if make == "list" else x)
         [(call, _)] = recorded[name]

@@ -18,8 +18,7 @@ from tests._support.common import assert_clean, run_program
 from torchop._inspect import cache_key
 from torchop._inspect.code_digest import CodeDigest
 
-# By the way in which a rule reaches its helper: the module of the rule, which is in the package of
-# `mid.py` and `inner.py` below.
+# Ways in which a rule can reach a helper function or constant in `mid.py` or `inner.py`.
 _WAYS = {
     "module.function": "from . import mid\ndef rule(x): return mid.mid(x)",
     "package.module.function": "import {package}.mid\ndef rule(x): return {package}.mid.mid(x)",
@@ -96,7 +95,7 @@ _WAYS = {
 
 
 class _Package:
-    """A package on disk, edited and loaded again as by a later process."""
+    """A package on disk, which can be edited and imported again, as in a later process."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder / name, name
@@ -108,7 +107,6 @@ class _Package:
         (self.folder / f"{module}.py").write_text(text)
 
     def digest(self, text: str, scale: int) -> bytes:
-        """The digest of `rule` in a module of this text."""
         self.write("ops", text.format(package=self.name))
         self.write("inner", f"SCALE = {scale}\ndef inner(x): return x * {scale}")
         for name in [each for each in sys.modules if each.partition(".")[0] == self.name]:
@@ -129,13 +127,13 @@ def package(tmp_path: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_an_edited_helper_is_found_however_it_is_reached(package: _Package, way: str) -> None:
+def test_edited_helper_changes_the_digest(package: _Package, way: str) -> None:
     before = package.digest(_WAYS[way], scale=2)
     assert package.digest(_WAYS[way], scale=2) == before
     assert package.digest(_WAYS[way], scale=5) != before
 
 
-def test_a_package_that_is_installed_is_followed_from_inside_alone(
+def test_installed_package_is_followed_only_from_its_own_code(
     package: _Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
@@ -160,7 +158,7 @@ def test_code_that_is_not_reached_does_not_change_the_digest(package: _Package) 
     assert len(digests) == 1
 
 
-helper: Any = None  # replaced by the tests below
+helper: Any = None  # tests replace it
 
 
 def _two(*args: Any) -> Any:

@@ -57,19 +57,19 @@ def test_an_example_has_the_recorded_kind(op, namespace):
     assert kwargs == {"name": "b"}
 
 
-def test_contents_are_not_kept(op, namespace):
+def test_contents_of_tensors_are_not_recorded(op, namespace):
     secret = torch.full((2, 3), 42.125)
     with torchop.record(f"{namespace}::op") as recorded:
         op(secret, [1])
     assert "42.125" not in repr(recorded[f"{namespace}::op"])
 
 
-def test_results_are_those_of_the_program(op, namespace):
+def test_recording_does_not_change_results(op, namespace):
     with torchop.record("*"):
         assert torch.equal(op(T, [1], 3.0), T * 3)
 
 
-def test_what_is_no_pattern_is_refused():
+def test_invalid_pattern_is_rejected():
     with pytest.raises(ValueError, match=r"record\(\) got no pattern"):
         torchop.record()
     with pytest.raises(ValueError, match=r"record\('mylib'\): no operator name can match"):
@@ -79,13 +79,11 @@ def test_what_is_no_pattern_is_refused():
 
 
 # --------------------------------------------------------------------------------------------------
-# Which calls
+# Recorded calls
 
 
 @pytest.fixture
 def inner(namespace):
-    """An operator that others call."""
-
     @torch.library.custom_op(f"{namespace}::inner", mutates_args=())
     def inner(x: Tensor) -> Tensor:
         return x + 1
@@ -99,7 +97,7 @@ def counts(recorded):
     return {op.partition("::")[2]: recorded.calls(op) for op in recorded}
 
 
-def test_a_pattern_means_what_it_means_for_accelerate(namespace):
+def test_pattern_matches_as_in_accelerate(namespace):
     library = torch.library.Library(namespace, "DEF")
     for overload in ("op", "op.scaled"):
         library.define(f"{overload}(Tensor x) -> Tensor")
@@ -113,7 +111,7 @@ def test_a_pattern_means_what_it_means_for_accelerate(namespace):
 
 
 @pytest.mark.parametrize("how", ["handle", "define"])
-def test_what_a_kernel_calls_is_recorded(namespace, inner, how):
+def test_calls_inside_kernels_are_recorded(namespace, inner, how):
     if how == "handle":
         outer = torch.library.custom_op(
             f"{namespace}::outer", inner, mutates_args=(), schema="(Tensor x) -> Tensor"
@@ -131,7 +129,7 @@ def test_what_a_kernel_calls_is_recorded(namespace, inner, how):
     assert result.requires_grad
 
 
-# How an operator that runs `kernel` may be made, in the given namespace.
+# Ways to define an operator with a given kernel.
 def _low(namespace, kernel):
     torch.library.define(f"{namespace}::op", "(Tensor x) -> Tensor")
     torch.library.impl(f"{namespace}::op", TYPE, kernel)
@@ -176,9 +174,7 @@ CONTEXTS = {
 }
 
 
-def _telling(seen):
-    """A kernel that tells in which state of the thread it runs."""
-
+def _state_recorder(seen):
     def kernel(x):
         product = x @ x
         state = torch._C._dispatch_tls_local_exclude_set(), torch.is_grad_enabled()
@@ -192,7 +188,7 @@ def _telling(seen):
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
     seen = []
-    op = MAKERS[maker](namespace, _telling(seen))
+    op = MAKERS[maker](namespace, _state_recorder(seen))
     x = torch.ones(2, 2, requires_grad=True)
 
     def call():
@@ -207,7 +203,7 @@ def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
         found = call()
     assert found == expected
     assert recorded.calls(f"{namespace}::op") == 1
-    assert counts(products) in ({"mm": 1}, {"matmul": 1})  # autograd takes the latter apart
+    assert counts(products) in ({"mm": 1}, {"matmul": 1})  # Autograd decomposes `matmul`
 
 
 @pytest.mark.parametrize("library", [torch.library, torchop])
@@ -215,13 +211,13 @@ def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
 def test_a_kernel_below_an_autocast_rule_runs_without_autocast(namespace, library, device_type):
     key = torch._C._parse_dispatch_key("Autocast" + torch._C._dispatch_key_for_device(device_type))
     seen, x = [], torch.ones(2, 2)
-    op = _custom(library, namespace, _telling(seen))
+    op = _custom(library, namespace, _state_recorder(seen))
     try:
         op.register_autocast(device_type, torch.bfloat16)
     except (ValueError, AttributeError):
         assert library is torch.library
         pytest.skip("torch.library refuses a rule for this device type")
-    # As for a tensor of this device type, with autocast on.
+    # The keys of a tensor of this device type under autocast.
     included = torch._C._dispatch_tls_local_include_set().add(key)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded):
@@ -259,7 +255,7 @@ def test_transforms_are_recorded(namespace):
     assert counts(recorded) == {"op": 2}
 
 
-def test_what_came_before_an_exception_is_kept(op, namespace):
+def test_calls_before_an_exception_are_recorded(op, namespace):
     recorded = torchop.record(f"{namespace}::*")
 
     def program():
@@ -289,7 +285,7 @@ def test_a_thread_records_if_it_enters_the_block(op, namespace):
     assert [(call.args[1], count) for call, count in recorded[f"{namespace}::op"]] == [([2], 300)]
 
 
-def test_a_block_ends_where_it_began():
+def test_block_must_end_in_its_own_thread():
     recorded = torchop.record("*")
     with pytest.raises(RuntimeError, match="exited in another thread than the one that entered it"):
         recorded.__exit__(None, None, None)
@@ -317,11 +313,11 @@ def test_compiled_functions_stay_compiled_and_are_recorded(namespace, inner, bac
             assert compiled(torch.ones(size)).tolist() == [4] * size
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert [call.args[0].shape for call, _ in recorded[f"{namespace}::inner"]] == [(2,), (3,), (4,)]
-    compiled(torch.ones(5))  # and the block leaves nothing behind
+    compiled(torch.ones(5))  # recording leaves no guard in the compiled code
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_calls_of_tracers_are_not_the_programs(namespace, inner):
+def test_calls_of_tracers_are_not_recorded(namespace, inner):
     class Module(torch.nn.Module):
         def forward(self, x):
             return inner(x)
@@ -368,7 +364,7 @@ def test_recordings_add_up(op, namespace):
     ]
 
 
-def test_what_was_recorded_can_be_accelerated(op, namespace):
+def test_recorded_operators_can_be_accelerated(op, namespace):
     with torchop.record(f"{namespace}::*") as recorded:
         op(T, [1])
     with torchop.accelerate(*recorded) as acceleration:
@@ -376,7 +372,7 @@ def test_what_was_recorded_can_be_accelerated(op, namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Where nothing matches
+# Patterns without a match
 
 
 def test_a_pattern_without_a_match_is_reported_at_the_end(op, namespace):

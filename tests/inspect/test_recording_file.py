@@ -39,21 +39,22 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_a_value_comes_back(path, value):
+def test_value_survives_saving(path, value):
     recording(("a::b", CallRecord((value,), {"k": value}), 3)).save(path)
     loaded = Recorded.load(path)
     [(call, count)] = loaded["a::b"]
-    assert repr(call) == repr(CallRecord((value,), {"k": value}))  # 1, 1.0 and True are equal
+    # Compare the text, because 1, 1.0 and True are equal.
+    assert repr(call) == repr(CallRecord((value,), {"k": value}))
     assert count == loaded.calls("a::b") == 3
 
 
-def test_nan_comes_back(path):
+def test_nan_survives_saving(path):
     recording(("a::b", CallRecord((math.nan,), {}), 1)).save(path)
     [(call, _)] = Recorded.load(path)["a::b"]
     assert math.isnan(call.args[0])
 
 
-def test_a_recording_comes_back(path, namespace):
+def test_recording_survives_saving(path, namespace):
     op = torch.library.custom_op(
         f"{namespace}::op",
         lambda x, k: x * k,
@@ -82,7 +83,7 @@ def test_contents_of_tensors_are_not_in_the_file(path, namespace):
     assert "42.125" not in path.read_text()
 
 
-def test_what_was_loaded_does_not_record(path):
+def test_loaded_recording_cannot_record(path):
     recording().save(path)
     with pytest.raises(
         RuntimeError, match=r"loaded from a file is complete; record again, with torc"
@@ -101,7 +102,7 @@ def test_a_failure_leaves_the_old_file(path, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Rejected files
 
 
 def refusal(path, text):
@@ -135,7 +136,7 @@ def test_a_truncated_file_is_refused(path, length):
     ],
     ids=["text", "depth", "NaN", "twice", "digits"],
 )
-def test_what_is_no_json_is_refused(path, text, reason):
+def test_invalid_json_is_rejected(path, text, reason):
     assert reason in refusal(path, text)
 
 
@@ -149,11 +150,11 @@ def test_what_is_no_json_is_refused(path, text, reason):
     ],
     ids=["operator", "key", "keyword", "version"],
 )
-def test_a_message_holds_little_of_the_file(path, text):
+def test_message_quotes_only_part_of_the_file(path, text):
     assert len(refusal(path, text)) < 400
 
 
-def test_a_file_that_is_not_there_is_an_os_error(path):
+def test_missing_file_raises_os_error(path):
     with pytest.raises(FileNotFoundError):
         Recorded.load(path)
 
@@ -219,7 +220,8 @@ def test_a_wrong_call_is_refused(path, calls, place, problem):
         ),
         ({"memory_format": ""}, ".memory_format", "such as 'channels_last', got ''"),
         ({"device": "gpu:0"}, ".device", "a device that this PyTorch knows, such as 'cuda:0', got"),
-        ({"device": "cuda:128"}, ".device", "got 'cuda:128'"),  # to PyTorch, it is cuda:-128
+        # PyTorch would parse it as cuda:-128.
+        ({"device": "cuda:128"}, ".device", "got 'cuda:128'"),
         ({"device": "cuda:0; x"}, ".device", "got 'cuda:0; x'"),
         ({"float": "1e5"}, ".float", "expected 'inf', '-inf' or 'nan', got '1e5'"),
         ({"complex": "i"}, ".complex", "a complex number such as '(1+2j)', got 'i'"),

@@ -16,7 +16,7 @@ from torchop._native import switch
 
 X = torch.ones(2)
 
-# How an operator may be registered, and what it is called.
+# Ways to register the operator NAME.
 WAYS = {
     "custom_op": """
 @torch.library.custom_op("NAME", mutates_args=())
@@ -39,7 +39,8 @@ torch.library.impl("NAME", "BACKEND", torch.sin)
 torch.library.register_fake("NAME", torch.empty_like)
 """,
 }
-# The dispatcher tells these, and the native call path asks it.
+# In these cases the dispatcher records where the kernel was registered, and the native extension
+# reads it.
 NATIVE_WAYS = {
     "kernel": """
 torch.library.define("NAME", "(Tensor x) -> Tensor")
@@ -65,7 +66,6 @@ def kernel(x):
 
 @pytest.fixture
 def make_module(tmp_path, monkeypatch, namespace):
-    """Write and imports a module, given its name and source."""
     monkeypatch.syspath_prepend(tmp_path)
     made = []
 
@@ -93,7 +93,7 @@ def recorded_names(namespace, *modules):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_operator_is_its_modules(make_module, namespace, way, monkeypatch):
+def test_operator_belongs_to_its_module(make_module, namespace, way, monkeypatch):
     module = make_module(f"module_{namespace}", WAYS[way])
     other = make_module(f"module_{namespace}_other", WAYS["custom_op"].replace("NAME", "NAME_too"))
     assert recorded_names(namespace, module) == [f"{namespace}::op"]
@@ -110,7 +110,7 @@ def test_a_kernel_reports_its_module(make_module, namespace, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_package_has_the_operators_of_its_modules(make_module, namespace, way):
+def test_package_includes_operators_of_its_modules(make_module, namespace, way):
     inside = make_module(f"package_{namespace}.inside", WAYS[way])
     package = sys.modules[f"package_{namespace}"]
     other = make_module(f"package_{namespace}x", "")
@@ -120,14 +120,14 @@ def test_a_package_has_the_operators_of_its_modules(make_module, namespace, way)
         assert recorded_names(namespace, other) == []
 
 
-def test_modules_and_patterns_go_together(make_module, namespace):
+def test_modules_and_patterns_can_be_combined(make_module, namespace):
     module = make_module(f"module_{namespace}", WAYS["custom_op"])
     with torchop.record(module, "aten::sin") as recorded:
         module.op(X).sin().cos()
     assert sorted(recorded) == ["aten::sin", f"{namespace}::op"]
 
 
-def test_what_is_registered_later_is_recorded(make_module, namespace):
+def test_operators_registered_later_are_recorded(make_module, namespace):
     make_module(f"package_{namespace}.empty", "")
     package = sys.modules[f"package_{namespace}"]
     with torchop.record(package) as recorded:
@@ -155,6 +155,6 @@ def test_the_package_of_a_module_without_operators_is_proposed(make_module, name
         pass
 
 
-def test_a_module_without_a_file_can_be_asked():
+def test_module_without_a_file_is_supported():
     with pytest.warns(torchop.NothingToAccelerateWarning), torchop.record(types.ModuleType("m")):
         torch.ones(2)

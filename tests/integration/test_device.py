@@ -12,14 +12,13 @@ import pytest
 FOLDER = Path(__file__).parent / "device"
 
 
-@pytest.mark.project  # as long as a fifteenth of the rest, which `nox -s device` runs alone
+@pytest.mark.project  # takes a fifteenth of the time of all tests; `nox -s device` runs it alone
 def test_device() -> None:
     run(str(FOLDER))
 
 
-@pytest.mark.project  # most of it compiles the device, as the test above does
+@pytest.mark.project  # most of the time goes into compiling the device, as in the test above
 def test_other_tests_with_their_tensors_on_the_device() -> None:
-    """The session `on_device` runs more of these files."""
     file = str(FOLDER.parents[1] / "testing" / "test_checking.py")
     assert "xfailed" in run("-p", "tests._support.on_device", file, TORCHOP_TEST_DEVICE="standin:1")
 

@@ -1,4 +1,4 @@
-"""An operator, and sources, compilers and caches for builds. Uses private names."""
+"""Fixtures: an operator, and sources, compilers and caches for builds. Uses private names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests._support.common import adding
 from tests.native.scenarios import Made, Makers, T
 from torchop._native.extension import api, files, recipe
 
-# The smallest extension there is. PyTorch's headers would take ten seconds.
+# A minimal extension. PyTorch's headers would take ten seconds to compile.
 TINY = """\
 #include <Python.h>
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_call_path", nullptr, 0, nullptr};
@@ -31,7 +31,7 @@ def op(namespace: str) -> torchop.CustomOp[..., Any]:
 
 @pytest.fixture(params=["custom_op", "low_level", "stock_custom_op", "stock_low_level"])
 def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[Any, str], Made]]:
-    """Make an operator of a kernel and a schema, and calls it with `warm_up` once."""
+    """A function that defines an operator from a kernel and a schema, and calls it once."""
     makers = Makers(namespace)
 
     def make(kernel: Any, schema: str, *warm_up: Any) -> Made:
@@ -46,7 +46,7 @@ def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[A
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A private cache, empty; and nothing of the user's settings."""
+    """An empty cache folder, without the user's environment variables."""
     for name in (
         "TORCHOP_NATIVE",
         "TORCHOP_NATIVE_DIR",
@@ -58,7 +58,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
     monkeypatch.setattr(files, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(files, "WHEEL_FOLDERS", (tmp_path / "packages",))
-    # Set before it is removed: so it is put back in the end, or removed again if it was not there.
+    # `setitem` first, so the test's end restores the entry, or removes it if it did not exist.
     monkeypatch.setitem(sys.modules, files.MODULE, None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, files.MODULE)
     return folder
@@ -66,7 +66,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the sources of an extension that does nothing."""
+    """A folder with the sources of an extension that does nothing."""
     folder = tmp_path_factory.mktemp("csrc")
     (folder / "module.cpp").write_text(TINY)
     return folder
@@ -74,32 +74,30 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that `source` compiles to: compiled once, by the real compiler."""
     return api.build(tmp_path_factory.mktemp("built"), source=source)
 
 
 @pytest.fixture
 def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make `source` what torchop compiles when nothing else is said."""
+    """Make torchop compile `source` by default."""
     monkeypatch.setattr(recipe, "CSRC", source)
     return source
 
 
 @pytest.fixture
 def without_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Python say that it runs without the global interpreter lock."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
 
 
 @pytest.fixture
 def needs_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the extension compiled as on a Python on which nobody has tried it without the lock."""
+    """Build the extension as for a Python version on which free threading has not been tested."""
     monkeypatch.setattr(recipe, "NEEDS_LOCK", True)
 
 
 @pytest.fixture
 def needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has the extension compiled as on a Python on which it was tried without the lock."""
+    """Build the extension as for a Python version on which free threading has been tested."""
     monkeypatch.setattr(recipe, "NEEDS_LOCK", False)
 
 
@@ -108,9 +106,9 @@ Compiler = Callable[[str], Path]
 
 @pytest.fixture
 def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Make CXX a shell script, which runs the lines given; return the log, a line for each run.
+    """Set CXX to a shell script; return a log to which each run appends a line.
 
-    In the script, `$target` is the file to make.
+    In the script, `$target` is the output file.
     """
 
     log, script, work = (tmp_path / name for name in ("compiler.log", "fake-c++", "work.sh"))
@@ -133,19 +131,18 @@ def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def copying_compiler(compiler: Compiler, built: Path) -> Path:
-    """A compiler that takes a moment to hand out what the real one made; returns its log."""
+    """Use a slow compiler that copies the real extension; return its log."""
     return compiler(f'sleep 0.3; cp {built} "$target"')
 
 
 @pytest.fixture
 def target(cache_folder: Path, source: Path, compiler: Compiler) -> Path:
-    """The file that `compiler` makes in the cache."""
     return cache_folder / recipe.make_recipe(source).file_name
 
 
 @pytest.fixture
 def in_cache(target: Path, built: Path) -> Path:
-    """The extension, in the cache already, as `compiler` would have made it."""
+    """Put the extension into the cache, as `compiler` would."""
     target.parent.mkdir(mode=0o700)
     shutil.copy(built, target)
     return target

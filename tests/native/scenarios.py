@@ -1,4 +1,4 @@
-"""Operators, and tensors for native calls that go wrong or come in unusual numbers."""
+"""Operators and tensors for native calls with errors or with unusual numbers of arguments."""
 
 from __future__ import annotations
 
@@ -26,15 +26,11 @@ GRAD = pytest.mark.parametrize("with_grad", [False, True])
 
 
 class Made(NamedTuple):
-    """An operator: what to call, and the name to ask the counters about."""
-
     call: Any
     name: str
 
 
 class Makers:
-    """Makes operators in each of the ways that native calls know."""
-
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self.undo: list[Callable[[], object]] = []

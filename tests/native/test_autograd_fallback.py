@@ -1,4 +1,4 @@
-"""Calls with requires_grad of operators without autograd registration."""
+"""Calls with requires_grad of operators without an autograd registration."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def write_and_return(x, *args, y=None):
     return x.add_(1)
 
 
-# (what follows the name in a schema, the kernel)
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "cut off": ("(Tensor x, *, Tensor? y=None) -> Tensor", without_history),
     "differentiated inside": ("(Tensor x) -> Tensor", lambda x: x * x),
@@ -58,7 +57,8 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "lists": (
         "(Tensor x) -> (Tensor[], Tensor)",
-        lambda x: ((x * 2, x.detach() * 3), x.detach() * 4),  # a tuple is not yet a list
+        # The call must convert this tuple to a list.
+        lambda x: ((x * 2, x.detach() * 3), x.detach() * 4),
     ),
     "a list that may hold None": ("(Tensor x) -> Tensor?[]", lambda x: [x * 2, x.detach()]),
     "twice the same": ("(Tensor x) -> (Tensor, Tensor)", lambda x: (x.detach(),) * 2),
@@ -80,7 +80,6 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def tensors() -> list[Tensor]:
-    """Return tensors of each kind that autograd distinguishes."""
     base, other = leaf(3, 2), leaf(3, 2)
     with torch.no_grad():
         view_without_grad = base[0]
@@ -100,7 +99,6 @@ def arguments(kind: str, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observed(op: Any, kind: str, x: Tensor) -> list[Any]:
-    """Return the observations of a call and its backward pass."""
     args, kwargs = arguments(kind, x)
     inputs = _pytree.tree_leaves((args, kwargs))
     result = outcome(lambda: op(*args, **kwargs))
@@ -144,11 +142,12 @@ def fallback_mode(mode: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("package", [torch.library, torchop])
 @pytest.mark.parametrize("kind", OPERATORS)
-def test_calls_and_gradients_are_those_of_the_dispatcher(namespace, package, kind):
+def test_calls_and_gradients_equal_the_dispatchers(namespace, package, kind):
     library = package.Library(namespace, "FRAGMENT")
     op = defined(library, kind)
     with torchop.accelerate(f"{namespace}::*"):
-        observed(op, kind, torch.ones(2))  # of torchop's, the first call makes others native
+        # For torchop's operators, calls are native only after the first.
+        observed(op, kind, torch.ones(2))
         start = torchop.native.counters(op).get("native", 0)
         calls = 0
         for mode in ("warn", "nothing"):
@@ -161,7 +160,7 @@ def test_calls_and_gradients_are_those_of_the_dispatcher(namespace, package, kin
         counted = torchop.native.counters(op)
     library._destroy()
     if package is torchop and "Tensor?[]" in OPERATORS[kind][0].partition("->")[2]:
-        # Only the kernels of others return such a list unchecked.
+        # Operators of torch.library do not check such a list, so their calls are native.
         assert counted == {"operator": 2 * calls}
     else:
         assert counted == {"native": start + calls, "switched_off": calls}
@@ -204,7 +203,7 @@ def test_calls_inside_of_calls(namespace, library):
         assert torchop.native.counters(op) == {"native": 5}
 
 
-def test_anomaly_detection_is_left_to_the_dispatcher(namespace, library):
+def test_anomaly_detection_uses_the_dispatcher(namespace, library):
     op = defined(library, "cut off")
     with (
         torchop.accelerate(f"{namespace}::*"),
@@ -215,7 +214,7 @@ def test_anomaly_detection_is_left_to_the_dispatcher(namespace, library):
         assert torchop.native.counters(op) == {"anomaly": 1}
 
 
-def test_modes_without_grad_note_nothing(namespace, library):
+def test_modes_without_grad_record_no_node(namespace, library):
     op = defined(library, "cut off")
     with torchop.accelerate(f"{namespace}::*"):
         for mode in (torch.no_grad, torch.inference_mode):

@@ -1,4 +1,4 @@
-"""Dispatcher calls skip our kernels that have nothing to do. Uses private names."""
+"""Dispatcher calls skip torchop's kernels if the kernels have nothing to do. Uses private names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchop._rules.mutation import kernels as mutation_kernels
 
 pytestmark = needs_native
 
-# The dispatch keys of the kernels, by their code.
+# The dispatch keys of torchop's Python kernels, by code object.
 KEYS = {
     autograd_rule.AutogradRule.kernel.__code__: "Autograd",
     mutation_kernels._MutationKernels.count_versions.__code__: "ADInplaceOrView",
@@ -32,7 +32,7 @@ KEYS = {
 
 
 def kernels_of(call: Callable[[], Any]) -> list[str]:
-    """The keys of the Python kernels of ours that run in a call, which goes to the dispatcher."""
+    """Return the keys of torchop's Python kernels that run in a call through the dispatcher."""
     keys: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
@@ -40,7 +40,7 @@ def kernels_of(call: Callable[[], Any]) -> list[str]:
         if event == "call" and code in KEYS:
             keys.append(KEYS[code])
 
-    with torch.autograd.profiler.emit_itt():  # an observer that keeps nothing
+    with torch.autograd.profiler.emit_itt():  # an active profiler makes the call use the dispatcher
         sys.setprofile(note)
         try:
             call()
@@ -80,7 +80,7 @@ def dual(x: Tensor) -> Tensor:
     return fwad.make_dual(x, torch.ones(2))
 
 
-def test_a_call_without_gradients_meets_no_python_kernel(double):
+def test_call_without_gradients_runs_no_python_kernel(double):
     assert kernels_of(lambda: double(torch.ones(2), [torch.ones(2)])) == []
     with torch.no_grad():
         x = torch.ones(2, requires_grad=True)
@@ -107,7 +107,7 @@ def test_a_gradient_is_recorded(double, values):
 
 @pytest.mark.parametrize("kind", [REFERENCE, f"{REFERENCE}?", "Any"])
 @pytest.mark.parametrize("pack", [lambda x: x, lambda x: [x], lambda x: (None, x), lambda x: None])
-def test_what_an_object_holds_is_recorded_as_without_native_calls(namespace, kind, pack):
+def test_tensors_inside_an_object_are_recorded_as_without_native_calls(namespace, kind, pack):
     schema = f"(Tensor x, {kind} y) -> Tensor"
     op = torchop.custom_op(f"{namespace}::f", lambda x, y: x * 2, mutates_args=(), schema=schema)
     value = pack(torch.ones(2, requires_grad=True))
@@ -118,7 +118,7 @@ def test_what_an_object_holds_is_recorded_as_without_native_calls(namespace, kin
     assert expected is True or not isinstance(value, Tensor)
 
 
-def test_a_view_of_what_got_a_gradient_later_has_it_recorded(double):
+def test_view_whose_base_later_required_grad_is_recorded(double):
     base = torch.ones(2)
     view = base.view(2)
     base.mul_(torch.ones(2, requires_grad=True))
@@ -129,14 +129,15 @@ def test_a_view_of_what_got_a_gradient_later_has_it_recorded(double):
 def test_tangents_are_followed(double):
     with fwad.dual_level():
         x = dual(torch.ones(2))
-        # Once more for the call without tangents: to look for them is left to Python.
+        # With dual levels, the kernel is not skipped. It runs twice, because it calls the operator
+        # again without the tangents.
         assert kernels_of(lambda: double(x, [])) == ["Autograd"] * 2
         assert kernels_of(lambda: double(x.view(2), [])) == ["Autograd"] * 2
         with torch.no_grad(), torch.autograd.profiler.emit_itt():
             assert fwad.unpack_dual(double(x, [])).tangent.tolist() == [2, 2]
 
 
-def test_without_native_calls_nothing_is_passed_by(double, fill):
+def test_without_native_calls_no_kernel_is_skipped(double, fill):
     with torchop.native.disabled():
         assert kernels_of(lambda: double(torch.ones(2), [])) == ["Autograd"]
         keys = kernels_of(lambda: fill(torch.ones(2), [], torch.ones(2)))
@@ -146,7 +147,8 @@ def test_without_native_calls_nothing_is_passed_by(double, fill):
 def test_versions_are_counted_once(fill):
     x, other, y = torch.zeros(2), torch.zeros(2), torch.ones(2)
     assert kernels_of(lambda: fill(x, [other], y)) == []
-    assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)  # the kernel counts, too
+    # One count by the dispatcher, and one by the kernel's own operation.
+    assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)
     assert x.tolist() == other.tolist() == [1, 1]
 
 
@@ -223,7 +225,6 @@ def test_tensors_of_inference_mode_are_refused(fill, in_list):
 
 @contextlib.contextmanager
 def registered(name: str, kernel: Callable[..., Any], calls: list[str]) -> Iterator[None]:
-    """A kernel of somebody else's at Autograd."""
     namespace, _, local = name.partition("::")
     library = torch.library.Library(namespace, "FRAGMENT")
 
@@ -242,7 +243,7 @@ def registered(name: str, kernel: Callable[..., Any], calls: list[str]) -> Itera
 
 @pytest.mark.needs_torch("2.13", "kernels of libraries for a key that has one of custom_op")
 @pytest.mark.parametrize("is_called_before", [False, True])
-def test_kernels_of_others_are_called(namespace, is_called_before):
+def test_kernels_of_other_libraries_are_called(namespace, is_called_before):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x + 1
@@ -260,25 +261,25 @@ def test_kernels_of_others_are_called(namespace, is_called_before):
         assert op(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_it_goes_with_the_operator(namespace):
+def test_deregistration_removes_the_bypass(namespace):
     for number in range(3):
         library = torchop.Library(namespace, "FRAGMENT")
 
         @torchop.custom_op(f"{namespace}::op", mutates_args=("x",), lib=library)
         def op(x: Tensor) -> None:
-            x.add_(number)  # noqa: B023  (called here, too)
+            x.add_(number)  # noqa: B023  (called in this iteration)
 
         x = torch.zeros(1)
         op(x)
-        assert kernels_of(lambda: op(x)) == []  # noqa: B023  (the same)
+        assert kernels_of(lambda: op(x)) == []  # noqa: B023  (called in this iteration)
         assert x.item() == 2 * number
         library.close()
         assert not torch._C._dispatch_has_kernel(f"{namespace}::op")
 
 
 @pytest.mark.needs_torch("2.13", "a warning where a kernel is overridden", before="2.14")
-def test_no_warning_of_pytorchs_is_used_up():
-    """PyTorch warns once in a process where a kernel is overridden, which a user may need."""
+def test_pytorchs_one_time_warning_is_still_shown():
+    """PyTorch warns once per process about overridden kernels; torchop must not trigger that."""
     done = run_forked("""
         import warnings
         import torch, torchop

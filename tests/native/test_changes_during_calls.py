@@ -54,11 +54,11 @@ def test_setup_context_may_replace_the_formula(namespace):
     op.register_autograd(lambda ctx, grad: grad, setup_context=setup_context)
     y = op(x)
     y.sum().backward()
-    assert x.grad.tolist() == [3, 3]  # the formula is that of the backward pass
+    assert x.grad.tolist() == [3, 3]  # the backward uses the formula that is registered now
 
 
 def test_kernel_may_drop_the_last_reference_to_the_handle_that_calls_it(namespace):
-    """The plan and the entry of a call outlive it."""
+    """A call keeps its plan and entry alive."""
 
     def kernel(x: Tensor) -> Tensor:
         handles.clear()
@@ -131,18 +131,18 @@ WAYS = pytest.mark.parametrize("way", ["packet", "default"])
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, again):
-    """PyTorch's own function, which the object has until then, counts nothing."""
+    """Until its first call, the object uses PyTorch's own function, without counting calls."""
     entered, release, order = threading.Event(), threading.Event(), []
 
     def blocking(x: Tensor) -> Tensor:
         entered.set()
         assert release.wait(20)
-        torch.ops.aten.neg.default(x)  # for the first time in this thread
+        torch.ops.aten.neg.default(x)  # this thread's first call of an operator
         time.sleep(0.05)
         order.append("left")
         return x + 1
 
-    if again:  # the object goes on with the next operator
+    if again:  # the object then calls the next operator of that name
         define(namespace, lambda x: x + 3)
         assert looked_up(namespace, way)(T).tolist() == [3, 3]
     define(namespace, blocking)
@@ -160,7 +160,7 @@ def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, agai
 
 
 @WAYS
-def test_an_operator_may_not_end_in_the_first_call_of_an_object(namespace, way):
+def test_operator_cannot_be_deregistered_during_the_first_call_of_an_object(namespace, way):
     def kernel(x: Tensor) -> Tensor:
         define(namespace, lambda x: x)
         return x + 1
@@ -173,8 +173,8 @@ def test_an_operator_may_not_end_in_the_first_call_of_an_object(namespace, way):
 
 @WAYS
 @pytest.mark.parametrize("defined_again", [False, True])
-def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined_again):
-    """Two threads that look a name up at once create two objects, and one is lost."""
+def test_object_that_torch_ops_no_longer_refers_to(namespace, way, defined_again):
+    """If two threads look up a name at once, both create objects, but torch.ops keeps only one."""
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.custom_op(
         f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=UNARY, lib=library
@@ -197,8 +197,8 @@ def test_an_object_that_torch_ops_does_not_know_any_more(namespace, way, defined
         assert hash(called) == hashed
 
 
-def test_an_operator_of_others_in_the_namespace_stays_theirs(namespace):
-    """Their overload goes on with the next operator, as long as a kernel keeps the entry."""
+def test_redefinition_keeps_operators_of_other_libraries(namespace):
+    """An overload of another library stays usable while a kernel keeps its entry."""
     define(namespace, lambda x: x + 1)
     kernels = torch.library.Library(namespace, "FRAGMENT")
     schema = torch.library.Library(namespace, "FRAGMENT")
@@ -215,11 +215,11 @@ def test_an_operator_of_others_in_the_namespace_stays_theirs(namespace):
     schema._destroy()
 
 
-def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
-    """One object stands for two, because allocators need not reuse an address."""
+def test_new_object_at_a_freed_address_is_not_confused(namespace):
+    """Simulates a new object at the address of a freed one by modifying an object."""
     overload = OpOverload.__new__(OpOverload)
     with contextlib.suppress(AttributeError):
-        overload(T)  # it has no function
+        overload(T)  # the object has no function yet
     op = define(namespace, lambda x: x + 1)
     theirs = torch.library.Library(f"{namespace}_theirs", "FRAGMENT")
     theirs.define("op() -> ()")
@@ -232,7 +232,7 @@ def test_an_object_where_another_one_was_is_not_taken_for_that(namespace):
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
 def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits, gone):
-    """Other exceptions of such a call are unchanged."""
+    """Only this error is replaced; the other exceptions of such a call are unchanged."""
     entered, closed = threading.Event(), threading.Event()
 
     class Number:
@@ -260,7 +260,7 @@ def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits,
     thread = threading.Thread(target=call)
     thread.start()
     assert entered.wait(20)
-    libraries[1].close()  # which waits for the call for a second
+    libraries[1].close()  # waits up to a second for the call
     closed.set()
     thread.join()
     (error,) = errors

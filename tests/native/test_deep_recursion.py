@@ -1,5 +1,3 @@
-"""Endless recursion in kernels raises RecursionError."""
-
 from __future__ import annotations
 
 import sys
@@ -51,7 +49,7 @@ PROGRAM = """
         except RecursionError as error:
             print(depth, error)
         depth, limit = 0, 20
-        assert again(x).tolist() == [1, 1]  # what is left afterwards is whole
+        assert again(x).tolist() == [1, 1]  # the operator still works afterwards
 
     for stack in (2**19, 2**26):
         threading.stack_size(stack)
@@ -64,8 +62,8 @@ PROGRAM = """
 """
 
 
-# Python 3.12 and 3.13 also count calls of C, up to a limit that a program cannot change. Where the
-# stack is large, that comes first.
+# Python 3.12 and 3.13 also limit the number of nested C calls, which programs cannot change. With a
+# large stack, this limit is reached first.
 COUNTS_CALLS_OF_C = (3, 12) <= sys.version_info < (3, 14)
 
 

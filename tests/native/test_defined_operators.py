@@ -43,18 +43,17 @@ def described(value: Any) -> Any:
 
 
 def assert_native(name: str, *calls: Callable[[], Any], native: int | None = None) -> None:
-    """Every call does what the dispatcher does with it, and none goes there."""
+    """Check that every call is native and has the same outcome as through the dispatcher."""
     with torchop.native.disabled():
         expected = [described(outcome(call)) for call in calls]
     for call in calls:
-        outcome(call)  # the first calls make the plan, and the class of the nodes
+        outcome(call)  # the first calls create the plan and the class of autograd nodes
     with counting(name) as counted:
         assert [described(outcome(call)) for call in calls] == expected
     assert counted == {"native": len(calls) if native is None else native}
 
 
 def gradients(call: Callable[..., Any], *inputs: Tensor) -> list[Any]:
-    """The gradients of a call, and those of the sum of their squares."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     result = call(*leaves)
     results = [result] if isinstance(result, Tensor) else list(result)
@@ -82,7 +81,7 @@ def test_a_registered_kernel_is_called_natively(namespace, library, device):
     assert __file__ in explanation.kernels[-1]
 
 
-def test_the_calls_are_those_of_operators_that_live_as_long_as_the_process(namespace):
+def test_calls_of_operators_without_a_library_are_native(namespace):
     name = f"{namespace}::op"
     torchop.define(name, "(Tensor x) -> Tensor")
     torchop.register_kernel(name, TYPE, lambda x: x + 1)
@@ -96,7 +95,7 @@ def test_the_calls_are_those_of_operators_that_live_as_long_as_the_process(names
 
 
 def test_a_kernel_gets_the_default_of_the_schema_as_with_impl(namespace, library):
-    """The dispatcher leaves out what equals the default; only `register_kernel` fills it in."""
+    """Unlike `register_kernel`, the dispatcher omits arguments that equal the default."""
     name = f"{namespace}::op"
     library.define("op(Tensor x, float scale=2.0, *, int n=1) -> Tensor")
     op = getattr(torch.ops, namespace).op
@@ -122,7 +121,7 @@ def test_kernels_of_two_libraries(namespace, library):
     assert_native(name, lambda: op(T), lambda: op(T, 5))
 
 
-def test_what_a_kernel_returns_is_checked(namespace, library):
+def test_results_of_a_kernel_are_checked(namespace, library):
     name = f"{namespace}::op"
     results: list[Any] = [T, (T, T), None, 3, [T, T, T], [T, T]]
     library.define("op(Tensor x, int n) -> (Tensor, Tensor)")
@@ -256,7 +255,7 @@ def made_with(namespace: str, library: torchop.Library, formula: str, way: str) 
 
 @pytest.mark.parametrize("way", ["register_kernel", "default", "impl"])
 @pytest.mark.parametrize("formula", FORMULAS)
-def test_gradients_are_those_of_the_dispatcher(namespace, library, formula, way):
+def test_gradients_equal_the_dispatchers(namespace, library, formula, way):
     op = made_with(namespace, library, formula, way)
 
     def call(x: Tensor, *more: Any) -> Any:
@@ -305,7 +304,7 @@ class Seeing(TorchDispatchMode):
         return func(*args, **(kwargs or {})) + 100
 
 
-def test_calls_of_subsystems_are_right(namespace, library):
+def test_calls_from_subsystems_are_correct(namespace, library):
     name = f"{namespace}::op"
     library.define("op(Tensor x, int n=1) -> Tensor")
     torchop.register_kernel(name, TYPE, lambda x, n: x * 2, lib=library)
@@ -319,7 +318,8 @@ def test_calls_of_subsystems_are_right(namespace, library):
     assert_native(name, lambda: op(T), lambda: op(leaf()), lambda: gradients(op, T))
     with Seeing():
         seen = op(T)
-    assert seen.tolist() == [100, 102, 104]  # outside, because it copies from other devices
+    # The result is on the CPU, outside of the mode, because the rule copies from other devices.
+    assert seen.tolist() == [100, 102, 104]
     with torch.autocast(TYPE, torch.bfloat16):
         assert op(T).dtype is torch.bfloat16
     assert op(T.to("meta")).device.type == "meta"
@@ -346,7 +346,7 @@ def test_calls_of_subsystems_are_right(namespace, library):
 
 def test_nothing_keeps_a_closed_library_alive(namespace):
     def used() -> Any:
-        kernel = lambda x: x + 1  # noqa: E731  # of which there is a weak reference
+        kernel = lambda x: x + 1  # noqa: E731  # a weak reference checks that it is freed
         library = torchop.Library(namespace, "FRAGMENT")
         library.define("op(Tensor x) -> Tensor")
         torchop.register_kernel(f"{namespace}::op", TYPE, kernel, lib=library)

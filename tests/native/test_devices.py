@@ -14,14 +14,14 @@ from torchop._native import switch
 
 pytestmark = needs_native
 
-# They have no data, or compute it later.
+# Tensors of these devices have no data, or compute it later.
 WITHOUT_DATA = {"meta", "xla", "lazy"}
-# PyTorch gives them the key AutogradOther, which they share with devices of other layouts.
+# PyTorch uses the key AutogradOther for these devices, as for tensors of other layouts.
 WITHOUT_AUTOGRAD = {"hip", "ve"}
 
 
 def backends() -> Iterator[str]:
-    """The keys of dense tensors of all devices that PyTorch knows."""
+    """List the keys of dense tensors of all devices that PyTorch supports."""
     for key in torch._C.DispatchKey.__members__:
         device_type = dispatch.device_of_key(key)
         if device_type is not None and not {device_type} & (WITHOUT_DATA | WITHOUT_AUTOGRAD):
@@ -35,8 +35,8 @@ def test_devices_with_keys_of_their_own():
 
 
 @pytest.mark.parametrize("key", ["AutogradMTIA", "AutogradCPU", "MAIA"])
-def test_kernels_at_their_keys_can_be_asked_for(op, key):
-    """PyTorch does not read all names of keys, of which AutogradMTIA is one."""
+def test_python_kernels_can_be_looked_up_by_key(op, key):
+    """PyTorch cannot parse the names of all keys; AutogradMTIA is one that it cannot."""
     native, name = switch.native_module(), op._definition.name
     assert native.python_kernel(name.packet, name.overload, key) is not None
     assert not dispatch.has_kernel(str(name), key)
@@ -55,6 +55,6 @@ LAZY = """
 """
 
 
-def test_tensors_that_are_computed_later():
+def test_lazy_tensors():
     printed = assert_clean(run_forked(LAZY))
     assert printed == "[2.0, 2.0] {'keys': 1} a tensor is not plain and dense (s\n"

@@ -27,7 +27,7 @@ T = torch.zeros(2)
 
 
 class InDispatcher:
-    """An operator, and a call of it in another thread that is in the dispatcher until released."""
+    """A call in another thread that stays inside the dispatcher until `released` is set."""
 
     def __init__(self, namespace: str, prepare: Callable[[], object] | None = None) -> None:
         self.entered, self.released = threading.Event(), threading.Event()
@@ -81,7 +81,7 @@ def test_a_change_waits_for_a_call_of_another_thread(namespace, change):
 
 
 def test_a_change_waits_once_for_a_call_that_takes_long(namespace):
-    """And for each that comes later; the test takes 20 s otherwise."""
+    """If each change waited for the same call again, the test would take 20 s."""
     dispatched = InDispatcher(namespace)
     native = switch.native_module()
     for _ in range(20):
@@ -120,15 +120,15 @@ def test_a_call_waits_for_a_change_of_another_thread(namespace):
     calling.join(0.1)
     assert results == []
     with torchop.native.disabled():
-        assert op(T).tolist() == [1, 1]  # in the thread of the change
-    assert op(T).tolist() == [1, 1]  # natively, which does not meet the dispatcher
+        assert op(T).tolist() == [1, 1]  # the thread of the change does not wait
+    assert op(T).tolist() == [1, 1]  # native calls do not use the dispatcher, so they do not wait
     del change
     calling.join(60)
     assert [y.tolist() for y in results] == [[1, 1]]
 
 
-def test_a_change_waits_for_no_call_that_waits_for_the_lock(namespace):
-    """It waits for it again once the call has the lock."""
+def test_change_does_not_wait_for_a_call_that_waits_for_the_lock(namespace):
+    """Once the call has the lock, the next change waits for the call."""
     entered, is_through, released = threading.Event(), threading.Event(), threading.Event()
     done: list[object] = []
 
@@ -152,14 +152,15 @@ def test_a_change_waits_for_no_call_that_waits_for_the_lock(namespace):
     calling, changing = threading.Thread(target=call), threading.Thread(target=change)
     with registration_lock:
         released.set()
-        op(T)  # compiles the plan, so that the call below gets as far as the lock in the kernel
+        op(T)  # compile the plan, so that the call below reaches the lock in the kernel
         for event in (entered, is_through, released):
             event.clear()
         calling.start()
         assert entered.wait(60)
         start = time.monotonic()
         change()
-        assert time.monotonic() - start < 0.9  # of the second that it waits for others
+        # The change did not wait. For other calls it would wait a second.
+        assert time.monotonic() - start < 0.9
         assert not is_through.is_set()
     del done[:]  # ends the change
     assert is_through.wait(60)
@@ -203,14 +204,14 @@ def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monke
         for thread in threads:
             thread.start()
         started.wait(60)
-        time.sleep(0.1)  # until all wait for the lock
+        time.sleep(0.1)  # until all threads wait for the lock
     for thread in threads:
         thread.join(60)
     assert [y.tolist() for y in results] == [[1, 1]] * 8
     assert len(compiled) == 1
 
 
-def test_changes_of_operators_that_are_not_there_wait_for_nothing(namespace):
+def test_changes_of_missing_operators_do_not_wait(namespace):
     native = switch.native_module()
     assert native.hold_calls([f"{namespace}::missing"]) is None
     assert native.end_calls([f"{namespace}::missing"]) is None
@@ -218,8 +219,8 @@ def test_changes_of_operators_that_are_not_there_wait_for_nothing(namespace):
         native.hold_calls([1])
 
 
-def test_an_operator_ends_while_a_call_stays_in_the_dispatcher():
-    """In a process of its own, which would end where PyTorch has freed what the call needs."""
+def test_deregistration_during_a_call_in_the_dispatcher():
+    """Runs in a child process, which would crash if PyTorch freed data that the call uses."""
     program = """
         import torch, torchop, warnings
         from tests.native.test_dispatcher_calls import InDispatcher

@@ -1,4 +1,4 @@
-"""Exceptions in native calls are the caller's, in the words of the dispatcher."""
+"""Exceptions in native calls, with the same messages as the dispatcher's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KernelError(Exception):
 
 
 def raising(namespace, error):
-    """An operator whose kernel raises `error` as long as it is the last in the list."""
+    """Define an operator whose kernel raises the last exception of the returned list."""
     errors = [error]
 
     def kernel(x: Tensor) -> Tensor:
@@ -38,7 +38,6 @@ def raising(namespace, error):
 
 
 def caught_from(call):
-    """The exception of a call that is made while another exception is handled."""
     outer, caught = KernelError("outer"), None
     try:
         raise outer
@@ -58,7 +57,7 @@ def caught_from(call):
     [KernelError("kernel"), KeyboardInterrupt(), SystemExit(3), MemoryError(), StopIteration(4)],
     ids=lambda error: type(error).__name__,
 )
-def test_exception_of_a_kernel_is_the_callers(namespace, error, with_grad):
+def test_exception_of_a_kernel_reaches_the_caller(namespace, error, with_grad):
     op, errors = raising(namespace, KernelError("first"))
     x = inputs(with_grad)
     with pytest.raises(KernelError):
@@ -92,8 +91,8 @@ def test_state_of_the_thread_is_restored_after_an_exception(namespace, with_grad
     assert not torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU)
 
 
-def test_exception_that_is_raised_again_and_again_keeps_no_frames(namespace):
-    """Its traceback belongs to whoever catches it."""
+def test_exception_raised_repeatedly_keeps_no_frames_alive(namespace):
+    """Only the exception's traceback may hold frames."""
     error = KernelError()
     op, _ = raising(namespace, error)
     kept = []
@@ -110,7 +109,7 @@ def test_exception_that_is_raised_again_and_again_keeps_no_frames(namespace):
     assert kept[0]() is None
 
 
-def test_exception_of_a_setup_context_is_the_callers(namespace):
+def test_exception_of_a_setup_context_reaches_the_caller(namespace):
     op = define(namespace, lambda x: x + 1)
     broken = True
 
@@ -152,8 +151,8 @@ MISUSE = {
 
 
 @pytest.mark.parametrize("misuse", MISUSE)
-def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
-    """In a program of its own: what is not refused may end it."""
+def test_misuse_of_ctx_raises_as_in_the_dispatcher(namespace, misuse):
+    """Runs in a child process, because misuse that is not rejected may crash."""
     program = f"""
     import sys
     sys.path[:0] = {sys.path!r}
@@ -175,7 +174,7 @@ def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
         expected = outcome()
     got = outcome()
     assert torchop.native.counters(op).get("native") == 1, torchop.native.counters(op)
-    # PyTorch loses the end of some of these messages.
+    # PyTorch truncates some of these messages.
     assert got[0] is expected[0] and got[1].startswith(expected[1]), (got, expected)
     """
     assert_clean(run_forked(program))
@@ -195,7 +194,7 @@ def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
         lambda op: op([T]),
     ],
 )
-def test_wrong_arguments_are_refused_in_the_dispatchers_words(namespace, call):
+def test_wrong_arguments_raise_the_dispatchers_message(namespace, call):
     op = define(namespace, lambda x, n=1: x + n, "(Tensor x, int n=1) -> Tensor")
     op(T)
     with torchop.native.disabled(), pytest.raises(Exception) as expected:

@@ -1,5 +1,3 @@
-"""The first use of an operator loads the extension."""
-
 from __future__ import annotations
 
 import json
@@ -11,7 +9,7 @@ from tests._support.forking import run_forked
 
 pytestmark = needs_native
 
-# Each use is the first of a process, which is a child of one that has imported all.
+# Each use runs in a forked child, as the first use of its process.
 PROGRAM = """
 import json, os, sys, traceback
 import torch, torchop
@@ -79,7 +77,7 @@ for depth in range(sys.getrecursionlimit(), 0, -1):
     try:
         descend(depth)
         break
-    except (RecursionError, AttributeError):  # torch.ops makes one of the other
+    except (RecursionError, AttributeError):  # torch.ops converts the first to the second
         failed += 1
 assert failed
 op(T)
@@ -93,7 +91,7 @@ USES = {
     "call of a handle": CALL.format(call="op(T)", count=1),
     "call with a keyword": CALL.format(call="op(x=T)", count=1),
     "method of before": CALL.format(call="bound(T)", count=1),
-    # What an object of torch.ops calls is replaced during its first call.
+    # The first call replaces the function of a torch.ops object, but is not native itself.
     "call of torch.ops": CALL.format(call="torch.ops.unused.op(T)", count=0),
     "call of an overload": CALL.format(call="op.overload(T)", count=0),
     "call of another operator": """
@@ -194,8 +192,8 @@ assert results == [[1, 1]] * 8
 op(T)
 assert torchop.native.counters(op)["native"] >= 1
 """,
-    # Dynamo's guards hold on to the type of the handle, so a later call compiles again if the type
-    # changes during the trace.
+    # Dynamo guards on the type of the handle. If the type changed during the trace, the next call
+    # would recompile.
     "compiled call": """
 graphs = []
 
@@ -208,7 +206,7 @@ assert [program(T).tolist() for _ in range(3)] == [[2, 2]] * 3
 assert len(graphs) == 1, graphs
 assert state() == "ready"
 """,
-    # It runs a function twice, and compares where in the program operators are called.
+    # The trace runs the function twice and compares the operators' positions in the source.
     "trace of TorchScript": """
 import warnings
 warnings.simplefilter("ignore")  # TorchScript is deprecated
@@ -240,12 +238,12 @@ with patch.object(torchop.CustomOp, "__call__", lambda handle, *args: "observed"
     assert torch.ops.unused.op(T).tolist() == [1, 1]
 assert op(T).tolist() == torchop.CustomOp.__call__(op, T).tolist() == [1, 1]
 """,
-    # If its import fails, it fails in every later attempt too.
+    # If this import of Dynamo fails, Python can't import it later either.
     "import of Dynamo where warnings are errors": """
 import warnings
 os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
 warnings.simplefilter("error", torchop.native.NativeBuildWarning)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the warning is logged
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the warning is also logged to stderr
 import torch._dynamo
 assert state() == "failed"
 assert torch.compile(op, backend="eager")(T).tolist() == op(T).tolist() == [1, 1]
@@ -284,7 +282,6 @@ assert torchop.native.counters(op) == {"native": 1}
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """Return an empty string or the traceback, for each use."""
     done = run_forked(PROGRAM, json.dumps(PROGRAMS), TORCHOP_NATIVE="auto")
     outcomes: dict[str, str] = json.loads(assert_clean(done))
     return outcomes

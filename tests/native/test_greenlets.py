@@ -17,7 +17,7 @@ from tests._support.devices import BACKEND
 from tests._support.free_threads import HAS_GIL, needs_greenlets
 from torchop import _hooks
 
-if HAS_GIL:  # without it, the tests are expected to fail
+if HAS_GIL:  # without the GIL, the tests are expected to fail
     greenlet = pytest.importorskip("greenlet")
 
 pytestmark = [needs_native, needs_greenlets]
@@ -26,12 +26,12 @@ T = torch.zeros(2)
 
 
 def running() -> list[str]:
-    """The names of the operators that this thread is calling natively."""
+    """Return the names of the operators that this thread is calling natively."""
     return sorted(str(entry.name) for entry in _hooks.extension.running())
 
 
 def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
-    """An operator whose kernel switches to another greenlet; called before."""
+    """Define an operator, call it once, and let its kernel call `switch` from then on."""
     is_prepared = False
 
     def kernel(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
 
 
 def deep(depth: int, call: Callable[[], Any]) -> Any:
-    """Make a call from far down the C stack."""
+    """Make a call from deep in the C stack."""
     return call() if depth == 0 else functools.partial(deep, depth - 1, call)()
 
 

@@ -1,4 +1,4 @@
-"""Handles are native in every way of calling, and keep their Python behaviour.
+"""Handles make native calls in every way of calling, and keep their Python behaviour.
 
 Uses private names.
 """
@@ -61,7 +61,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_call_is_native_in_every_way(op, way):
-    op(T)  # torch.ops is switched when the first plan is compiled
+    op(T)  # compiling the first plan also makes calls through torch.ops native
     with counting(op) as calls:
         assert WAYS[way](op).tolist() == [1, 1]
     assert calls == {"native": 1}
@@ -75,14 +75,15 @@ def test_first_call_is_native(op):
 
 def test_call_stays_native_when_attributes_are_assigned(op):
     op.__doc__, op.__name__, op.note = "another", "other", 3
-    op.__call__ = lambda x: x - 100  # what a call means is the business of the type
+    # Python looks `__call__` up on the type, so this attribute has no effect.
+    op.__call__ = lambda x: x - 100
     with counting(op) as calls:
         assert op(T).tolist() == [1, 1]
     assert calls == {"native": 1}
     assert (op.__doc__, op.__name__, op.note) == ("another", "other", 3)
 
 
-def test_attributes_from_before_the_switch_are_kept(op):
+def test_attributes_survive_the_switch_to_native_calls(op):
     handle = torchop.CustomOp(op._definition)
     handle.note = "before"
     assert type(handle) is not type(op)
@@ -96,7 +97,7 @@ def test_attributes_from_before_the_switch_are_kept(op):
     assert handle(T).tolist() == [1, 1]
 
 
-def test_handle_is_adopted_once_however_often(op):
+def test_adopting_a_handle_again_has_no_effect(op):
     before = sys.getrefcount(type(op))
     switch.native_module().adopt(op, op._definition.entry)
     after = sys.getrefcount(type(op))
@@ -105,7 +106,7 @@ def test_handle_is_adopted_once_however_often(op):
 
 
 @pytest.mark.parametrize("thing", [3, torch.add, T, object()])
-def test_nothing_but_a_handle_is_adopted(op, thing):
+def test_only_handles_can_be_adopted(op, thing):
     with pytest.raises(TypeError, match="adopt expects a handle, got"):
         switch.native_module().adopt(thing, op._definition.entry)
 
@@ -115,8 +116,6 @@ def test_nothing_but_a_handle_is_adopted(op, thing):
 
 
 class Recorder:
-    """A backend that writes the targets of the graphs down, and runs them as they are."""
-
     def __init__(self):
         self.targets = []
 
@@ -154,7 +153,7 @@ def test_compiled_graph_calls_the_operator_natively(op):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a handle is
+# Attributes and types of handles
 
 
 def test_type_is_final_and_makes_no_handles(op):
@@ -177,8 +176,8 @@ def test_handle_that_changes_back_is_called_as_before(op):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory. PyTorch never frees the kernels of an operator, and they hold its handle. A second handle
-# of the same operator can go.
+# Memory. PyTorch never frees an operator's kernels, which refer to its handle. So use a second
+# handle of the same operator, which can be freed.
 
 
 def second_handle(op):
@@ -200,16 +199,17 @@ def test_handle_is_freed_with_its_last_reference(op):
     HAS_GIL,
     reason="with a GIL, threads do not wait for each other to count references",
 )
-def test_what_other_threads_call_often_is_counted_no_more(namespace):
-    kernel = lambda x: x + 1  # noqa: E731  # Python makes functions of modules immortal itself
+def test_objects_often_called_in_threads_become_immortal(namespace):
+    kernel = lambda x: x + 1  # noqa: E731  # Python itself makes functions of modules immortal
     schema = "(Tensor x) -> Tensor"
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
     own = torchop.custom_op(f"{namespace}::own", lambda x: x + 1, mutates_args=(), schema=schema)
-    op(T)  # so that this thread makes all objects
+    op(T)  # create all objects in this thread
     overload, immortal = op.overload, sys.getrefcount(None)
 
     def call(*callees):
-        for _ in range(70_000 if len(callees) == 1 else 140_000):  # one in 65,521 is looked at
+        # Only one in 65,521 calls checks for calls from other threads; see `thread.h`.
+        for _ in range(70_000 if len(callees) == 1 else 140_000):
             for callee in callees:
                 callee(T)
 
@@ -248,7 +248,7 @@ def test_weak_reference_calls_back(op):
 
 
 class CallsAtTheEnd:
-    """Calls the handle that it is a part of, while both are collected."""
+    """Calls the handle it is attached to, while both are garbage-collected."""
 
     def __init__(self, handle, results):
         self.handle, self.results = handle, results
@@ -266,7 +266,7 @@ def test_handle_is_callable_until_it_is_collected(op):
     assert results == [[1, 1]]
 
 
-def test_collector_sees_what_a_handle_holds(op):
+def test_garbage_collector_traverses_a_handle(op):
     held = gc.get_referents(op)
     assert any(item is op._definition.entry for item in held)
     assert any(item is vars(op) or item is op._definition for item in held)
@@ -339,7 +339,7 @@ def test_identity_of_the_overload_does_not_change(namespace):
     assert copy.deepcopy(overload) is overload
 
 
-def test_function_of_an_overload_has_the_attributes_of_what_it_replaced(op, namespace):
+def test_native_function_of_an_overload_has_the_original_attributes(op, namespace):
     op(T)
     native, function = op.overload._op, op.overload._op.dispatch
     assert type(native).__name__ == "Operator"
@@ -349,7 +349,7 @@ def test_function_of_an_overload_has_the_attributes_of_what_it_replaced(op, name
         _ = native.absent
 
 
-def test_torchscript_of_before_the_first_call_still_runs(op):
+def test_torchscript_compiled_before_the_first_call_still_runs(op):
     packet = op.overload.overloadpacket
 
     def function(x: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ def test_second_overload_after_the_packet_was_switched_is_found(namespace):
 
 
 def test_attributes_of_a_native_handle_can_be_listed(op):
-    """What a debugger does; one of the slots holds no object."""
+    """As a debugger does. One of the slots does not contain an object."""
     op(T)
     names = dict(inspect.getmembers(op))
     assert names["__name__"] == op.__name__

@@ -1,5 +1,3 @@
-"""Registrations after native calls apply to the next call."""
-
 from __future__ import annotations
 
 import pytest
@@ -60,7 +58,7 @@ def test_autocast_rule_is_honoured_after_calls(op):
         with counting(op) as calls:
             assert op(T).dtype == torch.bfloat16
             assert op.overload(T).dtype == torch.bfloat16
-        assert calls == {"autocast": 2, "native": 2}  # the rule calls the operator again
+        assert calls == {"autocast": 2, "native": 2}  # the autocast rule calls the operator again
     with counting(op) as calls:
         assert op(T).dtype == torch.float32
     assert calls == {"native": 1}

@@ -1,6 +1,6 @@
 """Calls leak no memory, references or objects.
 
-`nox -s leaks` makes a million calls of each kind; a test run has time for fewer.
+`nox -s leaks` makes a million calls of each kind, a test run fewer.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ pytestmark = [
 ]
 
 CALLS = int(os.environ.get("TORCHOP_LEAK_CALLS", "10000"))
-SLOW_CALLS = CALLS // 10  # with a backward pass, or an exception
+SLOW_CALLS = CALLS // 10  # calls with a backward or an exception
 
-# One byte per call would be 20 kB or 1 MB, and an object 50 times that. Allocators take some too.
+# A leak of one byte per call is 20 kB to 1 MB, and an object takes 50 times as much. Allocators
+# need some, too.
 ALLOWANCE = 400_000
 
 
 class _Statistics(ctypes.Structure):
-    """Statistics of the C allocator."""
-
     _fields_ = [
         (name, ctypes.c_size_t)
         for name in [
@@ -60,26 +59,26 @@ class _Statistics(ctypes.Structure):
 
 
 def memory_in_use() -> int:
-    """The bytes that C and C++ have allocated; where nobody says it, the memory of the process."""
+    """Return the bytes allocated by C and C++, or the process's memory if that is unknown."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     mallinfo.restype = _Statistics
     found = mallinfo()
-    return found.uordblks + found.hblkhd  # from its arenas, and in pages of their own
+    return found.uordblks + found.hblkhd  # blocks in arenas, and blocks in pages of their own
 
 
 def assert_flat(scenario: Callable[[], Any], calls: int, kept: float = 0) -> None:
-    """That a scenario leaves nothing behind, called many times, but bytes that PyTorch keeps."""
-    for _ in range(calls // 4 + 1):  # caches fill, and allocators take what they need
+    """Check that a scenario leaks nothing, except `kept` bytes per call that PyTorch leaks."""
+    for _ in range(calls // 4 + 1):  # fill caches and let allocators grow
         scenario()
-    # One block in a hundred calls is not a leak of a call, but of something else that runs; and the
-    # thread of a device has yet to free some 90 blocks of a backward, after any number of calls.
+    # Fewer blocks than one in a hundred calls come from something else. And a device's thread may
+    # hold about 90 blocks of a backward, after any number of calls.
     most_blocks = max(calls // 100, min(calls // 2, 100))
     most_bytes = ALLOWANCE + calls // 2 + calls * kept
     rounds: list[tuple[int, int]] = []
-    # A leak is there every time; what an allocator or another thread takes at the moment is not.
+    # A leak grows in every round; allocators and other threads only in some.
     for _ in range(3):
         rounds.append(_growth(scenario, calls))
         blocks, growth = (min(numbers) for numbers in zip(*rounds, strict=True))
@@ -89,7 +88,6 @@ def assert_flat(scenario: Callable[[], Any], calls: int, kept: float = 0) -> Non
 
 
 def _growth(scenario: Callable[[], Any], calls: int) -> tuple[int, int]:
-    """The blocks of memory, and the bytes, that are more after many calls."""
     gc.collect()
     memory, blocks = memory_in_use(), sys.getallocatedblocks()
     for _ in range(calls):
@@ -98,8 +96,10 @@ def _growth(scenario: Callable[[], Any], calls: int) -> tuple[int, int]:
     return sys.getallocatedblocks() - blocks, memory_in_use() - memory
 
 
-def kept_of_libraries(scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> float:
-    """The bytes that PyTorch keeps of the libraries that a scenario makes, per call."""
+def bytes_leaked_by_libraries(
+    scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """Return the bytes per call that PyTorch leaks for the libraries that a scenario creates."""
     make = torch._C._dispatch_library
     made = []
 
@@ -107,7 +107,7 @@ def kept_of_libraries(scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPat
         made.append(args)
         return make(*args)
 
-    scenario()  # what is made once for all calls
+    scenario()  # creates objects that later calls reuse
     with monkeypatch.context() as patch:
         patch.setattr(torch._C, "_dispatch_library", counted)
         scenario()
@@ -116,19 +116,18 @@ def kept_of_libraries(scenario: Callable[[], Any], monkeypatch: pytest.MonkeyPat
 
 @contextlib.contextmanager
 def same_references(*objects: Any):
-    """Check that as many references to each object are there after the block as before."""
     gc.collect()
     before = [sys.getrefcount(item) for item in objects]
     yield
     gc.collect()
     after = [sys.getrefcount(item) for item in objects]
     differences = [there - here for here, there in zip(before, after, strict=True)]
-    # The interpreter itself comes and goes with None, True and small numbers.
+    # The interpreter itself uses None, True and small numbers.
     assert all(abs(difference) < 20 for difference in differences), differences
 
 
-def test_a_leak_is_found():
-    """A leak of one object or one reference fails the checks below."""
+def test_leak_is_detected():
+    """Tests the checks themselves."""
     kept = []
     with pytest.raises(AssertionError, match="blocks in"):
         assert_flat(lambda: kept.append(object()), 20_000)
@@ -140,8 +139,6 @@ T = torch.zeros(2, device=DEVICE)
 
 
 class Operators:
-    """One operator of each kind, with a formula where possible."""
-
     def __init__(self, namespace: str) -> None:
         def define(name, kernel, schema, **options):
             return torchop.custom_op(
@@ -265,7 +262,7 @@ ERRORS = {
     "kernel raises with grad": lambda ops: refused(lambda: ops.raising(X), ZeroDivisionError),
     "body raises": lambda ops: refused(lambda: ops.raising_rerun(X), ZeroDivisionError),
 }
-# Refused by the dispatcher, after the native way had looked at the arguments.
+# The dispatcher rejects these calls after the native call has looked at the arguments.
 REFUSED = {
     "wrong type": lambda ops: refused(lambda: ops.plain("text"), RuntimeError),
     "wrong type in a list": lambda ops: refused(lambda: ops.lists([T, 3], [1]), RuntimeError),
@@ -280,9 +277,11 @@ REFUSED = {
 
 def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, native: bool) -> None:
     every = list(vars(ops).values())
-    for _ in range(2):  # what records its first gradient is never native, and the next has a plan
+    # The first call that records a gradient is never native, and creates the plan of the next.
+    for _ in range(2):
         scenario(ops)
-    X.grad = torch.zeros(2, device=DEVICE)  # so that backward passes add to it
+    # Makes backward add to the gradient instead of allocating one.
+    X.grad = torch.zeros(2, device=DEVICE)
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(counting(op)) for op in every]
         references = [T, X, XS, None, True, False, DTYPE, DEVICE, OBJECT, OWNER, *every]
@@ -335,16 +334,15 @@ def test_calls_that_the_dispatcher_refuses(ops, kind):
 
 
 def live(*names: str) -> Counter:
-    """Count the live objects of native classes."""
     gc.collect()
     kinds = Counter(type(item).__name__ for item in gc.get_objects())
     return Counter({name: kinds[name] for name in names})
 
 
-def test_plans_are_replaced_and_not_kept(ops):
-    """A registration outdates a plan; the next call makes another one."""
+def test_replaced_plans_are_freed(ops):
+    """A registration invalidates the plan, so the next call compiles a new one."""
     names = "Plan", "Entry", "Operator", "CallPlan"
-    # PyTorch keeps every kernel that was ever given to it, so the rules of one are registered anew.
+    # PyTorch never frees kernels. Registering the rule again reuses the same kernel.
     ops.plain(X)
 
     def refresh():
@@ -363,8 +361,8 @@ def test_plans_are_replaced_and_not_kept(ops):
     assert_flat(refresh, SLOW_CALLS)
 
 
-def test_choices_for_ever_new_sizes_leave_nothing_behind(namespace):
-    """The table of what `supports` said begins again and again."""
+def test_choices_for_ever_new_sizes_leak_nothing(namespace):
+    """The table of results of `supports` is cleared whenever it is full."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, n: x[:1].clone(),
@@ -376,11 +374,11 @@ def test_choices_for_ever_new_sizes_leave_nothing_behind(namespace):
     )
     op.set_priority(["fast", "reference"])
     numbers = itertools.count()
-    # An answer takes 20 us and more, so a test run begins again just once or twice.
+    # Each result takes at least 20 us, so a test run fills the table only once or twice.
     assert_flat(lambda: op(T, next(numbers)), max(4097, CALLS // 4))
 
 
-def test_kernels_that_are_switched_leave_no_plans(ops):
+def test_switching_kernels_leaks_no_plans(ops):
     def refresh():
         with ops.plain.set_kernel_enabled(DEVICE.type, enabled=False):
             ops.plain(T)
@@ -394,12 +392,12 @@ def test_kernels_that_are_switched_leave_no_plans(ops):
     assert live("Plan", "Entry", "Operator") == before
 
 
-def test_explaining_leaves_nothing_behind(ops):
+def test_explaining_leaks_nothing(ops):
     with same_references(T, X, XS):
         assert_flat(lambda: torchop.explain(ops.lists, XS, [1, 2]), min(SLOW_CALLS, 5000))
 
 
-def test_counters_leave_nothing_behind(ops):
+def test_counters_leak_nothing(ops):
     ops.plain(T)
     assert_flat(lambda: torchop.native.counters(ops.plain), SLOW_CALLS)
 
@@ -427,7 +425,7 @@ def closed_low_level(namespace: str) -> None:
         library.impl("op", lambda x: x + 1, "CPU")
         packet = getattr(torch.ops, namespace).op
         packet(T)
-        packet(T)  # natively
+        packet(T)
 
 
 def redefined(namespace: str) -> None:
@@ -439,16 +437,16 @@ def redefined(namespace: str) -> None:
 
 @pytest.mark.needs_torch("2.13", "to look up an overload leaves two objects behind")
 @pytest.mark.parametrize("define", [closed_custom_op, closed_low_level, redefined])
-def test_operators_that_end_leave_nothing_behind(namespace, define, monkeypatch):
+def test_deregistered_operators_leak_nothing(namespace, define, monkeypatch):
     X.grad = torch.zeros(2)
-    kept = kept_of_libraries(lambda: define(namespace), monkeypatch)
+    kept = bytes_leaked_by_libraries(lambda: define(namespace), monkeypatch)
     with same_references(T, X):
         assert_flat(lambda: define(namespace), SLOW_CALLS // 4, kept)
 
 
 @pytest.mark.needs_gil("classes are freed, of which an operator that records a gradient has two")
-def test_operators_that_end_under_new_names_leave_no_objects(namespace):
-    """A deregistered operator leaves one name in PyTorch's C++ tables."""
+def test_deregistered_operators_with_new_names_leak_no_objects(namespace):
+    """PyTorch's C++ tables keep a deregistered operator's name, but no object may remain."""
     X.grad = torch.zeros(2)
     kinds = "Definition", "CustomOp", "OpOverload", "Entry", "Plan", "function", "cell"
     counts = []
@@ -461,7 +459,7 @@ def test_operators_that_end_under_new_names_leave_no_objects(namespace):
 
 
 def test_cycles_through_ctx_are_collected(ops):
-    """The node holds its output, and the output its node."""
+    """The node refers to its output, and the output to its node."""
 
     class Token:
         pass

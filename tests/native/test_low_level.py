@@ -15,7 +15,7 @@ T = torch.arange(4.0)
 
 
 class Scaled(torch.autograd.Function):
-    """Three times a tensor; its gradient is twice as much, to tell it from any other."""
+    """Multiply by three, with a gradient of six, to distinguish it from other formulas."""
 
     @staticmethod
     def forward(ctx, x):
@@ -27,9 +27,9 @@ class Scaled(torch.autograd.Function):
 
 
 def register(library, namespace, key):
-    """An operator with a kernel at CPU, and one that records its own gradient at an autograd key.
+    """Define an operator with a CPU kernel, and an autograd kernel that records a gradient.
 
-    Returns the overload, and the names of the kernels that ran.
+    Return the overload, the list of kernels that ran, and the library.
     """
     ran = []
 
@@ -61,7 +61,6 @@ class Subclass(Tensor):
 
 
 def called(op, x, *args):
-    """Return the result of a call and its gradient, if there is one."""
     x = x if x.is_inference() else x.requires_grad_()
     result = op(x, *args)
     grad = None
@@ -75,7 +74,8 @@ def made_in_inference():
         return torch.arange(4.0)
 
 
-# Around two calls; the tensor; and how many calls are native, those inside of a kernel included.
+# For each situation: a context, a tensor, and the number of native calls of the operator, including
+# those that its kernel makes.
 SITUATIONS = {
     "grad": (contextlib.nullcontext, T.clone, 4),
     "no grad": (torch.no_grad, T.clone, 4),
@@ -84,7 +84,8 @@ SITUATIONS = {
     "autocast": (lambda: torch.autocast(TYPE, torch.bfloat16), T.clone, 4),
     "below autograd": (torch._C._AutoDispatchBelowAutograd, T.clone, 2),
     "a view": (contextlib.nullcontext, lambda: T.clone()[1:], 4),
-    "a mode": (Sees, T.clone, 0),  # the kernel in Python includes the keys of torch.func again
+    # Under a mode, the kernel's own call of the operator is not native either.
+    "a mode": (Sees, T.clone, 0),
     "a subclass": (contextlib.nullcontext, lambda: T.as_subclass(Subclass), 0),
     "a sparse tensor": (contextlib.nullcontext, T.to_sparse, 0),
 }
@@ -97,7 +98,7 @@ def test_a_kernel_at_autograd_runs_natively_as_the_dispatcher_runs_it(namespace,
 
     def scenario(library, namespace):
         op, ran, home = register(library, namespace, key)
-        op(T)  # now its calls are native, where they are
+        op(T)  # the next calls may be native
         ran.clear()
         outcomes = []
         before = dict(torchop.native.counters(op)) if library is torchop else {}
@@ -117,7 +118,7 @@ def test_a_kernel_at_autograd_runs_natively_as_the_dispatcher_runs_it(namespace,
     assert both.ours[2] == native_calls
 
 
-def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace):
+def test_kernel_at_autograd_keeps_acceleration_of_a_stock_operator(namespace):
     @torch.library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x + 1
@@ -131,7 +132,7 @@ def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace
         with torchop.accelerate(f"{namespace}::*"):
             for _ in range(3):
                 assert op(T).tolist() == [10, 20, 30, 40]
-            assert torchop.native.counters(op)["native"] == 3  # those inside of the kernel
+            assert torchop.native.counters(op)["native"] == 3
 
 
 @pytest.mark.parametrize("is_called_first", [True, False])
@@ -156,11 +157,13 @@ def test_accelerate_takes_an_operator_that_has_a_native_kernel_at_autograd(
             op(T)
             before = torchop.native.counters(op)["native"]
             assert op(T).tolist() == [10, 20, 30, 40]
-            assert torchop.native.counters(op)["native"] == before + 2  # also inside of the kernel
+            # Including the call inside of the kernel.
+            assert torchop.native.counters(op)["native"] == before + 2
         op(T)
         before = torchop.native.counters(op)["native"]
         assert op(T).tolist() == [10, 20, 30, 40]
-        assert torchop.native.counters(op)["native"] == before + 1  # the one of `guest`
+        # Only the call of the kernel that `guest` registered.
+        assert torchop.native.counters(op)["native"] == before + 1
     others._destroy()
 
 
@@ -175,7 +178,7 @@ def test_a_kernel_is_native_again_after_its_override_is_removed(namespace):
             guest.impl("op", lambda x: x + 2, BACKEND)
             for _ in range(3):
                 assert op(T).tolist() == [2, 3, 4, 5]
-        assert op(T).tolist() == [1, 2, 3, 4]  # the dispatcher makes this call
+        assert op(T).tolist() == [1, 2, 3, 4]  # the first call after the change uses the dispatcher
         before = torchop.native.counters(op)["native"]
         assert op(T).tolist() == [1, 2, 3, 4]
         assert torchop.native.counters(op)["native"] == before + 1

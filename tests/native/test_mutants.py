@@ -1,4 +1,4 @@
-"""Each mutant of `nox -s mutants` removes a condition that exists exactly once.
+"""Each mutant of `nox -s mutants` removes a condition that occurs exactly once in the source.
 
 Uses private names.
 """
@@ -11,7 +11,7 @@ from tests._support.common import load_tool
 from torchop._native.extension.recipe import CSRC
 
 
-def test_every_condition_is_there_once():
+def test_every_mutant_condition_occurs_once():
     mutants = load_tool("mutants").MUTANTS
     counts = {
         name: (CSRC / mutant.file).read_text(encoding="utf-8").count(mutant.condition)
@@ -22,12 +22,12 @@ def test_every_condition_is_there_once():
     assert all(mutant.without != mutant.condition for mutant in mutants.values())
 
 
-def test_every_file_of_tests_is_there():
+def test_every_listed_test_file_exists():
     module = load_tool("mutants")
     names = [*module.TESTS, *module.REASONS, *itertools.chain(*module.CLOSEST.values())]
     assert [name for name in names if not (module.ROOT / name).exists()] == []
 
 
-def test_the_closest_tests_are_those_of_files_with_mutants():
+def test_closest_tests_are_listed_for_files_with_mutants():
     module = load_tool("mutants")
     assert module.CLOSEST.keys() <= {mutant.file for mutant in module.MUTANTS.values()}

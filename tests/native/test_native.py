@@ -1,4 +1,4 @@
-"""torchop.native: waiting for native calls, turning them off, asking for their number."""
+"""torchop.native: waiting for native calls, disabling and counting them."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ class TestDisabled:
             op(T)
         assert calls == {"switched_off": 2, "native": 1}
 
-    def test_block_that_raises_ends(self, op):
+    def test_block_that_raises_is_exited(self, op):
         with pytest.raises(ZeroDivisionError), torchop.native.disabled():
             raise ZeroDivisionError
         with counting(op) as calls:
             op(T)
         assert calls == {"native": 1}
 
-    def test_other_threads_are_not_meant(self, op):
+    def test_block_does_not_affect_other_threads(self, op):
         op(T)
         with counting(op) as calls, torchop.native.disabled():
             in_threads(lambda _: op(T), count=1)
         assert calls == {"native": 1}
 
-    def test_operators_inside_of_operators_are_meant(self, op, namespace):
+    def test_block_affects_nested_operators(self, op, namespace):
         @torchop.custom_op(f"{namespace}::outer", mutates_args=())
         def outer(x: Tensor) -> Tensor:
             return op(x)
@@ -66,7 +66,7 @@ class TestDisabled:
             outer(T)
         assert calls == {"switched_off": 1}
 
-    def test_a_block_that_outlives_the_backward_it_was_opened_in(self, op):
+    def test_block_entered_in_backward_and_exited_after_it(self, op):
         block = torchop.native.disabled()
         x = torch.ones(2, requires_grad=True)
         x.register_hook(lambda grad: block.__enter__())
@@ -78,7 +78,7 @@ class TestDisabled:
                 op(T)
         assert calls == {"native": 1, "switched_off": 1}
 
-    def test_it_is_a_decorator_as_well(self, op):
+    def test_disabled_is_also_a_decorator(self, op):
         @torchop.native.disabled()
         def function():
             return op(T)
@@ -107,13 +107,13 @@ class TestCounters:
         }
 
     @needs_native
-    def test_what_is_returned_does_not_change(self, op):
+    def test_counters_result_is_a_copy(self, op):
         before = torchop.native.counters(op)
         op(T)
         assert before == {}
 
     @needs_native
-    def test_call_that_raises_counts(self, namespace):
+    def test_call_that_raises_is_counted(self, namespace):
         def kernel(x: Tensor) -> Tensor:
             raise ZeroDivisionError
 
@@ -133,11 +133,11 @@ class TestCounters:
         for named in (op, op.name, op.overload, op.overload.overloadpacket):
             assert torchop.native.counters(named) == {"native": 1}
 
-    def test_operator_of_others_has_no_counts(self):
+    def test_stock_operator_has_no_counts(self):
         assert torchop.native.counters("aten::sin") == {}
 
     @pytest.mark.parametrize("thing", [3, torch.sin])
-    def test_what_is_no_operator_is_refused(self, thing):
+    def test_argument_that_is_no_operator_is_rejected(self, thing):
         with pytest.raises(ValueError, match=r"counters.* got unexpected type for op"):
             torchop.native.counters(thing)
 
@@ -160,7 +160,7 @@ class TestWait:
             ([], TypeError),
         ],
     )
-    def test_time_that_is_none(self, timeout, error):
+    def test_invalid_timeout_is_rejected(self, timeout, error):
         with pytest.raises(error) as caught:
             torchop.native.wait(timeout)
         assert str(caught.value) == (
@@ -181,7 +181,7 @@ class TestStatus:
         assert status.key in status.path.name
         assert status.reason is None
 
-    def test_all_of_it_works_without_the_extension(self):
+    def test_everything_works_without_the_extension(self):
         program = """
         import torch, torchop
 

@@ -1,4 +1,4 @@
-"""Gradients on a PyTorch with unknown autograd nodes. Uses private names."""
+"""Gradients on a PyTorch whose autograd nodes have unknown fields. Uses private names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop._native.extension import recipe
 pytestmark = needs_native
 
 
-def test_calls_with_unknown_nodes_are_recorded_by_the_dispatcher(
+def test_gradients_use_the_dispatcher_if_nodes_are_unknown(
     op: torchop.CustomOp[..., Any], monkeypatch: pytest.MonkeyPatch
 ):
     op.register_autograd(lambda ctx, grad: grad * 3)
@@ -24,7 +24,7 @@ def test_calls_with_unknown_nodes_are_recorded_by_the_dispatcher(
     fields = recipe.node_fields()
     assert fields is not None
     monkeypatch.setattr(recipe, "node_fields", lambda: fields | {"hooks"})
-    op.register_autograd(lambda ctx, grad: grad * 5)  # compiles another plan
+    op.register_autograd(lambda ctx, grad: grad * 5)
     op(x).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [5.0, 5.0]

@@ -17,7 +17,7 @@ from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 pytestmark = needs_native
 
 READY = re.compile(r"torchop: native calls are ready, after \d+ s\.")
-# It writes parts of lines, as a progress bar does.
+# Writes incomplete lines, like a progress bar.
 PROGRAM = """
 import os
 import sys
@@ -42,7 +42,7 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """A compiler that takes a moment to hand out the extension that the tests run with."""
+    """Environment variables with a slow compiler that copies the extension of this process."""
     compiler = tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'
@@ -86,7 +86,7 @@ def test_in_a_notebook(environment: dict[str, str]) -> None:
     assert READY.fullmatch(ready)
 
 
-def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str]) -> None:
+def test_failed_build_is_reported_once_per_process(environment: dict[str, str]) -> None:
     compiler = Path(environment["CXX"])
     compiler.write_text("#!/bin/sh\necho no space left >&2\nexit 1\n")
     without_waiting = PROGRAM.replace("print(torchop.native.wait())", "")
@@ -98,7 +98,7 @@ def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str
     assert "NativeBuildWarning: torchop's native call path is not available" in warning
 
 
-def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]) -> None:
+def test_timed_calls_are_native_from_the_first(environment: dict[str, str]) -> None:
     program = """
     import torch, torchop
     from torchop.testing._timing import Way, timed
@@ -138,7 +138,7 @@ def test_forked_processes_wait_for_themselves(environment: dict[str, str]) -> No
     op(torch.zeros(2))
     assert torchop.native.status().state == "building"
     codes = []
-    for _ in range(2):  # a child of a process that compiles, and one of a process that has it
+    for _ in range(2):  # fork during the build, and after it
         process = os.fork()
         if process == 0:
             signal.alarm(60)

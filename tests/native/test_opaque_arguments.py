@@ -1,5 +1,3 @@
-"""Native calls with opaque objects."""
-
 from __future__ import annotations
 
 import enum
@@ -62,7 +60,7 @@ OBJECTS: dict[str, Any] = {
 @pytest.mark.pairwise
 @pytest.mark.parametrize("what", OBJECTS)
 @pytest.mark.parametrize("kind", [REFERENCE, CONSTANT, f"{REFERENCE}?"])
-def test_the_kernel_gets_the_very_object(make, what, kind):
+def test_kernel_gets_the_same_object(make, what, kind):
     seen: list[Any] = []
     op = make(lambda x, a: seen.append(a) or x + 1, f"(Tensor x, {kind} a) -> Tensor", Constant(1))
     seen.clear()
@@ -114,7 +112,7 @@ LOOKED_INTO: dict[str, Callable[[], Any]] = {
 @pytest.mark.pairwise
 @pytest.mark.parametrize("what", LOOKED_INTO)
 @pytest.mark.parametrize("in_list", [False, True])
-def test_what_pytorch_may_look_into_is_dispatched(make, what, in_list):
+def test_objects_that_pytorch_inspects_are_dispatched(make, what, in_list):
     value = [LOOKED_INTO[what]()] if in_list else LOOKED_INTO[what]()
     kind = f"{REFERENCE}[]" if in_list else REFERENCE
     warm_up = [Reference(1)] if in_list else Reference(1)
@@ -125,12 +123,12 @@ def test_what_pytorch_may_look_into_is_dispatched(make, what, in_list):
     assert calls == {"argument_type": 1}
     assert type(found) is type(expected)
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
-    if what != "no class":  # which an explanation asks for too
+    if what != "no class":  # `explain` also reads the class, which raises
         reason = torchop.explain(op.name, T, value).reason
         assert f"'a' {'has' if in_list else 'is'} an object that PyTorch may inspect" in reason
 
 
-def test_a_class_is_not_asked_before_the_dispatcher_asks(make):
+def test_class_attributes_are_not_read_more_often_than_by_the_dispatcher(make):
     asked: list[int] = []
 
     class Asked:
@@ -151,7 +149,7 @@ def test_a_class_is_not_asked_before_the_dispatcher_asks(make):
 @pytest.mark.parametrize(
     ("value", "overrides"),
     [
-        ([Reference(1), Overriding()], False),  # the dispatcher stops looking at the first
+        ([Reference(1), Overriding()], False),  # the dispatcher only looks at the first object
         ([Overriding(), Reference(1)], True),
     ],
 )
@@ -194,7 +192,7 @@ def test_lists_of_objects_are_new_lists(make, kind):
             )
 
 
-def test_only_none_goes_for_none(make):
+def test_only_none_is_accepted_for_none(make):
     seen: list[Any] = []
     op = make(lambda x, a: seen.append(a) or x + 1, "(Tensor x, NoneType a) -> Tensor", None)
     with counting(op.name) as calls:
@@ -229,7 +227,7 @@ INFERRED = [
 
 
 @pytest.mark.parametrize("kind", ["Any", "Any?"])
-def test_plain_values_go_for_any(make, kind):
+def test_plain_values_are_accepted_for_any(make, kind):
     seen: list[Any] = []
     op = make(lambda x, a: seen.append(a) or x + 1, f"(Tensor x, {kind} a) -> Tensor", None)
     for value in PLAIN:
@@ -361,7 +359,7 @@ def test_gradients_are_recorded(namespace, how, with_list):
     assert seen[0][0] == [5, 5, 5]
 
 
-# PyTorch believes what an object says by `__class__`, and may end the process.
+# PyTorch trusts `__class__`, and may crash if the object is no tensor.
 @pytest.mark.parametrize("how", ["low_level", "stock_low_level"])
 def test_an_object_that_says_it_is_a_tensor_is_dispatched(namespace, how):
     makers = Makers(namespace)

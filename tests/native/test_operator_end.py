@@ -1,4 +1,4 @@
-"""Operators that are replaced or closed, also while they are called natively."""
+"""Operators that are redefined or closed, also during native calls."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ pytestmark = needs_native
 T = torch.zeros(2)
 
 
-# A library tries to close once: each test gets one try.
+# A library tries to close only once, so each test can use this once.
 def assert_closing_is_refused(op, call):
-    """Check that a native call which closes the library of its operator raises."""
     with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call to it"):
         call()
     assert calls == {"native": 1}
 
 
 def assert_is_closed_later(op, library, x):
-    """Check that the operator works, and was not forgotten when its library could not be closed."""
+    """Check that the operator still works, and that its library can be closed later."""
     assert op(x).tolist() == [1, 1]
     library._destroy()
     with pytest.raises(torchop.OperatorGoneError, match="was closed"):
@@ -76,7 +75,7 @@ def test_library_is_not_closed_from_inside_a_setup_context(namespace):
 
 
 def test_operators_are_closed_while_other_threads_call_them(namespace):
-    """They get results or the error, and nothing else."""
+    """Each call must return a result or raise OperatorGoneError."""
     unexpected = []
 
     def work(op):

@@ -1,4 +1,4 @@
-"""Optional lists of tensors, which the dispatcher ignores for its keys."""
+"""Optional lists of tensors, which the dispatcher ignores when it computes dispatch keys."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def observed(op: Callable[..., Any], x: Tensor, ys: Any) -> Any:
 @pytest.mark.parametrize("formula", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("package", [torchop, torch.library])
-def test_calls_do_what_the_dispatcher_does(namespace, package, kind, formula):
+def test_calls_equal_dispatched_calls(namespace, package, kind, formula):
     op = operator(package, namespace, kind, formula)
     with torchop.accelerate(f"{namespace}::*"):
         calls = 0
@@ -126,7 +126,7 @@ UNUSUAL: dict[str, Callable[[], tuple[Any, str]]] = {
 
 @pytest.mark.parametrize("unusual", UNUSUAL)
 @pytest.mark.parametrize("package", [torchop, torch.library])
-def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, package, unusual):
+def test_tensor_with_special_keys_is_dispatched(namespace, package, unusual):
     op = operator(package, namespace, "Tensor[]?", formula=False)
     with torchop.accelerate(f"{namespace}::*"), torch.autograd.forward_ad.dual_level():
         value, reason = UNUSUAL[unusual]()
@@ -134,7 +134,7 @@ def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, pack
         with torchop.native.disabled():
             expected = str(outcome(lambda: op(torch.ones(2), [value])))
         assert str(outcome(lambda: op(torch.ones(2), [value]))) == expected
-        # A subclass calls the operator again, so only the kinds of calls count.
+        # A subclass calls the operator again, so compare only the reasons, not the counts.
         assert torchop.native.counters(op).keys() == {reason, "switched_off"}
     if unusual in ("meta", "sparse", "conjugated"):
         assert explanation.reason == (
@@ -145,7 +145,7 @@ def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, pack
         assert "'ys' does not have exactly the schema's type" in explanation.reason
 
 
-def test_without_another_tensor_the_dispatcher_sees_none(namespace):
+def test_optional_list_alone_has_no_dispatch_keys(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda ys: ys[0] + 1,
@@ -156,7 +156,7 @@ def test_without_another_tensor_the_dispatcher_sees_none(namespace):
     assert torchop.native.counters(op) == {"argument_type": 1}
 
 
-def test_what_is_written_in_an_optional_list_counts_its_versions(namespace):
+def test_mutated_tensors_in_an_optional_list_count_versions(namespace):
     def write(x, ys=None):
         for y in ys or ():
             y.add_(x)

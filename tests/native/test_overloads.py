@@ -22,7 +22,6 @@ T = torch.ones(2)
 
 @pytest.fixture
 def frames():
-    """The names of the functions that were on the stack in the latest call of the kernel."""
     return []
 
 
@@ -48,7 +47,6 @@ def op(uncalled):
 
 @pytest.fixture
 def calls(op):
-    """Objects of torch.ops by the class of each."""
     return {OpOverload: op.overload, OpOverloadPacket: op.overload.overloadpacket}
 
 
@@ -63,7 +61,7 @@ def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
 
 
 def test_a_replaced_call_method_of_the_class_is_used():
-    # In a process of its own: what the slot was is not put back.
+    # Runs in a child process, because the replaced method of the class cannot be restored.
     script = """
         from unittest import mock
         import torch
@@ -96,7 +94,7 @@ def test_a_replaced_call_method_of_the_class_is_used():
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_errors_are_those_of_the_dispatcher(cls, calls):
+def test_errors_equal_the_dispatchers(cls, calls):
     with torchop.native.disabled(), pytest.raises(RuntimeError) as expected:
         calls[cls](T, volume=1.0)
     with pytest.raises(RuntimeError) as raised:
@@ -104,10 +102,11 @@ def test_errors_are_those_of_the_dispatcher(cls, calls):
     assert str(raised.value) == str(expected.value)
 
 
-# PyTorch makes one call skip torch functions; whoever looks for them first takes that back.
+# PyTorch sets a flag to skip torch functions in one call. The first check for torch functions
+# resets it.
 @pytest.mark.needs_torch("2.13", "calls that skip torch functions")
 @pytest.mark.parametrize("way", ["handle", "overload", "packet"])
-def test_a_call_that_skips_torch_functions_does_not_have_the_kernel_skip_them(namespace, way):
+def test_skipping_torch_functions_does_not_affect_the_kernel(namespace, way):
     class Noted(Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -141,7 +140,7 @@ def overload(namespace, name, count, amount):
     return torchop.custom_op(f"{namespace}::op{name}", body, mutates_args=(), schema=schema)
 
 
-def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(namespace):
+def test_first_call_of_a_packet_after_redefining_an_overload_is_counted(namespace):
     for name, count in (("", 1), (".two", 2)):
         overload(namespace, name, count, count)
     packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
@@ -156,7 +155,7 @@ def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(na
         def function(x: Tensor) -> Tensor:
             return packet(x)
 
-        scripted = torch.jit.script(function)  # which looks for `_op`
+        scripted = torch.jit.script(function)  # the compiler reads `_op`
         assert str(scripted.graph).count(f"{namespace}::op(") == 1
     for _ in range(2):
         assert [packet(x)[0], packet(x, x)[0]] == [5, 10]
@@ -168,7 +167,7 @@ def test_the_first_call_of_a_packet_counts_when_an_overload_was_defined_again(na
 @pytest.mark.parametrize("defined_by", ["custom_op", "Library"])
 @pytest.mark.parametrize("way", ["packet", "default"])
 def test_a_first_call_may_be_in_a_trace(namespace, defined_by, way):
-    """TorchScript runs it twice, and the operator becomes native in between."""
+    """TorchScript runs the function twice, and the operator becomes native in between."""
     library = torchop.Library(namespace, "FRAGMENT")
     if defined_by == "custom_op":
         overload(namespace, "", 1, 1)
@@ -197,6 +196,6 @@ def test_a_packet_raises_if_an_overload_was_deregistered_silently(namespace):
 
 
 @pytest.mark.parametrize("arguments", [(None, len), (None, len, len), (3, len, None, ["a::b"])])
-def test_an_operator_needs_an_entry_or_what_to_choose_from(arguments):
+def test_native_operator_needs_an_entry_or_overloads(arguments):
     with pytest.raises(TypeError, match="next expects an Operator or None, and entry an Entry"):
         switch.native_module().Operator(object(), *arguments)

@@ -1,4 +1,4 @@
-"""Calls run kernels that other libraries register over ours."""
+"""Calls run kernels that other libraries register over torchop's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = needs_native
 T = torch.zeros(2)
 
 
-# CompositeExplicitAutograd is where an operator without kernels of its own has the function.
+# An operator whose only kernel is its function has the function at CompositeExplicitAutograd.
 KEYS = pytest.mark.parametrize("key", [BACKEND, "Autograd", AUTOGRAD, "CompositeExplicitAutograd"])
 
 
@@ -26,7 +26,7 @@ def override(op, key):
 @KEYS
 @pytest.mark.parametrize("calls_before", [0, 1])
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_override_is_honoured_and_ours_comes_back(op, key, calls_before):
+def test_override_runs_and_removing_it_restores_our_kernel(op, key, calls_before):
     for _ in range(calls_before):
         op(T)
     guest = override(op, key)
@@ -58,8 +58,8 @@ def test_override_of_an_override_is_honoured(op, key):
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_override_at_autograd_meets_gradients_only_where_they_are_asked_for(op):
-    """It stands at Autograd, where calls without gradients come by as well."""
+def test_override_at_autograd_is_skipped_in_inference_mode(op):
+    """The override is at Autograd, which calls without gradients also reach."""
     op(T)
     guest = override(op, "Autograd")
     with torch.inference_mode(), counting(op) as calls:
@@ -70,7 +70,7 @@ def test_override_at_autograd_meets_gradients_only_where_they_are_asked_for(op):
     guest._destroy()
 
 
-def test_override_of_another_device_is_none(op):
+def test_override_for_another_device_has_no_effect(op):
     op(T)
     guest = override(op, OTHER_BACKEND)
     with counting(op) as calls:
@@ -80,7 +80,7 @@ def test_override_of_another_device_is_none(op):
 
 
 def test_the_same_function_registered_by_others_is_an_override(op):
-    """It would be right to call it natively, but the dispatcher has its own wrapper around it."""
+    """torchop cannot know that the kernel is the same, because PyTorch wraps the function."""
     op(T)
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")
     guest.impl("op", op.__wrapped__, BACKEND)

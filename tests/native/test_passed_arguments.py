@@ -1,7 +1,7 @@
-"""Kernels get the same arguments on every path.
+"""Kernels get the same arguments in native and dispatched calls.
 
-A kernel of ours is always given the defaults of the schema. Any other kernel is given what the
-dispatcher passes: without what equals a default, so that its own defaults stand in.
+torchop fills in the schema's defaults for the kernels of its operators. To other kernels, the
+dispatcher does not pass arguments that equal the default, so their own defaults apply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def implementation(x: Tensor, *, beta: float = 2.0) -> Tensor:
 
 
 def wrapped() -> Callable[..., Any]:
-    """Says that it has the default of the schema, and has another."""
+    """Return a kernel that shows the schema's default in its signature, but has another one."""
 
     @functools.wraps(implementation)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,6 @@ KERNELS = [wrapped, signed, _Instance, partial]
 
 
 def values(call: Callable[[], Tensor]) -> list[float]:
-    """Return the results of four calls, the last through the dispatcher."""
     native = [call().item() for _ in range(3)]
     with torchop.native.disabled():
         return [*native, call().item()]
@@ -95,7 +94,7 @@ def test_a_fake_kernel_is_given_the_default_of_the_schema(namespace):
 
 
 @pytest.mark.parametrize("make", KERNELS)
-def test_a_kernel_of_a_library_is_given_what_the_dispatcher_passes(namespace, make):
+def test_kernel_of_a_library_gets_the_dispatchers_arguments(namespace, make):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
     library.impl("op", make(), BACKEND)
@@ -109,7 +108,7 @@ def test_a_kernel_of_a_library_is_given_what_the_dispatcher_passes(namespace, ma
 
 @pytest.mark.parametrize("make", KERNELS)
 @pytest.mark.parametrize("way", ["custom_op", "impl"])
-def test_a_kernel_of_others_is_given_what_the_dispatcher_passes(namespace, make, way):
+def test_kernel_of_torch_library_gets_the_dispatchers_arguments(namespace, make, way):
     name = f"{namespace}::op"
     if way == "custom_op":
         torch.library.custom_op(name, make(), mutates_args=(), schema=SCHEMA)
@@ -127,7 +126,7 @@ def test_a_kernel_of_others_is_given_what_the_dispatcher_passes(namespace, make,
 
 
 # --------------------------------------------------------------------------------------------------
-# Which arguments those are
+# Arguments that equal a default
 
 
 DEFAULTS = "(Tensor x, int a=1, Scalar b=2, int[] c=[3], *, int d=4, Device? e='cpu', str f='g')"
@@ -138,7 +137,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((1, 2, (3,)), {}),
     ((1, 3, [3]), {}),
     ((1, 2, [3, 3]), {}),
-    ((1, 2.0, [3]), {}),  # no int, so no default
+    ((1, 2.0, [3]), {}),  # a float, so it does not equal the default
     ((1, True), {}),
     ((), {"c": [4]}),
     ((), {"d": 5}),
@@ -150,7 +149,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("theirs", [True, False])
-def test_the_last_arguments_are_left_out_where_they_equal_their_default(namespace, theirs):
+def test_trailing_arguments_that_equal_their_default_are_omitted(namespace, theirs):
     seen = []
 
     def kernel(*args: Any, **kwargs: Any) -> Tensor:
@@ -174,7 +173,7 @@ def test_the_last_arguments_are_left_out_where_they_equal_their_default(namespac
 
 
 # --------------------------------------------------------------------------------------------------
-# Defaults that are replaced, and defaults that are written into
+# Defaults that are replaced or mutated
 
 
 def scaling(x: Tensor, n: int = 2, *, beta: float = 1.0) -> Tensor:
@@ -211,7 +210,7 @@ def test_replaced_defaults_of_a_function_are_noticed(namespace, way):
     library._destroy()
 
 
-def counting_calls(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006  (that is the question)
+def counting_calls(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006  (this is tested)
     d.append(0)
     return x * len(d)
 
@@ -231,7 +230,7 @@ def test_a_list_that_is_a_default_is_a_new_one_for_each_call(namespace, schema):
 
 @pytest.fixture
 def counted(namespace):
-    """An operator, its library, its kernel, and how many arguments each call of that had."""
+    """An operator, its library, its kernel, and the number of arguments of each call."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     seen = []
@@ -246,7 +245,7 @@ def counted(namespace):
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_a_function_is_given_the_keys_where_it_takes_them(namespace, counted):
+def test_function_gets_dispatch_keys_only_if_it_takes_them(namespace, counted):
     op, library, kernel, seen = counted
     with torchop.accelerate(f"{namespace}::*"):
         for _ in range(3):

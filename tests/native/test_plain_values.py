@@ -32,7 +32,7 @@ class Mode(str, enum.Enum):
 
 
 class _Raising:
-    """Methods that no call may run: the dispatcher reads the value in C."""
+    """Methods that no call may run, because the dispatcher reads the value in C."""
 
     def _refuse(self, *args: Any) -> Any:
         raise AssertionError
@@ -68,7 +68,7 @@ class Answering(int):
         raise AttributeError(name)
 
 
-# For each type of a schema, values that native calls take.
+# Values that native calls convert, by schema type.
 TAKEN: dict[str, list[Any]] = {
     "int": [Level.HIGH, Access.READ | Access.WRITE, True, False, Int(5), Int(2**63 - 1)],
     "SymInt": [Level.HIGH, True, Int(-(2**63))],
@@ -76,7 +76,7 @@ TAKEN: dict[str, list[Any]] = {
     "str": [Mode.MEAN, Str("é\0"), numpy.str_("mean")],
     "Scalar": [Level.HIGH, True, Int(5), Float(2.5), numpy.float64(-1.5)],
 }
-# Values that they leave to the dispatcher, which converts or refuses them.
+# Values for which native calls fall back to the dispatcher, which converts or rejects them.
 LEFT: dict[str, list[Any]] = {
     "int": [Int(2**63), Float(2.0), Mode.MEAN, numpy.int64(3), Overriding(3), Answering(3)],
     "SymInt": [Int(2**63), Overriding(3)],
@@ -85,7 +85,7 @@ LEFT: dict[str, list[Any]] = {
     "Scalar": [Int(2**63), Float(-0.0), Overriding(3), Mode.MEAN],
     "bool": [Level.HIGH, 1, 0.0],
 }
-# How a schema takes such a value, and how a caller passes it.
+# Maps the form of a schema type to a function that makes the argument from a value.
 PASSED: dict[str, Any] = {
     "{}": lambda value: value,
     "{}?": lambda value: value,
@@ -95,7 +95,6 @@ PASSED: dict[str, Any] = {
 
 
 def described(value: Any) -> str:
-    """A value with its type, and those of the items of a list."""
     if type(value) is list:
         return f"[{', '.join(map(described, value))}]"
     if type(value) not in (int, float, bool, str):
@@ -104,7 +103,6 @@ def described(value: Any) -> str:
 
 
 def received(made: Any, seen: list[Any], *args: Any) -> Any:
-    """The outcome of a call, and the arguments that its kernel got."""
     seen.clear()
     found = outcome(lambda: made.call(T, *args))
     if isinstance(found, torch.Tensor):
@@ -136,7 +134,7 @@ def test_a_kernel_gets_the_plain_value_natively(make, kind, form):
 @pytest.mark.pairwise
 @pytest.mark.parametrize("form", PASSED)
 @pytest.mark.parametrize("kind", LEFT)
-def test_other_values_go_to_the_dispatcher(make, kind, form):
+def test_other_values_are_dispatched(make, kind, form):
     seen: list[Any] = []
 
     def op(x, value):
@@ -169,7 +167,7 @@ def test_other_values_go_to_the_dispatcher(make, kind, form):
     ],
 )
 def test_a_value_that_equals_the_default(make, parameter, value):
-    """A kernel of the dispatcher's then gets nothing, and its own default stands in."""
+    """The dispatcher does not pass such a value, so the kernel's own default applies."""
     seen: list[Any] = []
 
     def op(x, value=None, *, named=None):
@@ -216,7 +214,7 @@ def test_setup_context_gets_the_plain_value(namespace):
     assert torch.autograd.grad(result.sum(), x)[0].tolist() == [3, 3]
 
 
-def test_the_sign_of_zero_and_the_value_of_a_flag_survive(namespace):
+def test_sign_of_zero_and_value_of_a_flag_are_preserved(namespace):
     op = define(namespace, lambda x, a: x + math.copysign(1.0, a), "(Tensor x, float a) -> Tensor")
     with counting(op) as calls:
         assert op(T, Float(-0.0)).tolist() == [-1, -1]

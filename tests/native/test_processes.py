@@ -1,5 +1,3 @@
-"""Native calls at interpreter exit and in forked children."""
-
 from __future__ import annotations
 
 import os
@@ -50,7 +48,7 @@ def test_interpreter_ends_with_graphs_and_handles_alive():
     assert torchop.native.counters(op)["native"] > 5
     """
     assert_clean(run_program(program))
-    for _ in range(2):  # the order in which objects go is chance
+    for _ in range(2):  # the order in which objects are freed varies
         assert_clean(run_forked(program))
 
 
@@ -59,7 +57,7 @@ def test_interpreter_ends_with_graphs_and_handles_alive():
 def test_child_of_a_fork_calls_natively(namespace):
     op = define(namespace, lambda x: x + 1)
     op.register_autograd(lambda ctx, grad: grad * 5)
-    t = torch.zeros(2, device="cpu")  # no fork can use a GPU
+    t = torch.zeros(2, device="cpu")  # a forked process cannot use a GPU
     x = t.clone().requires_grad_()
     op(x)
     op(x)

@@ -22,7 +22,8 @@ SCHEMA = "(Tensor x) -> Tensor"
 
 @pytest.fixture(autouse=True)
 def _accelerated(namespace):
-    with warnings.catch_warnings():  # it has the namespaces of other tests for similar ones
+    # Warns that nothing matches the pattern, and suggests similar namespaces.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
         acceleration = torchop.accelerate(f"{namespace}::*")
     with acceleration:
@@ -30,7 +31,7 @@ def _accelerated(namespace):
 
 
 def theirs(namespace: str) -> tuple[Any, list[Any]]:
-    """A library of others, and the objects that call its operator."""
+    """Define an operator in torch.library; return the library and the operator's callables."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
     library.impl("op", lambda x: x + 1, BACKEND)
@@ -82,7 +83,7 @@ def test_a_held_operator_of_a_library_that_was_reset_is_refused(namespace, make)
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_an_operator_that_takes_the_name_is_another(namespace, make):
+def test_operator_that_reuses_the_name_is_independent(namespace, make):
     library, callers = make(namespace)
     for call in callers * 2:
         call(T)
@@ -98,12 +99,12 @@ def test_an_operator_that_takes_the_name_is_another(namespace, make):
     with (
         torchop.testing.checking(),
         pytest.raises(torchop.OperatorGoneError),
-    ):  # which outdates all plans
+    ):  # `checking` invalidates all plans
         overload(T)
     again._destroy()
 
 
-def test_a_reset_library_of_kernels_takes_only_these(namespace):
+def test_resetting_a_library_removes_only_its_kernels(namespace):
     library, (packet, _) = of_a_library(namespace)
     kernels = torch.library.Library(namespace, "IMPL")
     kernels.impl("op", lambda x: x + 5, "Meta")

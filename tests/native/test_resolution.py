@@ -1,4 +1,4 @@
-"""Packets call the overload that PyTorch would, natively where that is certain."""
+"""Packets call the same overload as PyTorch, natively if that overload is certain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import needs_native, outcome
 from tests._support.strategies import (
-    manifold as stable,  # the source of a test decides what it gets
+    manifold as stable,  # the choice of overload depends on many combinations
 )
 
 pytestmark = needs_native
@@ -37,7 +37,7 @@ class Loud:
         raise ValueError("its repr raises")
 
 
-# What is passed, by what it is. PyTorch reads a number from a tensor of one element.
+# Arguments by name. PyTorch converts a tensor with one element to a number.
 VALUES: dict[str, Any] = {
     "floats": T,
     "ints": torch.tensor([1, 2]),
@@ -86,7 +86,6 @@ VALUES: dict[str, Any] = {
     "loud": Loud(),
     "[loud]": [Loud()],
 }
-# The kinds of parameters, and values that are of them.
 KINDS: dict[str, tuple[str, ...]] = {
     "Tensor": ("floats", "ints", "one float"),
     "Tensor?": ("floats", "None"),
@@ -142,14 +141,12 @@ class Overload(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The names of the values that are passed."""
-
     args: tuple[str, ...]
     kwargs: dict[str, str]
 
 
 def parameters(names: str) -> st.SearchStrategy[tuple[Parameter, ...]]:
-    # What comes after a default by position has one, too, so there only the last may have one.
+    # A positional parameter after a default needs one too, so only the last may have one.
     def made(kinds: list[str], has_default: bool) -> tuple[Parameter, ...]:
         last = len(kinds) - 1
         return tuple(
@@ -166,9 +163,9 @@ overloads = st.builds(Overload, parameters("abc"), parameters("de"))
 
 @st.composite
 def calls(draw: st.DrawFn, of: list[Overload]) -> Call:
-    """A call that fits one of the overloads, or nearly does."""
+    """Generate a call that fits one of the overloads, or nearly does."""
     overload = draw(st.sampled_from(of))
-    # Of values drawn one by one, those of few calls would all fit.
+    # If each value were drawn separately, few calls would fit.
     all_fit = draw(st.booleans())
 
     def value(parameter: Parameter) -> str:
@@ -195,7 +192,6 @@ def packets(draw: st.DrawFn) -> tuple[list[Overload], list[Call]]:
 def defined(
     library: torch.library.Library, name: str, schemas: list[str], seen: list[str]
 ) -> tuple[Any, list[str]]:
-    """The packet of some overloads, and the names of these."""
     names = ["", *(f"o{index}" for index in range(1, len(schemas)))]
 
     def kernel(which: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -212,7 +208,7 @@ def defined(
 def assert_calls_the_same(
     packet: Any, names: list[str], calls: list[Callable[[], Any]], seen: list[str]
 ) -> Counter[str]:
-    """Whether each call does what it does without native calls; how many were, by overload."""
+    """Check that native calls do not change outcomes; return the native calls by overload."""
 
     def observed(call: Callable[[], Any]) -> tuple[str, list[str]]:
         seen.clear()
@@ -227,7 +223,8 @@ def assert_calls_the_same(
         found = []
         for context in (torchop.native.disabled(), contextlib.nullcontext()):
             with context:
-                found.append(observed(call))  # in one line, which messages of PyTorch name
+                # On one line, because messages of PyTorch contain the line number.
+                found.append(observed(call))
         assert found[0] == found[1]
     return native() - before
 
@@ -239,7 +236,7 @@ def library(request: pytest.FixtureRequest, namespace: str) -> Iterator[torch.li
             yield ours
         return
     stock = torch.library.Library(namespace, "FRAGMENT")
-    stock.define("first() -> ()")  # or `accelerate` warns that nothing matches
+    stock.define("first() -> ()")  # otherwise `accelerate` warns that nothing matches
     with torchop.accelerate(f"{namespace}::*"):
         yield stock
     stock._destroy()
@@ -248,7 +245,8 @@ def library(request: pytest.FixtureRequest, namespace: str) -> Iterator[torch.li
 numbers = itertools.count()
 
 
-@pytest.mark.filterwarnings("ignore")  # what PyTorch says of a conversion, such as of a complex
+# PyTorch warns about some conversions, for example of complex numbers.
+@pytest.mark.filterwarnings("ignore")
 def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.Library) -> None:
     native: Counter[str] = Counter()
     seen: list[str] = []
@@ -259,7 +257,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.L
         of, made = packet_and_calls
         schemas = [overload.schema() for overload in of]
         packet, names = defined(library, f"generated{next(numbers)}", schemas, seen)
-        outcome(lambda: packet(T))  # ours are native after the first call
+        outcome(lambda: packet(T))  # calls of torchop's operators are native after the first
         found = [
             functools.partial(
                 packet,
@@ -275,7 +273,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.L
     assert min(native["default"], native["o1"], native["o2"]) > 20, native
 
 
-# The parameters of two overloads, and a call that only the second takes.
+# The parameters of two overloads, and a call that only fits the second.
 SECOND = {
     "lists of ints": ("Tensor a, int[] b", "Tensor a, Tensor b", ("floats", "floats")),
     "ints": ("int a", "Tensor a", ("floats",)),
@@ -298,7 +296,7 @@ SECOND = {
 
 
 @pytest.mark.parametrize("case", SECOND)
-def test_an_overload_that_certainly_does_not_fit_is_passed_by_natively(
+def test_overload_that_cannot_fit_is_skipped_natively(
     library: torch.library.Library, case: str
 ) -> None:
     first, second, given_values = SECOND[case]
@@ -313,7 +311,7 @@ def test_an_overload_that_certainly_does_not_fit_is_passed_by_natively(
     assert seen[0].startswith("'o1'")
 
 
-# The first overload takes the value, or raises an error of its own.
+# Calls that PyTorch ends with the first overload, because it accepts the value or raises.
 FIRST = {
     "a tensor as an int": ("int a", "Tensor a", ("one int",)),
     "a tensor as a float": ("float a", "Tensor a", ("one float",)),
@@ -330,9 +328,7 @@ FIRST = {
 
 
 @pytest.mark.parametrize("case", FIRST)
-def test_an_overload_that_pytorch_would_not_pass_by_is_left_to_it(
-    library: torch.library.Library, case: str
-) -> None:
+def test_uncertain_overload_is_dispatched(library: torch.library.Library, case: str) -> None:
     first, second, values = FIRST[case]
     seen: list[str] = []
     schemas = [f"(Tensor x, {each}) -> Tensor" for each in (first, second)]
@@ -364,5 +360,5 @@ def test_a_packet_calls_an_operator_natively_although_the_others_were_never_call
     y: Any = [1, 2] if last else T
     for _ in range(4):
         assert torch.equal(packet(T, y), functions[last](T, y))
-    # The first goes to the dispatcher, which has the operator taken.
+    # The first call uses the dispatcher, and makes later calls native.
     assert torchop.native.counters(ops[last]) == {"native": 3}

@@ -20,11 +20,11 @@ T = torch.zeros(2)
 
 
 # --------------------------------------------------------------------------------------------------
-# Before the extension is there
+# Before the extension is loaded
 
 
-# Each program starts without the extension. The compiler is a script that waits until the program
-# asks for the file, and hands out the one that the tests run with.
+# Each program starts without the extension. Its compiler is a script that waits until the program
+# creates a file, and then copies the extension of this process.
 PREAMBLE = """
     import pathlib, sys, threading, time
     import torch, torchop
@@ -51,7 +51,7 @@ PREAMBLE = """
 
 @pytest.fixture
 def switching(tmp_path: Path):
-    """Run a program that begins without the extension, and decides itself when it is there."""
+    """A function that runs a program and makes the extension available meanwhile."""
     signal, compiler = tmp_path / "signal", tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n'
@@ -92,7 +92,7 @@ def test_operator_that_was_called_before_is_native_afterwards(switching):
     for n, call_now in enumerate((held, ours, overload), 1):
         assert call_now(T).tolist() == [1, 1]
         assert torchop.native.counters(op) == {"native": n}, (n, torchop.native.counters(op))
-    assert call(T).tolist() == [1, 1]  # a bound method of the Python class: right, if not native
+    assert call(T).tolist() == [1, 1]  # a bound method from before the switch need not be native
     """)
 
 
@@ -114,7 +114,7 @@ def test_operator_of_the_low_level_is_native_afterwards(switching):
         closed.define("op(Tensor x) -> Tensor")
         closed.impl("op", lambda x: x + 1, "CPU")
         torch.ops.switched_closed.op(T)
-    # The kernel of another library keeps the overload, which is that of the next operator.
+    # The kernel of another library keeps the overload, which the next operator reuses.
     guest = torchop.Library("switched_next", "IMPL")
     with torchop.Library("switched_next", "FRAGMENT") as first:
         first.define("op(Tensor x) -> Tensor")
@@ -147,7 +147,7 @@ def test_operator_that_was_never_called_is_native(switching):
     """)
 
 
-def test_rules_of_before_are_followed(switching):
+def test_rules_registered_before_the_switch_apply(switching):
     switching("""
     op.register_kernel("cpu", lambda x: x + 2)
     assert op(T).tolist() == [2, 2]
@@ -196,7 +196,7 @@ def test_threads_that_call_during_the_switch_get_right_results(switching):
 
 
 def test_switch_inside_a_call_of_the_operator(switching):
-    """The call began in the dispatcher, and ends there."""
+    """The call starts in the dispatcher and stays there."""
     switching("""
     @torchop.custom_op("switched::outer", mutates_args=())
     def outer(x: Tensor) -> Tensor:
@@ -226,10 +226,10 @@ def test_gradient_recorded_before_the_switch_flows_after_it(switching):
 
 
 @pytest.mark.parametrize("key", ["CPU", "Autograd", "CompositeExplicitAutograd"])
-def test_override_of_before_the_switch_is_honoured(switching, key):
+def test_override_registered_before_the_switch_runs(switching, key):
     switching(f"""
     import warnings
-    warnings.simplefilter("ignore")  # PyTorch tells of the override
+    warnings.simplefilter("ignore")  # PyTorch warns about the override
     op(T)
     guest = torch.library.Library("switched", "IMPL")
     guest.impl("op", lambda x: torch.full_like(x, 7), {key!r}, allow_override=True)
@@ -246,7 +246,7 @@ def test_override_of_before_the_switch_is_honoured(switching, key):
 
 
 # --------------------------------------------------------------------------------------------------
-# The extension, wherever it is
+# Unsupported releases of PyTorch, and errors
 
 
 def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog):

@@ -1,5 +1,3 @@
-"""Python exits while threads are inside kernels."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Native calls with arguments in unusual numbers, forms and orders, and with unusual values."""
+"""Native calls with unusual numbers, forms, orders and values of arguments."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.native.scenarios import T, define
 pytestmark = needs_native
 
 
-# PyTorch takes up to 64, with `n` and `k`.
+# PyTorch accepts up to 64 arguments, including `n` and `k`.
 @pytest.mark.parametrize("count", [1, 31, 37, 38, 39, 62])
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_any_number_of_arguments(namespace, count, with_grad):
@@ -74,7 +74,7 @@ def test_one_object_for_many_arguments(namespace):
     assert x.grad.tolist() == [15, 15]
 
 
-def test_list_of_the_caller_is_not_the_kernels(namespace):
+def test_kernel_gets_a_copy_of_the_callers_list(namespace):
     def kernel(xs: list[Tensor], ns: list[int]) -> Tensor:
         result = xs[0] + sum(ns)
         xs.clear()
@@ -104,7 +104,7 @@ WRITES = {
 @pytest.mark.parametrize("with_grad", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("write", WRITES)
 def test_kernel_may_write_anything_into_its_list(write, with_grad):
-    """In a program of its own: what is taken for a tensor, and is none, ends it."""
+    """Runs in a child process, which would crash if torchop used another object as a tensor."""
     program = f"""
     import torch, torchop
 
@@ -133,7 +133,7 @@ def test_kernel_may_write_anything_into_its_list(write, with_grad):
 
 
 def test_kernel_that_is_a_bound_method_or_an_object(namespace):
-    """Calling a method borrows the place before the arguments, and gives it back."""
+    """The vectorcall of a method temporarily overwrites the slot before its arguments."""
 
     class Kernel:
         amount = 5
@@ -153,7 +153,7 @@ def test_kernel_that_is_a_bound_method_or_an_object(namespace):
             assert next(map(op, [T])).tolist() == [5, 5]
 
 
-def test_numbers_beyond_64_bits_are_refused_as_on_the_dispatchers_way(namespace):
+def test_numbers_beyond_64_bits_raise_as_in_the_dispatcher(namespace):
     op = define(namespace, lambda x, n: x + 1, "(Tensor x, int n) -> Tensor")
     assert op(T, 2**63 - 1).tolist() == [1, 1]
     assert op(T, -(2**63)).tolist() == [1, 1]
@@ -165,7 +165,7 @@ def test_numbers_beyond_64_bits_are_refused_as_on_the_dispatchers_way(namespace)
         assert str(got.value) == str(expected.value)
 
 
-def test_text_that_is_no_unicode_is_refused_as_on_the_dispatchers_way(namespace):
+def test_invalid_unicode_raises_as_in_the_dispatcher(namespace):
     op = define(namespace, lambda x, s: x + len(s), "(Tensor x, str s) -> Tensor")
     assert op(T, "a\0b\u20ac").tolist() == [4, 4]
     with torchop.native.disabled(), pytest.raises(RuntimeError) as expected:
@@ -176,7 +176,7 @@ def test_text_that_is_no_unicode_is_refused_as_on_the_dispatchers_way(namespace)
 
 
 def test_zero_has_the_sign_that_the_dispatcher_gives_it(namespace):
-    # It takes -0.0 for the default, 0.0, and leaves it out.
+    # The dispatcher treats -0.0 as equal to the default 0.0, and does not pass it.
     op = define(
         namespace,
         lambda x, a=0.0: x + math.copysign(1.0, a),

@@ -1,5 +1,3 @@
-"""Helpers for tests of several rules."""
-
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -13,8 +11,6 @@ from tests._support.common import on_both
 
 
 def adding_one(namespace, library=torchop, **options):
-    """`ns::op`, which adds 1."""
-
     @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
     def op(x: Tensor) -> Tensor:
         return x + 1
@@ -23,8 +19,6 @@ def adding_one(namespace, library=torchop, **options):
 
 
 def cloning(namespace, library=torchop, **options):
-    """`ns::op`, which clones its input."""
-
     @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
     def op(x: Tensor) -> Tensor:
         return x.clone()
@@ -33,14 +27,12 @@ def cloning(namespace, library=torchop, **options):
 
 
 def with_formula(namespace, function, backward, setup_context=None, library=torchop, **options):
-    """`ns::op`, which calls a function and has a formula."""
     op = library.custom_op(f"{namespace}::op", function, mutates_args=(), **options)
     op.register_autograd(backward, setup_context=setup_context)
     return op
 
 
 def save_inputs(ctx, inputs, output):
-    """The `setup_context` of most formulas."""
     ctx.save_for_backward(*inputs)
 
 
@@ -73,11 +65,11 @@ def on_symbols(op) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Refusals
+# Errors
 
 
-def assert_only_ours_refuses(namespace, scenario, error, *words):
-    """Assert that torchop refuses what `torch.library` accepts, in a message with these words."""
+def assert_only_torchop_rejects(namespace, scenario, error, *words):
+    """Check that torchop raises where torch.library does not, with these words in the message."""
     both = on_both(scenario, namespace)
     assert not isinstance(both.stock, Exception)
     assert isinstance(both.ours, error)

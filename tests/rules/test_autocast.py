@@ -1,5 +1,3 @@
-"""Autocast rules."""
-
 from typing import List, Optional
 
 import pytest
@@ -10,7 +8,7 @@ import torchop
 from tests._support.common import on_both
 from tests._support.devices import TYPE
 from tests.rules.support import adding_one as define
-from tests.rules.support import assert_only_ours_refuses
+from tests.rules.support import assert_only_torchop_rejects
 
 FLOAT = torch.ones(2)
 
@@ -40,7 +38,7 @@ def test_registering_again_replaces_the_dtype(namespace):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
-def test_other_dtypes_are_left_alone(namespace, dtype):
+def test_other_dtypes_are_not_cast(namespace, dtype):
     seen = []
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -53,7 +51,7 @@ def test_other_dtypes_are_left_alone(namespace, dtype):
     assert seen == [(torch.bfloat16, dtype)]
 
 
-def test_tensors_of_another_device_are_left_alone(namespace):
+def test_tensors_of_another_device_are_not_cast(namespace):
     op = define(namespace)
     op.register_fake(lambda x: torch.empty_like(x))
     op.register_autocast(TYPE, torch.bfloat16)
@@ -112,7 +110,8 @@ def test_kernel_runs_with_autocast_off(namespace):
         return torch.mm(x.float(), x.float())
 
     square = torch.ones(2, 2)
-    assert in_autocast(lambda: op(square)).dtype is torch.bfloat16  # no rule: autocast goes on
+    # Without a rule, autocast stays on inside the kernel.
+    assert in_autocast(lambda: op(square)).dtype is torch.bfloat16
     op.register_autocast(TYPE, torch.bfloat16)
     assert in_autocast(lambda: op(square)).dtype is torch.float32
 
@@ -133,8 +132,8 @@ def test_device_type_without_autocast_is_refused(namespace):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "bfloat16", None])
-def test_what_is_no_floating_point_dtype_is_refused(namespace, dtype):
-    assert_only_ours_refuses(
+def test_non_floating_point_dtype_is_rejected(namespace, dtype):
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_autocast(TYPE, dtype),
         ValueError,

@@ -121,7 +121,7 @@ KINDS = (
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_numbers_of_the_backward_are_those_of_the_result(namespace, kind, budget):
+def test_backward_uses_the_results_random_numbers(namespace, kind, budget):
     drop = kind(namespace)
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,7 @@ def test_random_numbers_of_the_backward_are_those_of_the_result(namespace, kind,
         first, second = torch.compile(program, backend="aot_eager", fullgraph=True)(x)
         second.sum().backward()
     assert x.grad is not None
-    # exp(0) is 1, where the mask is 0.
+    # Where the mask is 0, the result is exp(0) = 1.
     assert_close(x.grad == 0, (first == 1) | (second == 1))
 
 
@@ -169,7 +169,7 @@ def _counted(namespace: str, calls: list[int]) -> Any:
     return sine
 
 
-# Policies, and whether each saves the results.
+# Maps a policy to whether it saves the result.
 POLICIES: dict[str, tuple[Any, bool]] = {
     "none": (None, False),
     "save": ("save", True),
@@ -182,7 +182,7 @@ POLICIES: dict[str, tuple[Any, bool]] = {
 
 @pytest.mark.parametrize("budget", [0.0, pytest.param(0.1, marks=pytest.mark.exhaustive), 0.5])
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_says_what_is_saved(namespace, name, budget):
+def test_policy_decides_what_is_saved(namespace, name, budget):
     policy, saves = POLICIES[name]
     calls: list[int] = []
     sine = _counted(namespace, calls)
@@ -215,7 +215,7 @@ def test_a_deregistered_policy_is_ignored(namespace):
 
 
 def test_operators_of_pytorch_draw_other_numbers():
-    # Why the documentation does not promise this for programs.
+    # This is why the documentation makes no promise for operators of PyTorch.
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.nn.functional.dropout(x.sin() * 2).exp()
         return first, torch.nn.functional.dropout(first.cos()).exp()

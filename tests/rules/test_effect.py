@@ -22,7 +22,7 @@ def define(namespace, library=torchop):
     return op
 
 
-def test_effect_is_the_one_that_pytorch_sees(namespace):
+def test_pytorch_finds_the_effect(namespace):
     op = define(namespace)
     assert not has_effects(op.overload)
     op.register_effect(ORDERED)
@@ -60,7 +60,7 @@ def test_calls_with_an_effect_stay_in_a_traced_graph(namespace):
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def function(x):
-        op(x)  # the result is not used
+        op(x)
         op(x)
         return x + 1
 
@@ -76,7 +76,7 @@ def test_calls_without_an_effect_are_dropped_if_unused(namespace):
     assert len([node for node in graph.graph.nodes if node.op == "call_function"]) == 1
 
 
-def test_call_with_an_effect_is_no_dead_code(namespace):
+def test_call_with_an_effect_is_not_removed_as_dead_code(namespace):
     op = define(namespace)
     op.register_effect(ORDERED)
     graph = make_fx(lambda x: (op(x), x + 1)[1])(torch.ones(2))
@@ -85,7 +85,7 @@ def test_call_with_an_effect_is_no_dead_code(namespace):
 
 
 @pytest.mark.parametrize("effect", ["ORDERED", 1, True])
-def test_what_is_no_effect_is_refused(namespace, effect):
+def test_invalid_effect_is_rejected(namespace, effect):
     with pytest.raises(ValueError, match=r"expects EffectType\.ORDERED, also written"):
         define(namespace).register_effect(effect)
 
@@ -144,13 +144,13 @@ def test_wrong_effect_at_the_definition_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("effects", ["ordered", "none"])
-def test_definition_that_says_its_effect_does_not_warn(namespace, effects):
+def test_definition_with_an_effect_does_not_warn(namespace, effects):
     torchop.custom_op(
         f"{namespace}::op", print, schema="(Tensor x) -> ()", mutates_args=(), effects=effects
     )
 
 
-def test_definition_that_returns_nothing_for_no_known_reason_warns(namespace):
+def test_definition_without_results_mutation_or_effect_warns(namespace):
     def function(x: Tensor) -> None:
         pass
 
@@ -179,7 +179,7 @@ def test_composite_kernel_would_be_traced_through(namespace):
         torchop.register_effect(f"{namespace}::op", None)
 
 
-def test_effect_of_a_low_level_operator_is_kept_or_refused_too(namespace):
+def test_effect_of_a_low_level_operator_is_registered_or_rejected(namespace):
     calls = []
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> ()")
@@ -205,7 +205,7 @@ def test_effect_that_pytorch_finds_in_a_schema_is_found_here_too(namespace):
         return has_effects(define_with(library, namespace, schema))
 
     def define_with(library, namespace, schema):
-        kernel = lambda x, group: x.clone()  # noqa: E731  (annotated by the schema)
+        kernel = lambda x, group: x.clone()  # noqa: E731  (a lambda without annotations)
         return library.custom_op(
             f"{namespace}::op", kernel, mutates_args=(), schema=schema
         )._opoverload
@@ -245,7 +245,7 @@ def test_closing_library_brings_back_the_effect_before(namespace):
     assert has_effects(op.overload)
 
 
-def test_handle_says_its_effect(namespace):
+def test_handle_repr_shows_the_effect(namespace):
     op = define(namespace)
     op.register_effect(ORDERED)
     assert "effect ORDERED" in repr(op)

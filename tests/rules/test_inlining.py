@@ -1,4 +1,4 @@
-"""Inlining: compilers trace the function, programs contain the operator. Uses private names."""
+"""Inlining: compilers trace the function of an operator. Uses private names."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def _fresh_compiler():
 
 
 class Aot:
-    """A backend by the name of `aot`, which keeps what is left for a compiler to do."""
+    """A backend named `aot` that records the operators that remain for a compiler."""
 
     __name__ = "aot"
 
@@ -57,7 +57,6 @@ def define(namespace, compile="inline"):
 
 
 def run(op, *args, **options):
-    """The result of a compiled call, and the names of the operators in its graph."""
     backend = Aot()
     result = torch.compile(op, fullgraph=True, backend=backend, **options)(*args)
     return result, backend.targets
@@ -85,7 +84,7 @@ def test_a_definition_replaces_no_rule_that_it_just_registered(namespace, monkey
 
 
 # --------------------------------------------------------------------------------------------------
-# What is where
+# Graphs and programs
 
 
 def test_a_compiler_sees_the_body_and_the_program_the_operator(namespace):
@@ -197,7 +196,7 @@ def test_a_function_that_only_writes_is_the_fake_kernel_too(namespace):
                 op(x, torch.empty(4, device=device))
 
 
-def test_a_rule_of_the_user_for_the_functional_trace_takes_its_place(namespace):
+def test_user_rule_for_the_functional_trace_replaces_it(namespace):
     op = define(namespace)
 
     @op.register_torch_dispatch(FunctionalTensorMode)
@@ -285,11 +284,11 @@ def test_the_tag_for_compile_caches_changes_with_the_function(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize("choice", ["inlined", None, {"inductor": "yes"}, ["inline"]])
-def test_what_is_no_choice_is_refused(namespace, choice):
+def test_invalid_compile_option_is_rejected(namespace, choice):
     with pytest.raises(ValueError, match=f"{namespace}::op: compile expects 'opaque', 'inline'"):
         define(namespace, choice)
     assert not hasattr(torch.ops.__getattr__(namespace), "op")

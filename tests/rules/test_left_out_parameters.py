@@ -85,7 +85,7 @@ def test_a_call_with_the_defaults_does_not_need_them(namespace, register, run, w
         op = define(namespace, library)
         register(op)
         results = [run(op, X, *given)]
-        if library is torchop or run is not batched:  # which refuses keywords there
+        if library is torchop or run is not batched:  # torch.library rejects keywords under vmap
             results.append(run(op, X, *given, scale=0.5))
         return results
 
@@ -109,7 +109,7 @@ def test_the_error_for_another_value_names_the_parameter(
         return run(op, X, *given, **keywords)
 
     both = on_both(scenario, namespace)
-    assert isinstance(both.stock, Exception)  # a TypeError, mostly
+    assert isinstance(both.stock, Exception)
     assert isinstance(both.ours, torchop.RuleSignatureError)
     message = str(both.ours)
     assert f"{namespace}::op: {what} does not take the parameter {name!r}" in message
@@ -118,7 +118,7 @@ def test_the_error_for_another_value_names_the_parameter(
     assert f"{register.__name__}.<locals>.<lambda>" in message
 
 
-def test_a_value_that_is_symbolic_is_not_looked_at(namespace):
+def test_symbolic_value_is_not_compared(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
         short_fake(op)
@@ -127,7 +127,8 @@ def test_a_value_that_is_symbolic_is_not_looked_at(namespace):
         x = mode.from_tensor(torch.ones(2, 3))
         with mode:
             try:
-                op(x, x.shape[0])  # is 2, the default
+                # The symbolic size is 2, the default. The comparison must not add a guard.
+                op(x, x.shape[0])
             finally:
                 assert not shapes.guards
 
@@ -140,7 +141,7 @@ def test_a_value_that_is_symbolic_is_not_looked_at(namespace):
     ("register", "call", "expected"),
     [(up_to_n, (X, 3), 4), (up_to_n, (X,), 3), (keyword_alone, (X,), 1.5)],
 )
-def test_what_is_taken_gets_the_defaults_of_the_schema(namespace, register, call, expected):
+def test_parameters_of_the_function_get_the_schemas_defaults(namespace, register, call, expected):
     op = define(namespace, torchop)
     register(op)
     assert directly(op, *call) == torch.full((2, 3), expected).tolist()
@@ -148,7 +149,7 @@ def test_what_is_taken_gets_the_defaults_of_the_schema(namespace, register, call
 
 @pytest.mark.parametrize("short", [lambda: X, lambda *, x: x, lambda x, *, other: x])
 @pytest.mark.parametrize("method", ["register_fake", "register_kernel"])
-def test_what_no_call_can_use_is_refused_at_registration(namespace, short, method):
+def test_function_that_no_call_can_use_is_rejected_at_registration(namespace, short, method):
     op = define(namespace, torchop)
     register = getattr(op, method)
     with pytest.raises(torchop.RuleSignatureError, match=r"is called with \(x, n, y, \*, scale\)"):
@@ -156,7 +157,7 @@ def test_what_no_call_can_use_is_refused_at_registration(namespace, short, metho
 
 
 def test_an_operator_of_a_library(namespace):
-    # As fbgemm registers `masked_select_jagged_1d`.
+    # fbgemm registers `masked_select_jagged_1d` like this.
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("select(Tensor x, Tensor mask, bool? check=True) -> Tensor")
     torchop.register_fake(f"{namespace}::select", lambda x, mask: torch.empty_like(x), lib=library)

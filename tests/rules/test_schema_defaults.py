@@ -1,4 +1,4 @@
-"""Functions registered for an operator get the defaults of its schema."""
+"""Functions that are registered for an operator get the defaults of its schema."""
 
 import pytest
 import torch
@@ -33,9 +33,9 @@ def original(x, n, f, b, s, dtype, device, sizes, none, *, key_dtype, key):
 
 
 class Recorder:
-    """Functions of every kind that write down what they see.
+    """Functions for each registration, which record their arguments.
 
-    Each has defaults of its own, which are not those of the schema.
+    Their own defaults differ from the schema's.
     """
 
     def __init__(self):
@@ -112,7 +112,7 @@ def test_defaults_of_annotations_are_seen_too(namespace, register, run):
         s: str = "text",
         dtype: torch.dtype = torch.float64,
         device: torch.device = "cpu",
-        sizes: list[int] = [1, 2],  # noqa: B006  (what a schema can hold)
+        sizes: list[int] = [1, 2],  # noqa: B006  (a schema may have this default)
         none: int | None = None,
         *,
         key_dtype: torch.dtype | None = torch.int32,

@@ -19,7 +19,7 @@ from torchop._define.members import ATTRIBUTES, MEMBERS
 from torchop._rules import RULES
 
 TESTS = Path(__file__).parents[1]
-# Members of classes that have another name than the method; kernels are those of devices, too.
+# Rules whose class member has another name than the method.
 MEMBERS_OF = {"kernel": "forward", "autograd": "backward", "effect": "effects"}
 
 
@@ -60,14 +60,14 @@ def test_every_rule_that_users_register_is_in_the_tests_of_plans() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRATIONS)
-def test_what_users_register_has_a_function_a_method_and_a_member(name: str) -> None:
+def test_each_registration_has_a_function_a_method_and_a_member(name: str) -> None:
     assert f"register_{name}" in torchop.__all__
     assert callable(getattr(torchop.CustomOp, f"register_{name}"))
     assert MEMBERS_OF.get(name, name) in {*MEMBERS, *ATTRIBUTES}
 
 
 @pytest.mark.parametrize(("rule", "register"), REGISTRATIONS.values(), ids=REGISTRATIONS)
-def test_what_is_registered_is_shown(namespace: str, rule: str, register: Any) -> None:
+def test_registrations_are_shown(namespace: str, rule: str, register: Any) -> None:
     op = define(namespace)
     (kind,) = [kind for kind in RULES if kind.__name__ == rule]
     before = op._definition.rule(kind).repr_text()

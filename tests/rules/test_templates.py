@@ -23,8 +23,7 @@ COMPILED, PUBLIC = (block.code for block in collect(PAGE))
 
 
 def run(code: str) -> types.ModuleType:
-    """The module that a template is."""
-    module = types.ModuleType("mylib")  # as if another package made the rule
+    module = types.ModuleType("mylib")  # as if another package defined the rule
     sys.modules[module.__name__] = module
     try:
         exec(compile(code, str(PAGE), "exec", dont_inherit=True), vars(module))
@@ -43,19 +42,19 @@ def relu(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize("code", [COMPILED, PUBLIC], ids=["compiled", "public"])
-def test_it_is_short(code: str) -> None:
+def test_template_is_short(code: str) -> None:
     assert len(code.splitlines()) <= LONGEST
 
 
 def test_a_compiled_rule(relu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     template = run(COMPILED)
     kind: type[CompiledRule[Any]] = template.SparseRule
-    monkeypatch.setattr("torchop._core.definition.kinds", (*RULES, kind))  # its line in the table
+    monkeypatch.setattr("torchop._core.definition.kinds", (*RULES, kind))
     relu._definition.outdate_plan()
     x = torch.tensor([1.0, -1.0]).to_sparse()
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         relu(x)
-    for _ in range(2):  # the second time, the dispatcher kernel is there
+    for _ in range(2):  # the second time, the dispatcher kernel exists already
 
         @template.register_sparse(relu)
         def _(x: Tensor, floor: float) -> Tensor:
@@ -72,7 +71,7 @@ def test_a_compiled_rule(relu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def public(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The module of the public rule, as if its line was in the table."""
+    """The module of the public rule, with its method added."""
     template = run(PUBLIC)
     name = "register_error_bound"
     monkeypatch.setattr(Registrations, name, getattr(template, name), raising=False)

@@ -1,5 +1,3 @@
-"""torch_dispatch rules: an operator under a mode, and on a Tensor subclass."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -7,12 +5,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests._support.common import on_both
-from tests.rules.support import assert_only_ours_refuses
+from tests.rules.support import assert_only_torchop_rejects
 
 
 class Mode(TorchDispatchMode):
-    """Passes everything on that has no rule."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
@@ -22,7 +18,7 @@ class DerivedMode(Mode):
 
 
 class Wrapper(Tensor):
-    """Holds a tensor, and knows no operator."""
+    """A wrapper that supports no operator itself."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -60,7 +56,7 @@ def test_rule_of_a_mode_runs_under_the_mode_only(namespace):
     assert under_mode(op) == 7
     assert op(torch.zeros(1)).item() == 1
     with DerivedMode():
-        assert op(torch.zeros(1)).item() == 1  # a rule is for the exact class
+        assert op(torch.zeros(1)).item() == 1  # a rule applies to its exact class only
 
 
 def test_rule_of_a_subclass_runs_on_its_tensors(namespace):
@@ -122,7 +118,7 @@ def test_class_that_is_neither_mode_nor_subclass_is_refused(namespace, cls):
 
 
 def test_any_class_is_accepted_by_pytorch_only(namespace):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_torch_dispatch(
             int, constant(7)
@@ -132,7 +128,7 @@ def test_any_class_is_accepted_by_pytorch_only(namespace):
 
 
 def test_function_with_other_parameters_is_refused(namespace):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_torch_dispatch(
             Mode, lambda func, *, args: None
@@ -162,7 +158,7 @@ def test_exception_of_a_rule_passes_through(namespace):
     assert under_mode(op) == 7
 
 
-# PyTorch reads past the end of a result that is too long.
+# PyTorch reads past the end of a result with too many items.
 @pytest.mark.parametrize("result", [None, 3, torch.ones(1), (torch.ones(1),) * 3])
 def test_wrong_result_of_a_rule_is_refused(namespace, result):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

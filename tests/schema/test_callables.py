@@ -1,4 +1,4 @@
-"""Whether a function can be called as PyTorch will call it. Uses private names."""
+"""Checks whether a function accepts PyTorch's calls. Uses private names."""
 
 import functools
 import inspect
@@ -72,7 +72,7 @@ PARAMETERS = ("", "a", "a, b", "b, a", "a, /, b", "a, b=1", "a=1, b=2", "a, *, b
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS)
-def test_what_is_accepted_is_what_python_binds(parameters):
+def test_accepted_calls_are_those_that_python_binds(parameters):
     function = eval(f"lambda {parameters}: None")
     for count, names in itertools.product(range(4), ((), ("a",), ("b",), ("a", "b"), ("b", "c"))):
         positional = ("value",) * count
@@ -97,7 +97,7 @@ def test_message_shows_both_signatures_and_the_function():
 
 
 @pytest.mark.parametrize("value", [None, 1, "f", [], (print,)])
-def test_what_is_no_function_is_refused_with_its_type(value):
+def test_non_function_is_rejected_with_its_type(value):
     with pytest.raises(TypeError, match="a rule must be a function, got") as caught:
         check_callable("a rule", value)
     assert isinstance(caught.value, RuleSignatureError)
@@ -106,5 +106,5 @@ def test_what_is_no_function_is_refused_with_its_type(value):
 
 
 @pytest.mark.parametrize("function", [print, int, Callable(), functools.partial(print)])
-def test_what_is_a_function_is_accepted(function):
+def test_functions_of_every_kind_are_accepted(function):
     assert check_callable("a rule", function) is None

@@ -1,4 +1,4 @@
-"""Comparing a hand-written schema with its function. Uses private names."""
+"""Comparing a handwritten schema with the function. Uses private names."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def number(x: Tensor, n: torch.types.Number) -> Tensor: ...
         ("(Tensor x, str n) -> Tensor", unresolvable),
         ("(Tensor y, int m) -> Tensor", positional_only),
         ("(Tensor[] x) -> int", len),
-        # the function has more parameters, with defaults
+        # The function has more parameters, with defaults.
         ("(Tensor x, float factor) -> Tensor", scale),
         ("(Tensor x, *, int n) -> Tensor", keyword),
         ("(Tensor x, *, int n=1) -> Tensor", functools.partial(unannotated, factor=2.0)),
         ("(Tensor x) -> Tensor", functools.partial(unannotated, factor=2.0)),
-        # what the dispatcher passes by keyword has any place
+        # Keyword-only arguments may have any position.
         ("(Tensor x, *, int n=1, float factor) -> Tensor", scale),
-        # a list of as many results as the schema counts
+        # A list may hold the results of the schema.
         ("(Tensor? x, int[]? box=None) -> (Tensor, Tensor)", optional),
         ("(Tensor x, Tensor y) -> Tensor", torch.add),
     ],
 )
-def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
+def test_agreeing_schemas_are_accepted(schema: str, function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(schema, function)
@@ -78,7 +78,7 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("schema", "function", "words"),
     [
-        # the number of parameters
+        # The number of parameters.
         ("(Tensor x) -> Tensor", scale, ["takes 1 positional", "the function 3", "a default"]),
         ("(Tensor x) -> Tensor", keyword, ["0 keyword-only", "the function 1 positional and 2"]),
         ("(Tensor x, str y, int n=1, int k=1) -> Tensor", unannotated, ["takes 4 positional"]),
@@ -88,7 +88,7 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
             ["3 positional and 0"],
         ),
         ("() -> Tensor", scale, ["takes 0 positional"]),
-        # keyword-only parameters have no place, only a name
+        # Keyword-only parameters are matched by name.
         (
             "(Tensor x, *, int n, str how='sum') -> Tensor",
             keyword,
@@ -96,7 +96,6 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
         ),
         ("(Tensor x, *, int n) -> Tensor", positional_only, ["no parameter 'n'"]),
         ("(Tensor x, *, int x_) -> Tensor", unannotated, ["no parameter 'x_'"]),
-        # a type
         ("(Tensor x, str factor, int n=1) -> Tensor", scale, ["factor' is str", "says float"]),
         ("(Tensor[] x, float factor, int n=1) -> Tensor", scale, ["'x' is List[Tensor]"]),
         (
@@ -105,7 +104,6 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
             ["'factor' is Optional[List[int]]"],
         ),
         ("(Tensor x, *, int n, Device mode='cpu') -> Tensor", keyword, ["'mode' is Device"]),
-        # the results
         ("(Tensor x, float factor, int n=1) -> ()", scale, ["returns nothing", "says (Tensor)"]),
         ("(Tensor x, float factor, int n=1) -> int", scale, ["returns (int)", "says (Tensor)"]),
         ("(Tensor x) -> (Tensor, Tensor)", several, ["(Tensor, Tensor)", "says (Tensor, int)"]),
@@ -118,7 +116,7 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
         ("(Tensor x, int? n=None) -> Tensor", implicit_optional, ["says nothing"]),
     ],
 )
-def test_these_contradict_each_other_and_the_error_shows_both(
+def test_contradicting_schema_is_rejected_and_the_error_shows_both(
     schema: str, function: Callable[..., Any], words: list[str]
 ) -> None:
     with pytest.raises(SchemaError, match=r"^ns::f: ") as caught:
@@ -136,7 +134,7 @@ def test_these_contradict_each_other_and_the_error_shows_both(
         ("(Tensor x, float factor, int n) -> Tensor", scale, ["'n'", "default 1", "none in the"]),
         ("(Tensor x, float factor, int m=1) -> Tensor", unannotated, ["'m'", "'n'"]),
         ("(Tensor x, *, int n, str mode='max') -> Tensor", keyword, ["'sum'", "'max'"]),
-        # a kernel takes any number, and knows what it does about None
+        # A kernel decides itself which numbers it accepts and how it handles None.
         ("(Tensor x, int factor, int n=1) -> Tensor", scale, ["factor' is int", "says float"]),
         ("(Tensor x, Scalar factor, int n=1) -> Tensor", scale, ["'factor' is number"]),
         ("(Tensor x, float n) -> Tensor", number, ["'n' is float", "says number"]),
@@ -147,7 +145,7 @@ def test_these_contradict_each_other_and_the_error_shows_both(
         ("(Tensor x, int n=3) -> ()", lambda x, n="three": None, ["'three'", "3 in the schema"]),
     ],
 )
-def test_what_may_differ_is_a_warning(
+def test_allowed_difference_warns(
     schema: str, function: Callable[..., Any], words: list[str]
 ) -> None:
     with pytest.warns(SchemaWarning, match=r"^ns::f: ") as caught:
@@ -182,7 +180,7 @@ def test_parameters_that_the_schema_does_not_have_keep_their_defaults(namespace:
 
 def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> None:
     schema = "(Tensor y) -> Tensor"
-    with pytest.warns(SchemaWarning) as caught:  # noqa: PT031  (a decorator, and a call)
+    with pytest.warns(SchemaWarning) as caught:  # noqa: PT031  (the decorator and its call)
 
         @torchop.custom_op(f"{namespace}::f", mutates_args=(), schema=schema)
         def f(x: Tensor) -> Tensor: ...
@@ -235,7 +233,7 @@ def test_mutates_args_that_contradicts_the_schema(
 
 
 # --------------------------------------------------------------------------------------------------
-# Nothing stays behind
+# Failed definitions leave nothing defined
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Defaults: how a schema writes them, and how a kernel comes to see the schema's.
+"""Defaults: their text in a schema, and how kernels get them.
 
 Uses private names.
 """
@@ -34,7 +34,6 @@ def parse(text: str) -> Schema:
 
 
 def read(text: str, schema_type: str) -> Any:
-    """The default that PyTorch's parser reads from a text."""
     return parse(f"({schema_type} x={text}) -> ()").arguments[0].default
 
 
@@ -100,7 +99,7 @@ def test_a_default_is_written_so_that_the_parser_reads_it_back(
         (Level.HIGH, "enum.Enum"),
     ],
 )
-def test_what_the_parser_could_not_read_is_refused(value: Any, schema_type: str) -> None:
+def test_default_that_the_parser_cannot_read_is_rejected(value: Any, schema_type: str) -> None:
     with pytest.raises(SchemaError):
         defaults.render(value, schema_type)
 
@@ -136,7 +135,7 @@ def test_what_the_parser_could_not_read_is_refused(value: Any, schema_type: str)
         (torch.ones(2), "Tensor? x=None", False),
     ],
 )
-def test_same_default_compares_what_is_meant(own: Any, argument: str, same: bool) -> None:
+def test_same_default_compares_values(own: Any, argument: str, same: bool) -> None:
     assert defaults.same_default(own, parse(f"({argument}) -> ()").arguments[0]) is same
 
 
@@ -211,7 +210,8 @@ def test_a_bound_function_sees_the_defaults_of_the_schema(function: Any) -> None
 def test_an_operator_computes_with_the_default_of_its_schema(
     namespace: str, passed: dict[str, int]
 ) -> None:
-    # Also when the default is passed: the dispatcher drops it, and the function has another.
+    # The dispatcher drops an argument that equals the schema's default, and the function has
+    # another default.
     def scale(x: Tensor, n: int = 5) -> Tensor:
         return x * n
 

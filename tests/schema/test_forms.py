@@ -1,4 +1,4 @@
-"""In-place operators and operators with out=, by their tags. Uses private names."""
+"""In-place and out= operators, identified by their tags. Uses private names."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_form_of_tags() -> None:
 
 
 @needs_tags
-def test_inferred_returns_alias_what_is_mutated() -> None:
+def test_inferred_returns_alias_the_mutated_arguments() -> None:
     schemas = [
         torchop.infer_schema(add_, mutates_args=("x",), tags=INPLACE),
         torchop.infer_schema(sin_out, mutates_args=("out",), tags=OUT),
@@ -120,7 +120,7 @@ def test_fake_tensors_keep_their_devices(namespace: str, out_op: Any, inplace_op
         assert inplace_op(torch.zeros(2), torch.zeros(2, device="meta")).device.type == TYPE
 
 
-def test_the_fake_kernel_of_the_tag_gives_way(inplace_op: Any) -> None:
+def test_registered_fake_kernel_replaces_the_tags(inplace_op: Any) -> None:
     with pytest.warns(UserWarning, match="needs no fake kernel"):
         torchop.register_fake(inplace_op, lambda x, y: x.clone(), allow_override=False)
     with pytest.raises(RuntimeError, match=r"has a fake impl registered at .*test_forms"):
@@ -152,7 +152,7 @@ def test_out_takes_no_formula(out_op: Any) -> None:
 
 
 @needs_tags
-def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
+def test_kernel_with_another_result_is_rejected(namespace: str) -> None:
     def wrong_inplace(x: Tensor, y: Tensor) -> Tensor:
         return y
 
@@ -267,7 +267,7 @@ def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# As strict as torch.library
+# Checks that torch.library makes too
 
 
 INVALID: dict[str, tuple[torch.Tag, str]] = {
@@ -365,19 +365,18 @@ def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag
 
 
 # --------------------------------------------------------------------------------------------------
-# The form is in the schema, with and without a tag for it
+# The form follows from the schema, even without a tag
 
 
 @pytest.fixture
 def without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PyTorch before 2.13, which has no tags for the two forms."""
     monkeypatch.setattr(forms, "_FORMS", {})
 
 
 @pytest.mark.parametrize("schema", [*VALID, *INVALID])
 def test_form_is_read_from_the_schema(schema: str) -> None:
     parsed = torch._C.parse_schema(f"f{schema}")
-    # Keyword-only tensors make an in-place schema that is wrong a right one with out=.
+    # Without a tag, this schema is not a wrong in-place operator, but a valid out= operator.
     valid = {**VALID, "(*, Tensor(a!) x) -> Tensor(a!)": OUT}
     expected = (
         {INPLACE: Form.INPLACE, OUT: Form.OUT}[valid[schema]] if schema in valid else Form.PLAIN
@@ -440,7 +439,7 @@ def test_out_by_schema_without_tags(namespace: str) -> None:
 
 
 @pytest.mark.usefixtures("without_tags")
-def test_tags_of_a_form_mean_nothing_where_there_are_none(namespace: str) -> None:
+def test_form_tags_are_ignored_if_pytorch_has_none(namespace: str) -> None:
     assert form_of([INPLACE]) is Form.PLAIN
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: None, mutates_args=("x",), schema="(Tensor(a!) x) -> ()"

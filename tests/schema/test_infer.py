@@ -129,7 +129,7 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
         )
         op(**given)
         op(**required)
-        # A kernel without defaults of its own has to be given those of the schema.
+        # A kernel without defaults of its own must get the schema's.
         op.register_kernel(None)(signature.function_without_defaults(seen))
         op(**given)
         op(**required)
@@ -141,7 +141,7 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equality that tells 0.0 from -0.0, and does not tell a list from a tuple."""
+    """Compare like ==, but distinguish 0.0 from -0.0, and treat lists and tuples alike."""
     if isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(right, Tensor):
@@ -152,7 +152,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# Refused signatures
+# Rejected signatures
 
 
 @strategies.stable
@@ -170,13 +170,13 @@ def test_every_unsupported_signature_is_refused_in_few_words(
 
 
 def has_structure(name: str, function: Callable[..., Any]) -> bool:
-    """Return whether `custom_op` takes what a schema alone cannot express."""
+    """Return whether `custom_op` accepts a function whose annotations are structured."""
     try:
         return not FunctionTree(name, function, ()).is_plain
     except SchemaError:
         return False
     except NotImplementedError:
-        return True  # refused by a rule that is not about the schema
+        return True  # an unrelated restriction rejects it
 
 
 @strategies.stable
@@ -220,7 +220,7 @@ def test_an_unsupported_type_is_refused_with_the_nearest_one(annotation: str) ->
         torchop.infer_schema(function, mutates_args=())
     found, _, suggested = str(caught.value).partition("; ")
     assert "unsupported type " in found
-    assert suggested.startswith(strategies.what_to_write(near))
+    assert suggested.startswith(strategies.start_of_suggestion(near))
 
 
 @pytest.mark.parametrize(("annotation", "default", "problem"), strategies.UNSUPPORTED_DEFAULTS)

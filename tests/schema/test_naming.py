@@ -49,7 +49,7 @@ MALFORMED = ["", "crop", "mylib.crop", "mylib:crop", "::crop", "mylib::", "::", 
 
 @pytest.mark.parametrize("check", [OpName.parse, OpName.parse_new])
 @pytest.mark.parametrize("qualname", NO_NAMES)
-def test_what_is_not_a_string_is_refused(check: Any, qualname: Any) -> None:
+def test_non_string_is_rejected(check: Any, qualname: Any) -> None:
     with pytest.raises(OperatorNameError, match=r"must be a string, got .*\"mylib::crop\""):
         check(qualname)
 
@@ -64,9 +64,9 @@ def test_a_name_of_another_form_is_refused(check: Any, qualname: str) -> None:
     assert repr(qualname) in str(caught.value)
 
 
-# A bad name, and the rule that it breaks.
+# Bad names, and the rule that each breaks.
 BAD = {
-    # an identifier
+    # Not an identifier.
     "my-lib::crop": "namespace 'my-lib' may hold only ASCII letters",
     "my.lib::crop": "namespace 'my.lib' may hold only",
     " mylib::crop": "namespace ' mylib' may hold only",
@@ -81,13 +81,13 @@ BAD = {
     "mylib::crop.a.b": "overload 'a.b' may hold only",
     "mylib::crop.": "overload name after '.' is empty",
     "mylib::crop\n": "name 'crop\\n' may hold only",
-    # a keyword
+    # A keyword.
     "mylib::for": "name 'for' is a keyword",
     "mylib::await": "name 'await' is a keyword",
     "mylib::NoneType": "name 'NoneType' is a keyword",
     "None::crop": "namespace 'None' is a keyword",
     "mylib::crop.return": "overload 'return' is a keyword",
-    # reserved
+    # Reserved.
     "aten::crop": "namespace 'aten' is reserved by PyTorch",
     "prim::crop": "namespace 'prim' is reserved by PyTorch",
     "prims::crop": "namespace 'prims' is reserved by PyTorch",
@@ -95,7 +95,7 @@ BAD = {
     "_::crop": "namespace '_' is reserved by PyTorch",
     "mylib::crop.__small": "overload '__small' may not start with two underscores",
     "mylib::crop.default": "reserves the overload name 'default' for operators without",
-    # taken
+    # Taken.
     "loaded_libraries::crop": "namespace 'loaded_libraries' is already an attribute",
     "load_library::crop": "namespace 'load_library' is already an attribute",
     "mylib::name": "name 'name' is already an attribute",
@@ -147,11 +147,11 @@ def test_an_unusual_name_that_is_accepted_can_be_called(namespace: str, local: s
     assert getattr(packet, overload or "default") is op.overload
 
 
-# Texts made of the pieces of a name are more often nearly right than any text is.
+# Texts made of parts of names are more often nearly valid than random text.
 _pieces = st.sampled_from(
     ["::", ":", ".", "mylib", "crop", "for", "aten", "default", "1", "é", " ", "__"]
 )
-# Those of `st.text()`, for which Hypothesis would encode each of them first.
+# The alphabet of `st.text()`, whose default Hypothesis would check by encoding each character.
 _letters = st.characters(exclude_categories=["Cs"])
 _texts = st.one_of(st.lists(_pieces, max_size=6).map("".join), st.text(_letters, max_size=12))
 

@@ -40,7 +40,7 @@ def parse(text: str) -> Schema:
         ("MemoryFormat x=contiguous_format", torch.contiguous_format),
     ],
 )
-def test_a_default_is_what_a_kernel_should_see(written: str, value: Any) -> None:
+def test_default_is_converted_for_the_kernel(written: str, value: Any) -> None:
     (argument,) = parse(f"f({written}) -> ()").arguments
     assert argument.has_default
     assert argument.default == value
@@ -49,7 +49,7 @@ def test_a_default_is_what_a_kernel_should_see(written: str, value: Any) -> None
 
 @strategies.stable
 @given(strategies.nasty_text)
-def test_what_was_written_can_always_be_parsed_again(text: str) -> None:
+def test_written_schema_can_be_parsed_again(text: str) -> None:
     schema = parse(f"f(str x={defaults.render(text, 'str')}) -> ()")
     assert parse(schema.written).arguments[0].default == text
 
@@ -69,7 +69,7 @@ SCHEMA = parse("f(Tensor x, int n=3, int[] box=[1, 2], *, float scale=0.5, str m
         (("x", None), {"mode": None}, ("x", None, [1, 2]), {"scale": 0.5, "mode": None}),
     ],
 )
-def test_fill_defaults_adds_what_was_dropped_and_nothing_else(
+def test_fill_defaults_adds_only_dropped_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], filled: tuple[Any, ...], keywords: dict[str, Any]
 ) -> None:
     assert SCHEMA.fill_defaults(args, kwargs) == (filled, keywords)
@@ -101,7 +101,7 @@ def test_modes_of_the_caller_see_nothing_of_the_reading() -> None:
     assert argument.default == torch.device("cpu")
 
 
-def test_a_default_device_is_made_of_its_name() -> None:
+def test_default_device_is_parsed_from_its_name() -> None:
     schema = parse('ns::f(Tensor x, Device? on="cpu", Device to="cpu", str y="cpu") -> ()')
     assert schema.spelled_devices <= {"on", "to"}
     assert "on" in schema.spelled_devices

@@ -62,7 +62,7 @@ def test_strings_in_annotations_become_types(future: str, annotation: str, resol
         ("Union[int, float, bool]", torch.types.Number),
     ],
 )
-def test_these_names_need_no_import(name: str, resolved: Any) -> None:
+def test_implicit_names_need_no_import(name: str, resolved: Any) -> None:
     module: dict[str, Any] = {}
     exec(f"def f(x: {name!r}) -> None: ...", module)
     assert annotations(module["f"]) == [resolved, None]
@@ -95,7 +95,7 @@ def test_a_closure_that_is_not_filled_yet_is_skipped() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What can be a function
+# Kinds of functions
 
 
 def crop(pic: Tensor, box: list[int], *, scale: Alias = None) -> Tensor: ...
@@ -118,7 +118,7 @@ class InheritedCropper(Cropper):
 
 
 def wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Of another module, whose names must not be looked at.
+    # In another module, whose names must not be used to resolve annotations.
     module = {"functools": functools}
     exec(
         "def wrap(f):\n    @functools.wraps(f)\n    def inner(*a): return f(*a)\n    return inner",
@@ -157,14 +157,14 @@ def test_a_partial_has_the_parameters_that_are_left() -> None:
 
 
 @pytest.mark.parametrize("function", [torch.neg, torch.add, 3, "crop"])
-def test_what_has_no_signature_is_refused(function: Any) -> None:
+def test_callable_without_a_signature_is_rejected(function: Any) -> None:
     with pytest.raises(SchemaError, match=r"no signature to infer .*pass schema=") as caught:
         signatures.signature(function)
     assert len(str(caught.value)) < 400
 
 
 # --------------------------------------------------------------------------------------------------
-# Annotations that are no types
+# Annotations that are not types
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests._support.strategies import laid_out, number_dtypes, shapes, stable
 
 
 class Call(NamedTuple):
-    """A tensor to compute with, and two to write into: all laid out differently."""
+    """Inputs, and tensors for the out= and the in-place form, with different memory layouts."""
 
     x: Tensor
     bias: Tensor
@@ -43,7 +43,6 @@ def write_affine(x: Tensor, bias: Tensor, scale: int = 2, *, out: Tensor) -> Non
 
 @pytest.fixture(scope="module", params=["elementwise", "not elementwise", "derived"])
 def forms(request: pytest.FixtureRequest) -> tuple[Any, Any, Any]:
-    """The functional operator, the one with out=, and the one in place."""
     name = f"agreement::{request.param.replace(' ', '_')}"
     if request.param == "derived":
         op = torchop.custom_op(name, affine, mutates_args=())
@@ -65,7 +64,7 @@ def test_forms_agree(forms: tuple[Any, Any, Any], call: Call) -> None:
 
     assert out(call.x, call.bias, call.scale, out=call.out) is call.out
     assert_close(call.out, expected, rtol=0, atol=0)
-    assert_close((call.x, call.bias), inputs, rtol=0, atol=0)  # nothing else is written
+    assert_close((call.x, call.bias), inputs, rtol=0, atol=0)
 
     strides = call.written.stride(), call.written.storage_offset()
     call.written.copy_(call.x)

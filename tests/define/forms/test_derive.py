@@ -1,5 +1,3 @@
-"""The in-place and the out= form of a functional operator that exists."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -92,7 +90,7 @@ def test_overloads_keep_their_names(namespace: str) -> None:
     assert add.derive_out().name == f"{namespace}::add.Scalar_out"
 
 
-def test_kernels_of_later_are_honoured(scale: Any) -> None:
+def test_kernels_registered_later_run(scale: Any) -> None:
     inplace, out = scale.derive_inplace(), scale.derive_out()
     scale.register_kernel(TYPE, lambda x, factor, *, offset: torch.full_like(x, 7))
     assert inplace(torch.ones(2)).tolist() == [7, 7]
@@ -160,7 +158,7 @@ def test_compiled_equals_eager(scale: Any, two: Any, backend: str, dynamic: bool
     torch.testing.assert_close(compiled, eager)
 
 
-def test_what_does_not_fit_is_refused_untouched(namespace: str) -> None:
+def test_unsuitable_out_tensor_is_rejected_unchanged(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::mean", mutates_args=())
     def mean(x: Tensor) -> Tensor:
         return x.float().mean(0)
@@ -224,7 +222,7 @@ def test_bad_or_taken_names_are_refused(scale: Any, namespace: str) -> None:
         scale.derive_inplace()
 
 
-def test_forms_end_with_the_library_of_the_functional_operator(namespace: str) -> None:
+def test_closing_the_functional_operators_library_deregisters_forms(namespace: str) -> None:
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = torchop.custom_op(f"{namespace}::split", split, mutates_args=(), lib=library)
         out = op.derive_out()
@@ -234,7 +232,7 @@ def test_forms_end_with_the_library_of_the_functional_operator(namespace: str) -
         op.derive_out()
 
 
-def test_form_of_a_replaced_operator_says_so(namespace: str) -> None:
+def test_form_of_a_replaced_operator_raises(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::split", split, mutates_args=())
     out = op.derive_out()
     torchop.custom_op(f"{namespace}::split", split, mutates_args=())

@@ -1,4 +1,4 @@
-"""Check that a call takes the path that explain reports. Uses private names."""
+"""Check that a call takes the path that `explain` reports. Uses private names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ def needing_grad():
 
 
 def check(op, reason, *args, times=1, **kwargs):
-    """That a call is explained by `reason`, and is then counted so; returns the explanation."""
+    """Check that `explain` gives this reason, and that calls are counted under it."""
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
-    assert explained == {}  # it is asked about, and not made
+    assert explained == {}  # `explain` makes no call
     for words in reason.text.split("{why}"):
         assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
-    assert explanation.kernels or "CPU" not in explanation.keys  # without a tensor, no kernel
+    # A call without tensors has no CPU key, so `explain` lists no kernel.
+    assert explanation.kernels or "CPU" not in explanation.keys
     with counting(op) as calls, contextlib.suppress(Exception):
         op(*args, **kwargs)
     assert calls.get(reason.name.lower()) == times, calls

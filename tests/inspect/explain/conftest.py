@@ -1,5 +1,3 @@
-"""Operators to ask about."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""explain reports the path of a call, for each way of naming an operator."""
+"""`explain` reports the path of a call, for each way to name an operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_operator_may_be_given_in_every_way(op):
         assert explanation.op == op.name
 
 
-def test_of_a_packet_it_explains_the_overload_that_pytorch_chooses(namespace):
+def test_explain_of_a_packet_explains_the_chosen_overload(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
@@ -46,7 +46,7 @@ def test_nothing_is_run(namespace):
     assert calls == {}
 
 
-def test_explanation_says_it_in_words(op):
+def test_explanation_text(op):
     lines = str(torchop.explain(op, T)).splitlines()
     assert lines[0].startswith(f"{op.name}: native, because the dispatcher would run only")
     assert lines[1] == f"keys: {AUTOGRAD}, ADInplaceOrView, BackendSelect, {BACKEND}"
@@ -70,7 +70,7 @@ def test_operator_of_a_library(namespace):
         library.impl("op", lambda x: x + 1, BACKEND)
         before = torchop.explain(f"{namespace}::op", T)
         packet = getattr(torch.ops, namespace).op
-        packet(T)  # by now there is a plan
+        packet(T)  # this call creates the plan
         after = torchop.explain(f"{namespace}::op", T)
         assert packet(T).tolist() == [1, 1]
         assert torchop.native.counters(packet) == {"native": 1}
@@ -86,7 +86,7 @@ def test_an_undefined_operator(namespace):
         torchop.explain(f"{namespace}::absent", T)
 
 
-def test_what_is_no_operator():
+def test_explanation_of_a_non_operator_is_rejected():
     with pytest.raises((TypeError, ValueError)):
         torchop.explain(3, T)
 

@@ -1,4 +1,4 @@
-"""explain for calls that record a gradient. Uses private names."""
+"""`explain` for calls that record a gradient. Uses private names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_gradient_of_a_derived_formula(namespace):
     assert explanation.kernels[0] == "autograd: records the gradient"
 
 
-def test_gradient_of_nothing_that_is_registered(namespace):
+def test_gradient_without_a_formula(namespace):
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
     torchop.impl(f"{namespace}::op", BACKEND, lambda x: x + 1)
     op = f"{namespace}::op"
@@ -67,7 +67,7 @@ def test_gradient_through_a_list(namespace):
     check(op, Reason.NATIVE, needing_grad())
 
 
-def test_gradient_through_what_is_mutated(namespace):
+def test_gradient_through_a_mutated_argument(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, y: x + y,

@@ -1,4 +1,4 @@
-"""explain names the kernel of a call, or the reason for the dispatcher. Uses private names."""
+"""`explain` names the kernel, or the reason for using the dispatcher. Uses private names."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_kernel_for_views(namespace):
         check(op, Reason.NATIVE, torch.zeros(2))
 
 
-# By the keys of the kernels, and whether these take the keys of a call: what is counted and said of
-# a call with a tensor on the device.
+# For each case: the keys of the kernels (True if the kernel takes dispatch keys), the counter that
+# a call with a tensor on the device increments, and the explanation.
 LOW_LEVEL = {
     "with keys": (
         {BACKEND: True},
@@ -92,7 +92,7 @@ LOW_LEVEL = {
     "with keys, for every device": (
         {"CompositeExplicitAutograd": True},
         "operator",
-        "its kernel for CPU takes dispatch keys",  # as that for any other device, being the same
+        "its kernel for CPU takes dispatch keys",  # the same kernel serves all devices
     ),
     "none for a device": (
         {"Meta": False},
@@ -129,7 +129,7 @@ def test_kernel_of_the_low_level(namespace, kernels):
         for key, takes_keys in kernels.items():
             library.impl("op", kernel_of(takes_keys), key, with_keyset=takes_keys)
         op = getattr(torch.ops, namespace).op
-        op(T.to("meta") if "Meta" in kernels else T)  # by now there is a plan
+        op(T.to("meta") if "Meta" in kernels else T)  # this call creates the plan
         explanation = torchop.explain(op, T)
         with counting(op) as calls, contextlib.suppress(NotImplementedError):
             op(T)

@@ -1,4 +1,4 @@
-"""explain for calls that mutate. Uses private names."""
+"""`explain` for calls that mutate. Uses private names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_mutation_in_inference_mode_with_a_tensor_from_outside(namespace):
     write, y = torchop.custom_op(f"{namespace}::op", add, mutates_args={"x"}), torch.ones(2)
     with torch.inference_mode():
         x = torch.zeros(2)
-        check(write, Reason.NATIVE, x, y)  # y counts versions, which x has none of
+        # `x` is an inference tensor without a version counter; `y` has one.
+        check(write, Reason.NATIVE, x, y)
     assert x.tolist() == [1, 1]
 
 
@@ -64,13 +65,13 @@ OVERLAPPING = {
     "expanded": (lambda: torch.zeros(1).expand(3), True),
     "expanded, of one element": (lambda: torch.zeros(1, 2).expand(1, 2), False),
     "expanded, without elements": (lambda: torch.zeros(1, 0).expand(3, 0), False),
-    # PyTorch does not find out.
+    # PyTorch does not detect this overlap.
     "overlapping rows": (lambda: torch.zeros(6).as_strided((2, 3), (1, 1)), False),
 }
 
 
 @pytest.mark.parametrize("memory", OVERLAPPING)
-def test_mutation_is_refused_by_all_that_look_at_the_memory(write, memory):
+def test_mutation_of_overlapping_memory_is_rejected(write, memory):
     make, is_refused = OVERLAPPING[memory]
     assert aliasing.overlaps_itself(make()) is is_refused
     explanation = check(write, Reason.MUTATION if is_refused else Reason.NATIVE, make())
@@ -100,7 +101,8 @@ def test_mutation_with_an_input_in_the_same_memory(namespace):
     check(inplace, Reason.NATIVE, x, x)
     explanation = check(inplace, Reason.MUTATION, x[2:], x[:4])
     assert explanation.reason.endswith("argument 'x', sharing memory with another argument")
-    check(inplace, Reason.MUTATION, x[3:], x[:3])  # the rule finds that they do not meet
+    # The rule finds that the two slices do not overlap.
+    check(inplace, Reason.MUTATION, x[3:], x[:3])
     out = torchop.custom_op(
         f"{namespace}::out",
         lambda x, *, y, z: (y, z),

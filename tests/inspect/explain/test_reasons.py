@@ -1,4 +1,4 @@
-"""One test for each reason that explain has; the call then takes that way. Uses private names."""
+"""`explain` gives each reason, and the call takes that path. Uses private names."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Subclass(Tensor):
 
 
 def test_tensor_subclass(op):
-    # PyTorch asks the class, which makes the call once more.
+    # PyTorch calls `__torch_function__` of the class, which calls the operator again.
     check(op, Reason.TENSOR_SUBCLASS, T.as_subclass(Subclass), times=2)
     check(op, Reason.NATIVE, torch.nn.Parameter(T, requires_grad=False))
 
@@ -129,7 +129,7 @@ def test_tangent(op):
         check(op, Reason.NATIVE, T)
 
 
-def test_tangent_that_a_view_has_of_what_was_written_later(op):
+def test_tangent_of_a_view_whose_base_was_written_later(op):
     base = torch.zeros(2)
     view = base[:1]
     with torch.autograd.forward_ad.dual_level():
@@ -185,11 +185,11 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 def test_mode(op, mode):
     entered = mode()
     if isinstance(entered, torch._C._ExcludeDispatchKeyGuard):
-        with entered:  # what is excluded is looked up, and does not matter
+        with entered:  # excluding this key has no effect
             check(op, Reason.NATIVE, T)
         return
     with entered:
-        # The mode handles a call, and makes another.
+        # The mode's handler calls the operator again.
         check(op, Reason.MODE, T, times=2 if mode is Mode else 1)
     check(op, Reason.NATIVE, T)
 
@@ -220,7 +220,7 @@ def test_mode_in_a_trace(op):
     assert op.overload in [node.target for node in graph.graph.nodes]
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of 2.11
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # PyTorch 2.11 warns
 def test_profiler(op):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         check(op, Reason.PROFILER, T)
@@ -242,7 +242,7 @@ def test_function_mode(op, mode):
 
 def test_autocast(op):
     with torch.autocast(TYPE, torch.bfloat16):
-        check(op, Reason.NATIVE, T)  # without a rule there is nothing to do
+        check(op, Reason.NATIVE, T)  # without an autocast rule, autocast has no effect
         op.register_autocast(TYPE, torch.bfloat16)
         check(op, Reason.AUTOCAST, T)
     check(op, Reason.NATIVE, T)
@@ -309,7 +309,7 @@ def test_every_reason_has_words_and_a_test():
     assert {f"test_{reason.name.lower()}" for reason in Reason} <= tests
 
 
-def test_reasons_are_those_of_the_extension():
+def test_reasons_match_the_extension():
     members = re.findall(r"^  (\w+),", (CSRC / "reasons.h").read_text(), re.MULTILINE)
     names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", member).upper() for member in members]
     assert [*(reason.name for reason in Reason), "COUNT"] == names

@@ -1,5 +1,3 @@
-"""Mistakes in calling an operator."""
-
 from __future__ import annotations
 
 import numpy as np

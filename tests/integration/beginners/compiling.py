@@ -1,4 +1,4 @@
-"""Mistakes that a compiler, an export or opcheck meets, most of them in fake kernels."""
+"""Mistakes that show up under a compiler, export or opcheck, most of them in fake kernels."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from tests.integration.beginners.mistake import compiled, mistake, scale_of
 
 
 class Calls(torch.nn.Module):
-    """A module that calls an operator, to be exported."""
-
     def __init__(self, op: Any) -> None:
         super().__init__()
         self.op = op

@@ -1,5 +1,3 @@
-"""Mistakes in defining an operator."""
-
 from __future__ import annotations
 
 import warnings

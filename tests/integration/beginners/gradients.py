@@ -1,5 +1,3 @@
-"""Mistakes in formulas for gradients."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +30,7 @@ def saved_tensors_without_setup_context(n: str) -> None:
 
 
 @mistake(ValueError, cause="saved no tensors", fix="add ctx.save_for_backward(...)")
-def saved_tensors_that_nobody_saved(n: str) -> None:
+def reads_unsaved_tensors(n: str) -> None:
     def keep(ctx, inputs, output):
         ctx.x, ctx.y = inputs
 
@@ -44,7 +42,7 @@ def saved_tensors_that_nobody_saved(n: str) -> None:
 
 
 @mistake(AttributeError, cause="setup_context of", fix="add ctx.scale = ... there")
-def attribute_that_nobody_set(n: str) -> None:
+def reads_unset_ctx_attribute(n: str) -> None:
     def keep(ctx, inputs, output):
         ctx.save_for_backward(*inputs)
 

@@ -1,5 +1,3 @@
-"""Mistakes in kernels and their results."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -46,7 +44,7 @@ def kernel_returns_an_array(n: str) -> None:
 
 
 @mistake(TypeError, cause="must return None", fix="Remove the return statement")
-def kernel_returns_what_it_writes(n: str) -> None:
+def kernel_returns_mutated_argument(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=("x",))
     def f(x: Tensor) -> None:
         return x.add_(1)  # type: ignore[return-value]

@@ -1,8 +1,7 @@
-"""A beginner's mistake, and the required parts of its message.
+"""Collect mistakes of beginners, with text that their error messages must contain.
 
-Each function that is entered here makes one mistake, in the words of somebody who has not read the
-documentation. What it raises has to name the operator, or the function that was to become one, the
-cause and the fix.
+Each decorated function makes one mistake, as somebody would who has not read the documentation. The
+message must name the operator (or the function that was to become one), the cause and the fix.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import torchop
 
 
 class Mistake(NamedTuple):
-    """A beginner's mistake, and the required parts of its message."""
-
     make: Callable[[str], Any]
     kind: type[BaseException]
     cause: str
@@ -31,7 +28,7 @@ MISTAKES: dict[str, Mistake] = {}
 def mistake(
     kind: type[BaseException], *, cause: str, fix: str
 ) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Add a function of a namespace; `cause` and `fix` are words of the message."""
+    """Register a function that takes a namespace; the message must contain `cause` and `fix`."""
 
     def enter(make: Callable[[str], Any]) -> Callable[[str], Any]:
         MISTAKES[make.__name__] = Mistake(make, kind, cause, fix)

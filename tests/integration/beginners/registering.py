@@ -1,5 +1,3 @@
-"""Mistakes in registering a rule."""
-
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Messages for beginners' mistakes name the operator, the cause and the fix."""
+"""Error messages for beginners' mistakes name the operator, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torchop
 
-# Each of them enters its mistakes.
+# Each of these modules registers its mistakes.
 from tests.integration.beginners import (  # noqa: F401
     calling,
     compiling,
@@ -32,21 +32,21 @@ INTERNAL = re.compile(
 )
 
 
-class Said(NamedTuple):
-    """A message as a beginner reads it: the class, the text and the notes."""
+class Message(NamedTuple):
+    """The class of an error or a warning, and the text that is shown, with notes."""
 
     kind: type[BaseException]
     text: str
 
 
-# What the compiler writes around a message of ours. On 2.15, it quotes it.
+# Extracts our message from a compiler's. PyTorch 2.15 quotes it.
 _IN_A_COMPILER = re.compile(
     r"^\s*(?:torchop\.)?(\w+Error): (.*?)(?=^\s*Hint:|^Set |^ For more details|\Z)", re.M | re.S
 )
 
 
-def said(make: Callable[[str], Any], namespace: str) -> Said:
-    """Make the mistake, and return what is raised or else warned of."""
+def message_of(make: Callable[[str], Any], namespace: str) -> Message:
+    """Make the mistake and return its error, or else its warning."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
         for kind in (torchop.RedefinitionWarning, torchop.SchemaWarning):
@@ -58,14 +58,16 @@ def said(make: Callable[[str], Any], namespace: str) -> Said:
             if type(error).__module__.startswith("torch._dynamo"):
                 inner = _IN_A_COMPILER.search(text.replace("\\n", "\n").replace("\\'", "'"))
                 assert inner is not None, text
-                return Said(getattr(torchop, inner[1]), inner[2])
-            return Said(type(error), text.partition("\nThe error above occurred when calling")[0])
+                return Message(getattr(torchop, inner[1]), inner[2])
+            return Message(
+                type(error), text.partition("\nThe error above occurred when calling")[0]
+            )
     assert len(warned) == 1, "accepted in silence"
-    return Said(warned[0].category, str(warned[0].message))
+    return Message(warned[0].category, str(warned[0].message))
 
 
 def explanation(text: str) -> str:
-    """A message without the code that it shows, which stands indented on lines of its own."""
+    """Return a message without its code examples, which are indented."""
     lines = text.strip().splitlines()
     return "\n".join(line for line in lines if line and not line.startswith("  "))
 
@@ -73,11 +75,11 @@ def explanation(text: str) -> str:
 @pytest.mark.parametrize("name", MISTAKES)
 def test_the_message_names_the_operator_the_cause_and_the_fix(name: str, namespace: str) -> None:
     make, kind, cause, fix = MISTAKES[name]
-    message = said(make, namespace)
+    message = message_of(make, namespace)
     assert issubclass(message.kind, kind), message
     assert cause.replace("{n}", namespace) in message.text
     assert fix.replace("{n}", namespace) in message.text
-    # The operator, the function that was to be one, or where there is neither an example of a name.
+    # The operator or the function. A message about neither shows an example name.
     assert re.search(rf"\b{namespace}::|{name}\.<locals>|mylib::|'out'", message.text), message.text
     assert len(explanation(message.text)) < LONGEST, message.text
     assert not INTERNAL.search(message.text), message.text
@@ -87,41 +89,41 @@ def test_these_are_the_mistakes_of_a_beginner() -> None:
     assert len(MISTAKES) >= 52
 
 
-def test_a_mistake_that_is_none_is_noticed(namespace: str) -> None:
+def test_missing_error_for_a_mistake_is_detected(namespace: str) -> None:
     with pytest.raises(AssertionError, match="accepted in silence"):
-        said(scale_of, namespace)
+        message_of(scale_of, namespace)
 
 
-def test_what_looks_like_a_mistake_and_is_none(namespace: str) -> None:
+def test_unusual_but_valid_code_works(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::f", mutates_args=())
     def f(x: Tensor, sizes: list[int] = [], weight: Tensor = None) -> Tensor:  # type: ignore[assignment]  # noqa: B006
         sizes.append(len(sizes))
         return x * len(sizes) if weight is None else x * weight
 
-    for _ in range(2):  # the default is in the schema, and a new list in each call
+    for _ in range(2):  # the default is part of the schema, and each call gets a new list
         assert f(torch.ones(1)) == 1
     assert f(torch.ones(1), weight=torch.full((1,), 3.0)) == 3
     assert scale_of(namespace)(torch.ones(1), np.float32(3)) == 3  # type: ignore[comparison-overlap]
 
-    # A generator may be what returns a list.
+    # A kernel that returns a list may be a generator.
     @torchop.custom_op(f"{namespace}::listed", mutates_args=())
     def listed(x: Tensor) -> list[Tensor]:
         yield x + 1
 
     assert [int(y) for y in listed(torch.ones(1))] == [2]
-    # Autograd casts a gradient, and sums it over what it was broadcast by.
+    # Autograd casts gradients, and sums them over broadcast dimensions.
     x = torch.ones(1, 3, requires_grad=True)
     multiply = multiply_of(namespace)
     multiply.register_autograd(lambda ctx, grad: (grad.double(), None))
     multiply(x, torch.ones(2, 3)).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2.0, 2.0, 2.0]]
-    # An operator without a vmap rule is called once for each element.
+    # Without a vmap rule, the operator is called once for each element.
     assert torch.vmap(scale_of(f"{namespace}_vmap"))(torch.ones(2, 3)).sum() == 12
 
 
 def test_inductor_names_the_operator_of_a_wrong_fake_kernel(namespace: str) -> None:
-    # The words are Inductor's; of ours is what `opcheck` says of the same operator.
+    # This message is Inductor's. torchop checks the same mistake in `opcheck`.
     scale = scale_of(namespace)
     scale.register_fake(lambda x, factor: x.new_empty(3))
     with pytest.raises(AssertionError, match=rf"torch\.ops\.{namespace}\.scale\.default"):

@@ -1,5 +1,3 @@
-"""Mistakes with transforms, autocast and DTensors."""
-
 from __future__ import annotations
 
 import torch

@@ -1,4 +1,4 @@
-"""Operators with all kinds of signatures, and a call of each, for compilers."""
+"""Operators with many kinds of signatures, each with a call."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torchop
 
 
 class Case(NamedTuple):
-    """An operator and a call of it."""
-
     function: Callable[..., Any]
     fake: Callable[..., Any]
     call: Callable[[Any, Tensor], Any]

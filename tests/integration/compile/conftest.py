@@ -1,5 +1,3 @@
-"""Reset compilers before each test, and list the functions that Dynamo traces."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch) -> list[str]:
-    """The names of the functions that Dynamo traces below that which is compiled."""
+    """List the functions that Dynamo inlines into the compiled function."""
     names = []
     inline = InliningInstructionTranslator.inline_call
 

@@ -1,5 +1,3 @@
-"""Inspect the graphs of compiled functions."""
-
 from __future__ import annotations
 
 import contextlib
@@ -17,16 +15,17 @@ from torch._ops import OpOverload
 
 from tests._support.combinations import BACKENDS as BACKENDS
 
-# For large programs, where compiling C++ for PyTorch's own operators would take most of the time.
+# For large programs, in which compiling C++ for PyTorch's own operators would take most of the
+# time.
 WITHOUT_CPP = ["aot_eager", pytest.param("inductor", marks=pytest.mark.without_cpp)]
 
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:
-    """Forget compiled code before and after, and keeps the compilers' disk caches out of it.
+    """Reset the compilers before and after the block, and turn off their disk caches.
 
-    Those are keyed by the name of an operator, not by its rules, so that a test would see the
-    gradients of the test that had the name in an earlier run.
+    The caches identify an operator by its name, not by its rules. So a test could get the gradients
+    of another test that used the same name in an earlier run.
     """
     torch._dynamo.reset()
     with (
@@ -38,8 +37,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 class Recorder:
-    """A backend of torch.compile that keeps the graphs it was given."""
-
     def __init__(self, backend: str = "eager") -> None:
         self.graphs: list[torch.fx.GraphModule] = []
         self._compile = torch._dynamo.lookup_backend(backend)
@@ -50,12 +47,11 @@ class Recorder:
 
     @property
     def targets(self) -> list[OpOverload]:
-        """The operators in all graphs, in order."""
         return [target for graph in self.graphs for target in operators(graph)]
 
 
 class AotRecorder:
-    """A backend that runs the graphs below autograd as they are, and keeps them."""
+    """A backend that records AOT Autograd's forward and backward graphs and runs them."""
 
     def __init__(self) -> None:
         self.forward: list[torch.fx.GraphModule] = []
@@ -80,5 +76,4 @@ class AotRecorder:
 
 
 def operators(graph: torch.fx.GraphModule) -> list[OpOverload]:
-    """The operators that a graph calls, in order."""
     return [node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload)]

@@ -1,4 +1,4 @@
-"""One meaning in every form of mutation, and programs that use it."""
+"""The same computation as an operator of each form of mutation, and programs that call it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMS = ["plain", "with a result", "inplace", "out"]
 
 
 def accumulate(target: Tensor, x: Tensor) -> Tensor:
-    """Read and write the target, so that order and memory matter."""
+    """Read and write `target`, so wrong orders and wrong copies change the result."""
     return target.mul_(2).add_(x)
 
 
@@ -25,10 +25,10 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.arange(16.0).reshape(4, 4), torch.arange(16.0).reshape(4, 4).cos()
 
 
-def together(programs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
+def run_together(programs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
     """Return a function that runs each program on inputs of its own.
 
-    One graph of all programs compiles much faster than a graph for each.
+    Compiling one graph with all programs is much faster than a graph for each.
     """
 
     def run(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -40,19 +40,16 @@ def together(programs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
 def assert_equals_eager(
     compiled: Callable[..., Any], eager: Callable[..., Any], names: Iterable[str] = ()
 ) -> None:
-    """Compare the results of two functions, and their inputs afterwards.
+    """Compare the results of two functions, and the inputs that they mutated.
 
-    Args:
-        compiled: the function to test.
-        eager: the function that returns the expected results.
-        names: the programs of `together`; without names, the functions take two tensors.
+    With `names`, the functions are those of `run_together`; without, they take two tensors.
     """
 
     def arguments() -> tuple[Any, ...]:
         return ({name: inputs() for name in names},) if names else inputs()
 
     ours, expected = arguments(), arguments()
-    for _ in range(2):  # the second call gets inputs that the first has written
+    for _ in range(2):  # the second call uses the mutated inputs of the first
         assert_close(compiled(*ours), eager(*expected), rtol=0, atol=0)
         assert_close(ours, expected, rtol=0, atol=0)
 
@@ -63,7 +60,7 @@ def define(
     library: Any,
     kernel: Callable[[Tensor, Tensor], Tensor] = accumulate,
 ) -> Write:
-    """An operator of one form that runs a kernel, to be called as `write(target, x)`."""
+    """Define an operator of the given form, and return it as a function `write(target, x)`."""
     name = f"{namespace}::{kernel.__name__}"
     if form == "plain":
 
@@ -93,7 +90,7 @@ def define(
 
         return inplace
 
-    # Not named `out`: Dynamo refuses that by itself if it is not contiguous.
+    # Not named `out`, because Dynamo itself rejects an `out` argument that is not contiguous.
     @library.custom_op(
         name,
         mutates_args=("target",),
@@ -105,12 +102,11 @@ def define(
     return lambda target, x: out(x, target=target)
 
 
-# Each takes such an operator, and two tensors of 4 by 4, of which it may write into the first.
+# Each program takes a function of `define` and two tensors of 4 by 4, and may mutate the first.
 PROGRAMS: dict[str, Callable[[Write, Tensor, Tensor], Any]] = {}
 
 
 def calling(write: Write, names: Iterable[str] = PROGRAMS) -> dict[str, Callable[..., Any]]:
-    """The programs, with the operator that they call."""
     return {name: functools.partial(PROGRAMS[name], write) for name in names}
 
 
@@ -131,7 +127,7 @@ def an_input_that_is_read_before_and_after(write, x, y):
 
 
 @program
-def an_input_of_which_a_copy_is_kept(write, x, y):
+def input_with_a_copy(write, x, y):
     before = x.clone()
     write(x, y)
     return before, x * 3
@@ -240,7 +236,7 @@ def a_buffer_between_operators_of_pytorch(write, x, y):
 
 
 @program
-def what_is_read_is_a_view_of_what_is_written(write, x, y):
+def read_argument_is_a_view_of_the_mutated_one(write, x, y):
     write(x[:2], x[2:])
     return x + 1
 

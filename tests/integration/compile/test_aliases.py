@@ -1,4 +1,4 @@
-"""Inductor removes copies, but not those that an operator reads while it writes the original."""
+"""Inductor must keep a copy if an operator reads the copy while it writes the original."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORMS = ["plain", "inplace", "out"]
 
 
 def reverse(target: Tensor, source: Tensor) -> Tensor:
-    """Write the elements one by one, so that it matters if both have the same memory."""
+    """Write the elements one by one, so the result is wrong if both tensors share memory."""
     for i in range(len(source)):
         target[i] = source[len(source) - 1 - i]
     return target
 
 
 def define(form: str, namespace: str, library: Any) -> Callable[[Tensor, Tensor], Any]:
-    """An operator of one form that reverses, to be called as `write(source, target)`."""
+    """Define an operator that reverses, and return it as a function `write(source, target)`."""
     write = mutating.define(form, namespace, library, reverse)
     return lambda source, target: write(target, source)
 
@@ -37,7 +37,7 @@ def copy_into(x: Tensor) -> Tensor:
     return copy
 
 
-# The ways of copying that Inductor 2.13 undoes.
+# Inductor 2.13 optimizes each of these copies away.
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": lambda x: x.clone(),
     "clone of a view": lambda x: x.view(2, 2).clone().view(4),
@@ -54,7 +54,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_copy_that_is_read_keeps_its_contents(namespace, form):
+def test_copy_of_the_mutated_tensor_keeps_its_contents(namespace, form):
     write = define(form, namespace, torchop)
 
     def function(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ takes_copies_out = pytest.mark.needs_torch(
 
 @takes_copies_out
 @pytest.mark.parametrize("form", ["plain", pytest.param("inplace", marks=needs_tags)])
-def test_inductor_alone_takes_the_copy_out(namespace, form):
+def test_inductor_itself_removes_the_copy(namespace, form):
     def scenario(library, namespace):
         write = define(form, namespace, library)
 
@@ -89,11 +89,12 @@ def test_inductor_alone_takes_the_copy_out(namespace, form):
 
     both = on_both(scenario, namespace)
     assert both.ours == [6.0, 4.0, 2.0, 0.0]
-    assert both.stock == [6.0, 4.0, 4.0, 6.0]  # what it writes first, it reads last
+    # The kernel overwrites the elements that it reads last.
+    assert both.stock == [6.0, 4.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("form", ["plain", "inplace"])
-def test_a_copy_in_a_program_that_trains_keeps_its_contents(namespace, form):
+def test_copy_in_a_training_program_keeps_its_contents(namespace, form):
     write = define(form, namespace, torchop)
 
     def function(x: Tensor, weight: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ def _made(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_copies_of_one_intermediate_stay_two(namespace, form):
+def test_two_copies_of_one_intermediate_are_not_merged(namespace, form):
     write, made = define(form, namespace, torchop), _made(namespace)
 
     def function(x: Tensor) -> Tensor:
@@ -146,7 +147,7 @@ def test_copies_of_a_part_and_in_a_row_of_calls(namespace, form):
 def test_a_copy_in_a_list_is_found(namespace, where):
     star = "*, " if where.startswith("keyword") else ""
     schema = f"(Tensor(a!) target, {star}Tensor?[] sources) -> ()"
-    if star:  # tensors by keyword are for operators with out=
+    if star:  # in this schema, only out= arguments are tensors passed by keyword
         schema = "(Tensor?[] sources, *, Tensor(a!) target) -> Tensor(a!)"
 
     def kernel(target=None, sources=None):
@@ -174,11 +175,10 @@ def test_a_copy_in_a_list_is_found(namespace, where):
 
 
 # --------------------------------------------------------------------------------------------------
-# What needs no copy
+# Programs that need no copy
 
 
 def _clones(function: Callable[..., Any], *args: Any) -> int:
-    """Count the copies that torchop adds to a compiled program."""
     _, (code,) = run_and_get_code(torch.compile(function, fullgraph=True), *args)
     return code.count("torch.ops.torchop.clone.default(")
 
@@ -196,7 +196,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_programs_that_are_right_get_no_copies(namespace, form):
+def test_correct_programs_get_no_copies(namespace, form):
     write = define(form, namespace, torchop)
 
     def function(inputs: dict[str, tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -208,7 +208,7 @@ def test_programs_that_are_right_get_no_copies(namespace, form):
 
 
 @takes_copies_out
-def test_the_copy_of_the_program_is_the_only_one(namespace):
+def test_programs_own_copy_is_the_only_one(namespace):
     write = define("plain", namespace, torchop)
 
     def function(x: Tensor) -> None:

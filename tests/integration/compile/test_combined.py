@@ -32,7 +32,7 @@ class _Options:
 
 @pytest.fixture
 def block(namespace: str) -> Callable[[Tensor], Tensor]:
-    """Calls a written and a derived formula, a structure, a family, and an operator that writes."""
+    """A function that calls operators of every kind, with and without mutation."""
 
     @torchop.custom_op(f"{namespace}::cube", mutates_args=())
     def cube(x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def test_a_program_is_trained_as_in_eager_mode(block, combine):
 
 
 def _operator(namespace: str) -> Any:
-    """An operator that Inductor calls without compiling C++ code."""
+    """Define an operator for which Inductor compiles no C++ code."""
     op = torchop.custom_op(f"{namespace}::op", _tripled, mutates_args=())
     op.register_fake(like="x")
     op.register_autograd(lambda ctx, grad: grad * 3)
@@ -127,14 +127,15 @@ def _tripled(x: Tensor) -> Tensor:
 
 def test_inductor_writes_the_code_of_a_nested_region_once(namespace):
     op = _operator(namespace)
-    function = _regions(lambda x: op(x))  # PyTorch takes no handle for a region
+    # A nested compile region needs a function, because PyTorch rejects other callables.
+    function = _regions(lambda x: op(x))
     compiled = torch.compile(function, fullgraph=True)
     result, (code,) = run_and_get_code(compiled, torch.ones(4))
     assert_close(result, torch.full((4,), 9.0))
     assert code.count(f"torch.ops.{namespace}.op.default(") == 1
 
 
-def test_a_region_that_inductor_compiles_alone(namespace):
+def test_region_compiled_by_regional_inductor(namespace):
     op = _operator(namespace)
 
     def function(x: Tensor) -> Tensor:
@@ -148,7 +149,7 @@ def test_a_region_that_inductor_compiles_alone(namespace):
         assert_close(_trained(compiled), _trained(function))
 
 
-def test_layers_that_are_compiled_alone_have_one_graph(namespace):
+def test_separately_compiled_layers_share_one_graph(namespace):
     op = _operator(namespace)
 
     class Layer(torch.nn.Module):
@@ -174,8 +175,8 @@ def test_inductor_does_not_take_a_leaf_function(block):
         compiled(torch.ones(4))
 
 
-def test_pytorch_gives_a_checkpointed_region_gradients_for_other_random_numbers():
-    # The page warns of it for as long as this is so.
+def test_pytorch_recomputes_a_checkpointed_region_with_other_random_numbers():
+    # The page warns about this bug of PyTorch. Remove the warning when this test fails.
     function = _checkpointed_regions(lambda x: torch.nn.functional.dropout(x * 1, 0.5))
     gradients = []
     for compiled in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
@@ -184,9 +185,10 @@ def test_pytorch_gives_a_checkpointed_region_gradients_for_other_random_numbers(
     assert not torch.equal(*gradients)
 
 
-# PyTorch leaves the file open to which it logs what it recorded; it is closed in this test.
+# PyTorch does not close the log file of draft export, so the garbage collector closes it in this
+# test.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_what_draft_export_recorded_stands_for_a_fake_kernel(namespace):
+def test_profile_of_draft_export_replaces_a_fake_kernel(namespace):
     op = torchop.custom_op(f"{namespace}::op", _tripled, mutates_args=())
 
     class Model(torch.nn.Module):

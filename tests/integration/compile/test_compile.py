@@ -1,5 +1,3 @@
-"""Graphs and results of compiled operators."""
-
 from __future__ import annotations
 
 import functools
@@ -19,7 +17,7 @@ from tests.integration.compile.graphs import BACKENDS, AotRecorder, Recorder, op
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CASES)
-def test_one_graph_holds_the_operator_and_computes_what_eager_mode_does(namespace, name, backend):
+def test_one_graph_contains_the_operator_and_equals_eager(namespace, name, backend):
     case = CASES[name]
     op = define(namespace, case)
     recorder = Recorder(backend)
@@ -32,7 +30,7 @@ def test_one_graph_holds_the_operator_and_computes_what_eager_mode_does(namespac
     assert_close(compiled(x), function(x))
     assert op.overload in recorder.targets
 
-    # The same again, with other data: nothing is compiled a second time.
+    # Other data of the same shape must not recompile.
     x = torch.randn(4, 3)
     assert_close(compiled(x), function(x))
     assert len(recorder.graphs) == 1
@@ -148,7 +146,7 @@ def test_dynamo_traces_nothing_between_a_call_and_its_overload(namespace, traced
     assert stock == ["__call__"] * 2
 
 
-def test_a_graph_of_a_handle_that_is_replaced_is_compiled_again(namespace):
+def test_redefining_an_operator_recompiles_the_graph(namespace):
     cube = define_cube(namespace)
     holder = _Holder(cube)
     recorder = Recorder()

@@ -96,12 +96,12 @@ def test_a_graph_without_gradients_has_the_operator_itself(namespace):
 
 
 @each_backend
-def test_the_backward_draws_the_numbers_of_the_forward(namespace, backend):
+def test_backward_reuses_the_forwards_random_numbers(namespace, backend):
     op = dropout(f"{namespace}::dropout", tags=torch.Tag.nondeterministic_seeded)
 
     def function(x):
         first = op(x)
-        torch.rand(3)  # moves the stream between the two
+        torch.rand(3)  # advances the random state between the two calls
         return first, op(x, 0.2)
 
     torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_the_backward_draws_the_numbers_of_the_forward(namespace, backend):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_two_calls_that_look_the_same_stay_two_if_the_operator_is_random(namespace):
+def test_equal_calls_of_a_random_operator_are_not_merged(namespace):
     op = dropout(f"{namespace}::dropout", tags=torch.Tag.nondeterministic_seeded)
     x = torch.ones(100, requires_grad=True)
     first, second = compiled(lambda x: (op(x), op(x)))(x)
@@ -136,7 +136,7 @@ def test_a_checkpoint_in_a_compiled_graph(namespace):
 
 
 def test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers(namespace):
-    op = dropout(f"{namespace}::dropout")  # without the tag too
+    op = dropout(f"{namespace}::dropout")  # this must also work without the tag
     x = torch.ones(64, requires_grad=True)
 
     def function(x):
@@ -189,7 +189,7 @@ def test_a_second_derivative_inside_a_compiled_graph_is_refused(namespace):
         compiled(function)(torch.rand(()))
 
 
-# PyTorch 2.12 says so of its own buffer, the first time that it loads a program.
+# PyTorch 2.12 warns about its own buffer when a process first loads a program.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_an_exported_program_is_saved_loaded_and_trained(namespace):
     op = wave(f"{namespace}::wave")
@@ -226,14 +226,14 @@ def test_make_fx_sees_one_operator_forward_and_one_backward(namespace, tracing_m
     names = [str(target) for target in operators(graph)]
     assert f"{namespace}.wave__training.default" in names
     assert f"{namespace}.wave__backward.default" in names
-    assert_close(graph(-x.detach(), y.detach()), train(-x, y))  # the other branch
+    assert_close(graph(-x.detach(), y.detach()), train(-x, y))
 
 
-def test_compiled_autograd_trains_what_eager_mode_recorded(namespace):
+def test_compiled_autograd_runs_a_graph_recorded_in_eager_mode(namespace):
     op = dropout(f"{namespace}::dropout")
     x = torch.ones(100, requires_grad=True)
     compiler = torch.compile(backend="aot_eager", fullgraph=True)
-    for _ in range(2):  # the second time, with the graph of the first
+    for _ in range(2):
         with torch._dynamo.compiled_autograd._enable(compiler):
             y = op(x)
             x.grad = None
@@ -295,7 +295,7 @@ def test_a_compiled_graph_of_a_deregistered_operator_raises(namespace):
     y = compiled(lambda x: op(x, x)[0])(x)
     with pytest.warns(torchop.RedefinitionWarning):
         torchop.custom_op(name, lambda x: x.clone(), schema="(Tensor x)->Tensor", mutates_args=())
-    # A graph either holds the operator, or looks it up in torch.ops.
+    # The graph either holds the operator or looks it up in torch.ops.
     with pytest.raises((torchop.OperatorGoneError, AttributeError), match="wave__backward"):
         y.sum().backward()
 
@@ -321,7 +321,7 @@ def test_a_backward_kernel_with_inductor_and_symbolic_shapes(namespace):
 
     def backward(grad: Tensor, x: Tensor, scale: float) -> Tensor:
         gradient = torch.from_numpy(grad.numpy() * 3 * x.numpy() ** 2 * scale)
-        return torch.empty_like(x).copy_(gradient)  # with the strides that the fake kernel has
+        return torch.empty_like(x).copy_(gradient)
 
     cube.register_autograd(backward_kernel=backward)
     function = compiled(lambda x: cube(x.t(), 3.0), "inductor", dynamic=True)

@@ -1,5 +1,3 @@
-"""Compiled calls with symbolic and data-dependent sizes."""
-
 from __future__ import annotations
 
 import pytest
@@ -41,7 +39,7 @@ def test_an_int_argument_that_varies_becomes_symbolic(namespace):
     compiled = torch.compile(lambda x, n: repeat(x, n) + 1, backend=recorder, fullgraph=True)
     for times in (2, 3, 4, 5, 6):
         assert_close(compiled(torch.ones(2), times), torch.full((2 * times,), 2.0))
-    # Once for the number it saw, and once for any number.
+    # One graph for the first number, and one for all others.
     assert len(recorder.graphs) == 2
 
 
@@ -84,14 +82,14 @@ def test_the_size_of_an_output_may_depend_on_data(namespace, backend):
     assert len(recorder.graphs) == 1
 
 
-def test_the_bounds_of_a_size_are_known_to_the_compiler(namespace):
+def test_compiler_uses_the_bounds_of_a_size(namespace):
     nonzero = _nonzero(namespace, min=2, max=4)
     recorder = Recorder()
 
     @torch.compile(backend=recorder, fullgraph=True)
     def function(x: Tensor) -> Tensor:
         found = nonzero(x)
-        # Without the bounds, these comparisons could not be decided in one graph.
+        # Without the bounds, these comparisons would break the graph.
         return found + (1 if found.shape[0] < 5 else 2) + (10 if found.shape[0] >= 2 else 20)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

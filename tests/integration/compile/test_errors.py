@@ -1,5 +1,3 @@
-"""Errors about operators that cannot be compiled."""
-
 from __future__ import annotations
 
 import copy
@@ -15,7 +13,8 @@ from torch.testing import assert_close
 import torchop
 from tests.integration.compile.graphs import BACKENDS
 
-# What Dynamo raises when an operator does. Since 2.14 it quotes that once more under vmap.
+# The exceptions with which Dynamo wraps an operator's. Since 2.14, under vmap, it quotes the
+# message inside of another.
 FAILED = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)
 quotes_once = pytest.mark.needs_torch("2.11", "Dynamo quotes errors once", before="2.14")
 
@@ -33,7 +32,7 @@ def test_without_a_fake_kernel_the_error_names_the_operator_and_shows_one(namesp
     assert f"@torchop.register_fake('{namespace}::bare')" in message
     assert "def _(x, *, scale):" in message
     assert "return torch.empty_like(x), torch.empty_like(x)" in message
-    assert "\\n" not in message  # the example has lines, as in eager mode
+    assert "\\n" not in message  # the example code contains real line breaks, as in eager mode
 
 
 READERS = {
@@ -44,7 +43,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_the_error_for_a_fake_kernel_that_reads_data_says_what_it_may_use(namespace, reader):
+def test_error_for_a_fake_kernel_that_reads_data_lists_allowed_attributes(namespace, reader):
     @torchop.custom_op(f"{namespace}::reads", mutates_args=())
     def reads(x: Tensor) -> Tensor:
         return x.clone()
@@ -102,7 +101,7 @@ def test_the_remedy_for_a_formula_that_cannot_be_traced_works(namespace):
     assert_close(x.grad, torch.tensor([12.0]))
 
 
-def test_an_exception_of_a_fake_kernel_says_whose_it_is(namespace):
+def test_exception_of_a_fake_kernel_names_the_operator(namespace):
     inner = torchop.custom_op(f"{namespace}::inner", torch.clone, mutates_args=(), schema=_UNARY)
     outer = torchop.custom_op(f"{namespace}::outer", torch.clone, mutates_args=(), schema=_UNARY)
 
@@ -140,13 +139,11 @@ class OwnError(ValueError):
     "place",
     ["the fake kernel", "setup_context", pytest.param("the vmap rule", marks=quotes_once)],
 )
-def test_an_exception_of_a_users_function_stands_on_lines_of_its_own(
-    namespace, place, error, lines
-):
+def test_exception_of_a_users_function_is_shown_on_separate_lines(namespace, place, error, lines):
     op = torchop.custom_op(f"{namespace}::op", torch.clone, mutates_args=(), schema=_UNARY)
 
     def fails(*args, **kwargs):
-        raise copy.copy(error)  # or the next call would see what this one told it
+        raise copy.copy(error)  # a copy, because torchop adds notes to the exception
 
     op.register_fake(fails if place == "the fake kernel" else torch.empty_like)
     op.register_autograd(

@@ -1,4 +1,4 @@
-"""Operators in exported programs: decomposed, saved, and loaded in another process."""
+"""Exported programs with operators: decomposed, saved, and loaded in another process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_export_keeps_a_batch_dimension_dynamic(model, strict):
 
 
 @STRICT
-def test_decomposing_leaves_the_operator_alone(softsign, model, strict):
+def test_decomposition_keeps_the_operator(softsign, model, strict):
     x = torch.randn(2, 3)
     exported = torch.export.export(model, (x,), strict=strict)
     program = exported.run_decompositions()
@@ -194,7 +194,7 @@ LOAD = """
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program that torchop saved, and the same one as PyTorch saves it."""
+    """A folder with a program that torchop saved, and the same program saved by PyTorch."""
     folder = tmp_path_factory.mktemp("exported")
     (folder / "triple_module.py").write_text(textwrap.dedent(MODULE))
     _run(folder, SAVE, "ours.pt2", "stock.pt2")
@@ -213,17 +213,17 @@ def test_a_program_runs_in_a_process_that_imported_the_module(saved):
     assert stock.startswith("loaded [4.0, 4.0]")
 
 
-def test_elsewhere_loading_names_the_operator_and_the_module_that_defines_it(saved):
+def test_loading_without_the_module_names_it_and_the_operator(saved):
     ours, stock = _run(saved, LOAD, "ours.pt2", "stock.pt2")
     assert ours.startswith("OperatorNotFoundError True the exported program uses the operator")
     assert "exported_elsewhere::triple, which is not registered in this process" in ours
     assert "Import the module 'triple_module', which defines it, before loading" in ours
-    # PyTorch did not write down the module.
+    # PyTorch's file does not record the module.
     assert "exported_elsewhere::triple, which is not registered in this process" in stock
     assert "Import the module that defines it, before loading" in stock
 
 
-def test_a_script_that_saved_its_own_operator_is_named_as_that(saved):
+def test_error_says_that_the_saving_script_defined_the_operator(saved):
     script = saved / "script.py"
     script.write_text(textwrap.dedent(MODULE + SAVE_IN_SCRIPT))
     assert_clean(run_script(script, str(saved / "script.pt2")))
@@ -281,7 +281,7 @@ def test_operators_inside_higher_order_operators_are_found_too(namespace, make):
             file.seek(0)
             assert torchop.export.load(file).module()(torch.ones(2)).tolist() == [3.0, 3.0]
 
-    # The library is closed now, as if nobody had imported the module.
+    # Closing the library deregistered its operators, as in a process without this module.
     for file in files:
         file.seek(0)
         with pytest.raises(torchop.OperatorNotFoundError) as caught:
@@ -300,7 +300,7 @@ def test_a_program_can_be_saved_to_and_loaded_from_a_file_object(model):
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
-def test_a_program_is_saved_whose_operator_was_defined_again(namespace):
+def test_program_can_be_saved_after_redefining_its_operator(namespace):
     schema = "(Tensor x) -> Tensor"
 
     def define() -> Any:
@@ -319,7 +319,7 @@ def test_a_program_is_saved_whose_operator_was_defined_again(namespace):
     assert_close(torchop.export.load(file).module()(x), program.module()(x))
 
 
-def test_pytorch_itself_loads_what_torchop_saved(model, tmp_path):
+def test_torch_export_loads_a_program_saved_by_torchop(model, tmp_path):
     x = torch.randn(2, 3)
     torchop.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
@@ -327,7 +327,7 @@ def test_pytorch_itself_loads_what_torchop_saved(model, tmp_path):
 
 @pytest.fixture
 def exported(model):
-    """A file with a program, which has an extra file in place of the manifest."""
+    """A function that saves a program with `content` in place of torchop's manifest."""
     file = io.BytesIO()
     program = torch.export.export(model, (torch.randn(2, 3),))
 

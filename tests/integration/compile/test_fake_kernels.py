@@ -1,4 +1,4 @@
-"""Compiled operators with fake kernels that return an input, or one tensor for two outputs."""
+"""Compiled operators whose fake kernels return an input, or the same tensor for two outputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from tests._support.common import on_both
 
 
-def test_a_fake_kernel_that_returns_its_input_works_where_stock_computes_nonsense(namespace):
+def test_fake_kernel_that_returns_its_input_works_unlike_stock(namespace):
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::double", mutates_args=())
         def double(x: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def test_outputs_described_by_one_fake_tensor_stay_separate(namespace, fake, bac
     assert stock == 33
 
 
-def test_a_store_whose_fake_kernel_returns_the_caches_compiles_and_exports(namespace):
-    """Serving packages write it like this; kernels must not return tensors that they mutate."""
+def test_fake_kernel_that_returns_mutated_inputs_compiles_and_exports(namespace):
+    """Some serving packages write such fake kernels, but kernels must not return mutated inputs."""
 
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::store", mutates_args=("keys", "values"))

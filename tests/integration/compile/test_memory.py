@@ -19,9 +19,9 @@ ROWS, WIDTH = 512, 16
 
 
 class Costs(NamedTuple):
-    """Work in the generated code besides calling operators."""
+    """The allocations and kernels in the generated code, apart from the operators."""
 
-    allocations: list[int]  # in elements
+    allocations: list[int]
     kernels: int
 
 
@@ -88,11 +88,11 @@ PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[], tuple[Tensor, ...]]
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_cache_is_written_where_it_is(namespace, name, form):
+def test_cache_is_written_in_place(namespace, name, form):
     make, args = PROGRAMS[name]
     found = costs(make(define(form, namespace, torchop)), *args())
     assert not [size for size in found.allocations if size >= ROWS * WIDTH]
-    assert found == Costs([], 0)  # not even a row is copied
+    assert found == Costs([], 0)
 
 
 @pytest.mark.parametrize("form", FORMS)

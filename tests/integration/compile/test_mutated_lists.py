@@ -1,5 +1,3 @@
-"""Compiled operators that mutate lists and missing tensors, or mutate and return lists."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -14,10 +12,10 @@ from torch import Tensor
 import torchop
 from tests._support.common import on_both
 from tests.integration.compile.graphs import BACKENDS
-from tests.integration.compile.mutating import accumulate, assert_equals_eager, inputs, together
+from tests.integration.compile.mutating import accumulate, assert_equals_eager, inputs, run_together
 
 # --------------------------------------------------------------------------------------------------
-# Lists, and tensors that may be missing
+# Lists and optional tensors
 
 
 SHAPES = {
@@ -101,7 +99,7 @@ def test_mutated_lists_and_optional_tensors(namespace, result, backend):
     # An operator that returns a list rejects mutated arguments that share memory.
     shapes = [shape for shape in SHAPES if result != "Tensor[]" or "views" not in shape]
     programs = _programs(namespace, result, shapes)
-    function = together(programs)
+    function = run_together(programs)
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert_equals_eager(compiled, function, programs)
 
@@ -113,7 +111,7 @@ def test_mutated_lists_and_optional_tensors_are_exported(namespace, result):
 
     class Module(torch.nn.Module):
         def forward(self, inputs: dict[str, tuple[Tensor, Tensor]]) -> Any:
-            results = together(programs)(inputs).values()
+            results = run_together(programs)(inputs).values()
             return [each for several in results for each in several if each is not None]
 
     exported = torch.export.export(Module(), ({shape: inputs() for shape in shapes},))
@@ -208,7 +206,7 @@ def test_a_number_result_with_a_mutation_is_rejected(namespace, annotation, resu
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args={"x"})
     op.register_fake(lambda x: result)
     compiled = torch.compile(lambda x: (x + 1, op(x)), backend="aot_eager", fullgraph=True)
-    # Dynamo refuses numbers that may change with the data by itself; others reach our rule.
+    # Dynamo itself rejects some of these results; the others reach torchop's error.
     with pytest.raises(
         (torch._dynamo.exc.BackendCompilerFailed, torch._dynamo.exc.Unsupported),
         match=rf"{namespace}::op mutates an argument and returns {annotation.__name__}\. A "

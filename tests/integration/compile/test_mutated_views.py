@@ -1,5 +1,3 @@
-"""Compiled operators that mutate views with another dtype."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -46,7 +44,7 @@ def test_views_of_another_type_are_written(namespace, name, form, backend):
     ours, expected = tensors(), tensors()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     if name == "view_as_complex" and backend == "inductor":
-        # It compiles no operator that mutates complex numbers, whoever made it, and says so.
+        # Inductor cannot compile any operator that mutates complex tensors.
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="was not removed"):
             compiled(*ours)
         return

@@ -25,7 +25,7 @@ from tests.integration.compile.mutating import (
     calling,
     define,
     inputs,
-    together,
+    run_together,
 )
 
 
@@ -34,14 +34,14 @@ from tests.integration.compile.mutating import (
 def test_compiled_programs_equal_eager(namespace, form, backend, request):
     # Each program runs with two of the forms.
     names = combinations.share([*PROGRAMS], FORMS.index(form), 2, request.config)
-    function = together(calling(define(form, namespace, torchop), names))
+    function = run_together(calling(define(form, namespace, torchop), names))
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     assert_equals_eager(compiled, function, names)
 
 
 @pytest.mark.parametrize("form", ["plain", "out"])
 def test_exported_programs_equal_eager(namespace, form):
-    function = together(calling(define(form, namespace, torchop)))
+    function = run_together(calling(define(form, namespace, torchop)))
 
     class Module(torch.nn.Module):
         def forward(self, x: dict[str, tuple[Tensor, Tensor]]) -> Any:
@@ -119,15 +119,15 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 """
 
 
-def test_a_graph_from_a_cache_finds_the_operators_it_names():
-    namespace = f"cached_{uuid.uuid4().hex}"  # which no cache knows
-    for hits in (0, 1):  # the second process traces nothing
+def test_cached_graph_finds_its_operators():
+    namespace = f"cached_{uuid.uuid4().hex}"  # a new name, so no cache contains it
+    for hits in (0, 1):  # the second process finds the graph in the cache
         done = run_compiling(_CACHED, namespace)
         assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors that are no arguments of the program
+# Tensors that are not arguments of the program
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -164,17 +164,17 @@ def test_a_tensor_of_a_closure_that_is_also_an_argument_is_written(namespace, fo
 
     assert_close(function(torch.ones(4), torch.ones(4)), torch.full((4,), 4.0))
     assert_close(constant, torch.full((4,), 3.0))
-    # Now the closure and the argument are one tensor.
+    # Now `constant` is also an argument.
     assert_close(function(constant, torch.ones(4)), torch.full((4,), 14.0))
     assert_close(constant, torch.full((4,), 7.0))
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators with out= that read what is there
+# Operators that read their out= argument
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
+def test_out_operator_reads_its_output_argument(namespace, backend):
     def scenario(library, namespace):
         @library.custom_op(
             f"{namespace}::op",
@@ -182,7 +182,7 @@ def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
             **of_form("out", "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"),
         )
         def op(x: Tensor, *, out: Tensor) -> Tensor:
-            out[1:] += x[1:]  # reads it, and leaves a part as it was
+            out[1:] += x[1:]  # reads `out`, and leaves its first element unchanged
             return out
 
         def function(x: Tensor, out: Tensor) -> Tensor:
@@ -225,8 +225,8 @@ def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) 
     torch.testing.assert_close(given, expected)
 
 
-def test_an_argument_may_have_a_name_like_that_of_mode(namespace: str) -> None:
-    """The helper for the list with None renames `mode`, and no other argument."""
+def test_argument_may_be_named_mode_with_underscore(namespace: str) -> None:
+    """torchop passes lists with None through a helper operator, which must rename `mode` only."""
 
     def write(xs: list[Tensor | None], *, mode_: int) -> None:
         for x in xs:

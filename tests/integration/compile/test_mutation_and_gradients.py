@@ -1,5 +1,3 @@
-"""Compiled operators that mutate, where something requires grad or autocast is on."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,7 +32,8 @@ def test_autocast_writes_into_the_tensor_of_the_caller(namespace, form, backend)
     assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
     x, y = inputs()
     function(x, y)
-    assert_close(x, inputs()[0] * 2 + y.bfloat16().float())  # only what is read is cast
+    # Autocast casts `y`, but not the mutated `x`.
+    assert_close(x, inputs()[0] * 2 + y.bfloat16().float())
 
 
 def _without_grad(write, leaf, x):
@@ -61,7 +60,7 @@ GRADIENTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_what_requires_grad_is_refused_as_in_eager_mode(namespace, name, form, backend):
+def test_mutating_a_tensor_with_grad_raises_as_in_eager_mode(namespace, name, form, backend):
     write = define(form, namespace, torchop)
 
     def outcome(function: Callable[..., Any]) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Compilers look into no kernel and no rule of an operator."""
+"""Compilers do not trace into kernels and rules."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_calls_in_eager_mode_do_not_recompile_a_graph(namespace):
     assert len(recorder.graphs) == 1
 
 
-def test_a_compiled_function_checks_for_an_attribute_that_a_handle_lacks(namespace):
+def test_compiled_function_can_call_hasattr_on_a_handle(namespace):
     cube = define_cube(namespace)
 
     @torch.compile(backend="eager", fullgraph=True)
@@ -50,7 +50,7 @@ def test_a_compiled_function_checks_for_an_attribute_that_a_handle_lacks(namespa
 
 
 @pytest.mark.parametrize("define", [torch.library.custom_op, torchop.custom_op])
-def test_what_a_graph_holds_of_an_operator_is_compiled_again_when_it_is_replaced(namespace, define):
+def test_redefining_an_operator_recompiles_graphs_that_use_it(namespace, define):
     def double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -91,21 +91,21 @@ def test_formulas_that_hold_tensors_are_distinguished(namespace):
         f"{namespace}::double", lambda x: x * 2, schema="(Tensor x) -> Tensor", mutates_args=()
     )
     revisions = []
-    for formula in (Scaled(torch.ones(2)), Scaled(torch.ones(2))):  # asking whether they are equal
-        op.register_autograd(formula)  # would raise an error
+    # Their `==` compares tensors, which raises.
+    for formula in (Scaled(torch.ones(2)), Scaled(torch.ones(2))):
+        op.register_autograd(formula)
         revisions.append(op._definition.revision)
     assert revisions[0] < revisions[1]
 
 
-# What Dynamo does to make an attribute of a tensor known to be absent; it hides the warning itself,
-# unless warnings are errors.
+# Dynamo reads `.grad` of tensors. It suppresses this warning itself, unless warnings are errors.
 _reads_grad = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 
 def _opaque(namespace: str) -> Any:
-    """An operator whose kernel, fake kernel and formula call functions that nothing else calls."""
+    """Define an operator whose functions call functions of PyTorch that no graph may contain."""
 
     @torchop.custom_op(f"{namespace}::opaque", mutates_args=())
     def opaque(x: Tensor) -> Tensor:
@@ -136,7 +136,8 @@ def _a_frame_left_to_python(op: Any, x: Tensor) -> Tensor:
     y = x
     for _ in range(2):
         with torch._dynamo.error_on_graph_break(False):
-            torch._dynamo.graph_break()  # in a loop and a context: Dynamo gives up on the frame
+            # In a loop and a context, so Dynamo stops tracing the frame.
+            torch._dynamo.graph_break()
         y = op(y * 0.5)
     return y
 
@@ -149,7 +150,7 @@ FRAMES = [_a_graph, _a_resumed_frame, _a_frame_left_to_python]
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("through", ["handle", "overload"])
 @pytest.mark.parametrize("frame", FRAMES)
-def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, through, requires_grad):
+def test_rules_are_never_traced(namespace, frame, through, requires_grad):
     handle = _opaque(namespace)
     op = handle if through == "handle" else handle.overload
     recorder = Recorder()
@@ -174,7 +175,6 @@ def test_kernels_of_a_library_are_not_traced(namespace, make, is_traced):
 
 
 def _functions(recorder: Recorder) -> set[str]:
-    """The names of what the graphs call."""
     called = [node for g in recorder.graphs for node in g.graph.nodes if node.op.startswith("call")]
     return {getattr(node.target, "__name__", node.target) for node in called}
 

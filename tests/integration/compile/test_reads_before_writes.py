@@ -1,4 +1,4 @@
-"""Programs that read a tensor, let an operator write it, and use the value that they read."""
+"""Programs that read a tensor, mutate it with an operator, and then use the old value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write = Callable[..., Any]
 
 
 def _writes(name: str) -> dict[str, Write]:
-    """Operators of every form that add 100 to a tensor."""
+    """Define operators of every form that add 100 to a tensor."""
 
     def kernel(x: Tensor) -> Tensor:
         return x.add_(100)
@@ -78,7 +78,7 @@ def _writes(name: str) -> dict[str, Write]:
     }
 
 
-# Each takes an operator, the tensor that it writes, and one or two tensors for what was read.
+# Each program takes an operator, the tensor that it mutates, and tensors for the old values.
 READS: dict[str, Callable[[Write, Tensor, Tensor, Tensor], Any]] = {}
 
 
@@ -152,7 +152,7 @@ def a_value_of_an_intermediate(write, x, one, two):
 
 
 def _assert_equals_eager(programs: dict[Any, Any], compile_: Callable[..., Any]) -> None:
-    """Compare programs with eager mode, as one graph, because each graph costs a run of g++."""
+    """Compare all programs with eager mode in one graph, because each graph runs g++ once."""
 
     def tensors() -> dict[Any, tuple[Tensor, ...]]:
         return {
@@ -171,12 +171,12 @@ def _assert_equals_eager(programs: dict[Any, Any], compile_: Callable[..., Any])
 
 
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_values_read_before_a_write_stay(namespace: str, dynamic: bool) -> None:
+def test_values_read_before_a_write_are_unchanged(namespace: str, dynamic: bool) -> None:
     def reading(read: Callable[..., Any], write: Write) -> Callable[..., Any]:
         return lambda *tensors: read(write, *tensors)
 
     writes = _writes(namespace)
-    # Each form meets the simplest program, and each program one form.
+    # Test each form with the simplest program, and each program with one form.
     programs = {form: reading(a_value, write) for form, write in writes.items()}
     forms = [*writes.values()]
     for n, (name, read) in enumerate(READS.items()):
@@ -184,8 +184,8 @@ def test_values_read_before_a_write_stay(namespace: str, dynamic: bool) -> None:
     _assert_equals_eager(programs, lambda run: torch.compile(run, fullgraph=True, dynamic=dynamic))
 
 
-def test_operators_of_others_write_after_the_read(namespace: str) -> None:
-    """Operators of the low level, and of torch.library, if they are accelerated."""
+def test_stock_operators_write_after_the_read(namespace: str) -> None:
+    """Covers accelerated operators of `Library.define` and of torch.library."""
 
     def kernel(x: Tensor) -> None:
         x.add_(100)
@@ -207,7 +207,7 @@ def test_operators_of_others_write_after_the_read(namespace: str) -> None:
             _assert_equals_eager(programs, lambda run: torch.compile(run, fullgraph=True))
 
 
-def test_inductor_alone_computes_the_value_after_the_write(namespace: str) -> None:
+def test_inductor_itself_reads_the_value_after_the_write(namespace: str) -> None:
     def scenario(library: Any, namespace: str) -> Any:
         @library.custom_op(f"{namespace}::touch", mutates_args=("x",))
         def touch(x: Tensor) -> None:
@@ -250,7 +250,7 @@ def test_a_module_that_trains_reads_its_buffers_before_they_are_written(namespac
 
 
 # --------------------------------------------------------------------------------------------------
-# Views whose offset is a symbol, of which Inductor makes a copy for the operator
+# Views with a symbolic offset, which Inductor copies for the operator
 
 
 VIEWS: dict[str, tuple[Callable[[Tensor], Any], Callable[..., Any]]] = {
@@ -304,7 +304,7 @@ def test_views_of_one_base_are_written_in_place(namespace: str, dynamic: bool | 
     def program(views: dict[str, Any]) -> Tensor:
         for name, (_, write) in VIEWS.items():
             write(ops, views[name])
-        # A single view is copied as well if its old value is read after the call.
+        # Inductor also copies a single view if its old value is read after the call.
         (read,) = views["read"]
         y = read + 0.5
         write_all([read])
@@ -323,7 +323,7 @@ def test_views_of_one_base_are_written_in_place(namespace: str, dynamic: bool | 
 
 
 def test_inductor_is_imported_after_an_operator_was_deregistered() -> None:
-    """A kernel that another library registered keeps the name in the dispatcher."""
+    """A kernel of another library keeps the deregistered name, which Inductor must skip."""
     program = run_forked("""
         import torch, torchop
         library = torchop.Library("gone", "DEF")

@@ -19,8 +19,7 @@ from tests._support import combinations
 from tests._support.opaque_types import Constant, Reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "torch-compile.md"
-# A line of the table: what the argument is and what differs, the graphs of both libraries, and what
-# to do for fewer.
+# A row of the table: the argument, the number of graphs with both libraries, and advice.
 ROW = re.compile(r"^\| ([^|]+?) \| ([1-3]) \| ([1-3]|refused) \| (.*)\|$", re.M)
 
 
@@ -47,11 +46,11 @@ class _Pair(NamedTuple):
 
 
 class _Calls(NamedTuple):
-    """Three calls: the values of an argument that has this annotation."""
+    """Three calls, with these values for an argument of this annotation."""
 
     annotation: Any
     values: tuple[Any, Any, Any]
-    # Numbers only become constants below Dynamo, which then compiles again.
+    # Dynamo traces a `Number` as a variable, but AOT Autograd specializes it and recompiles.
     backend: str = "eager"
 
 
@@ -110,8 +109,6 @@ CALLS = {
 def _graphs(
     define: Callable[..., Any], name: str, calls: _Calls, dynamic: bool | None = None
 ) -> str:
-    """Count the graphs that are compiled for the calls."""
-
     def function(x: Tensor, a: Any) -> Tensor:
         return x.clone()
 
@@ -139,7 +136,7 @@ def test_the_table_says_how_many_graphs_three_calls_need(namespace, request):
         for number, (row, calls) in enumerate(CALLS.items())
     }
     assert ours == {row: graphs for row, (graphs, _, _) in rows.items()}
-    if not request.config.getoption(combinations.OPTION):  # the rest takes twice as long
+    if not request.config.getoption(combinations.OPTION):
         return
     for number, (row, calls) in enumerate(CALLS.items()):
         _, graphs, advice = rows[row]

@@ -1,5 +1,3 @@
-"""Compiled calls that do more than return a result: effects, and writing into arguments."""
-
 from __future__ import annotations
 
 import pytest
@@ -23,14 +21,14 @@ def _logging_operator(namespace: str, log: list[float]) -> torchop.CustomOp:
     return record
 
 
-# Such an operator is told to say at its definition what it does; here it says so afterwards.
-says_later = pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
+# torchop warns that the effect should be declared in the definition.
+declares_effect_later = pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 
 
-@says_later
+@declares_effect_later
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_effect_keeps_every_call_and_their_order(namespace, backend, requires_grad):
+def test_effect_preserves_number_and_order_of_calls(namespace, backend, requires_grad):
     log: list[float] = []
     record = _logging_operator(namespace, log)
     record.register_effect(torchop.EffectType.ORDERED)
@@ -51,8 +49,8 @@ def test_an_effect_keeps_every_call_and_their_order(namespace, backend, requires
     assert log[4:] == [1.0, 10.0, 10.0, 5.0]
 
 
-@says_later
-def test_without_an_effect_a_call_that_returns_nothing_is_refused_not_dropped(namespace):
+@declares_effect_later
+def test_call_without_results_or_effect_raises(namespace):
     def scenario(library, namespace):
         log = []
 
@@ -77,8 +75,8 @@ def test_without_an_effect_a_call_that_returns_nothing_is_refused_not_dropped(na
     assert stock == []
 
 
-@says_later
-def test_an_effect_can_be_taken_back(namespace):
+@declares_effect_later
+def test_effect_can_be_removed(namespace):
     record = _logging_operator(namespace, [])
     record.register_effect(torchop.EffectType.ORDERED)
     record.register_effect(None)

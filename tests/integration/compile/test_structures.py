@@ -1,4 +1,4 @@
-"""Structured operators under torch.compile: objects are read where Dynamo need not trace that."""
+"""Structured operators under torch.compile, if possible without tracing into their fields."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _structured(namespace: str) -> torchop.CustomOp:
     return op
 
 
-def test_dynamo_traces_nothing_where_a_dataclass_holds_what_it_says(namespace, traced):
+def test_dynamo_traces_nothing_for_a_dataclass_with_correct_types(namespace, traced):
     op = _structured(namespace)
     recorder = Recorder()
     compiled = torch.compile(lambda x, o: op(x, o, times=2), backend=recorder, fullgraph=True)
@@ -109,7 +109,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dynamo_traces_nothing_where_fields_hold_what_they_say(namespace, traced, kind):
+def test_dynamo_traces_nothing_for_fields_with_correct_types(namespace, traced, kind):
     cls, make, function = KINDS[kind]
     op = _operator(namespace, cls, function)
     recorder = Recorder()
@@ -120,12 +120,12 @@ def test_dynamo_traces_nothing_where_fields_hold_what_they_say(namespace, traced
         config = make(*arguments)
         assert_close(compiled(x, config), op(op(x, config), config), rtol=0, atol=0)
     assert traced == []
-    # Of equal configurations, the second has the graph of the first.
+    # An equal configuration must not recompile.
     assert 2 <= len(recorder.graphs) <= 4
     assert set(recorder.targets) == {op.overload}
 
 
-def test_dynamo_does_not_follow_a_dataclass_that_is_only_passed_on(namespace, monkeypatch):
+def test_dynamo_does_not_trace_a_dataclass_that_is_only_passed(namespace, monkeypatch):
     wrapped = []
     wrap = VariableBuilder._wrap
 
@@ -180,7 +180,7 @@ PROGRAMS = [_set_before, _set_by_another_name, _set_in_a_list, _set_between]
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("is_same", [True, False])
-def test_what_the_program_changes_is_what_the_operator_gets(namespace, program, is_same):
+def test_operator_gets_fields_changed_by_the_program(namespace, program, is_same):
     function = program(_operator(namespace, _Mutable))
     compiled = torch.compile(function, backend="eager", fullgraph=True)
     x = torch.randn(2)
@@ -210,7 +210,7 @@ def test_a_graph_is_not_used_for_an_object_of_another_class(namespace):
     assert_close(compiled(torch.ones(2), _Mutable(torch.ones(2), 2)), torch.full((2,), 4.0))
 
 
-def test_a_field_that_was_deleted_is_the_same_error_in_a_trace(namespace):
+def test_deleted_field_raises_the_same_error_during_tracing(namespace):
     op = _operator(namespace, _Mutable)
     config = _Mutable(torch.ones(2), 1)
     del config.count
@@ -220,8 +220,6 @@ def test_a_field_that_was_deleted_is_the_same_error_in_a_trace(namespace):
 
 
 class _Doubled:
-    """A descriptor that returns twice the number that was stored."""
-
     def __get__(self, instance: Any, owner: type) -> Any:
         return 1.0 if instance is None else instance._scale * 2
 
@@ -244,10 +242,10 @@ def test_a_descriptor_is_traced(namespace, traced):
     assert "__get__" in traced
 
 
-def test_what_a_dataclass_must_not_hold_is_refused_in_a_trace_too(namespace, traced):
+def test_wrong_fields_are_rejected_during_tracing(namespace, traced):
     op = _structured(namespace)
     compiled = torch.compile(lambda x, o: op(x, o), backend="eager")
-    compiled(torch.ones(2), _Options(torch.ones(2), 1))  # an int is converted
+    compiled(torch.ones(2), _Options(torch.ones(2), 1))
     assert traced
     with pytest.raises(torchop.ArgumentError, match=r"options.scale: expected float, got str"):
         compiled(torch.ones(2), _Options(torch.ones(2), "a"))
@@ -270,14 +268,14 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("field", NUMBERS)
-def test_numbers_that_a_graph_leaves_open_are_converted_as_in_eager_mode(namespace, field):
+def test_symbolic_numbers_are_converted_as_in_eager_mode(namespace, field):
     def of_numbers(x: Tensor, config: _Numbers) -> Tensor:
         assert isinstance(config.turn, complex)
         return x * config.factor * config.turn.real + config.turn.imag + sum(config.weights)
 
     op = _operator(namespace, _Numbers, of_numbers)
     compiled = torch.compile(op, backend="eager", fullgraph=True)
-    for value in NUMBERS[field]:  # from the second on, Dynamo does not know which number it is
+    for value in NUMBERS[field]:  # from the second number on, Dynamo treats it as symbolic
         numbers = _Numbers(**{field: value})
         assert_close(compiled(torch.ones(2), numbers), op(torch.ones(2), numbers))
 

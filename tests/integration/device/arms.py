@@ -1,4 +1,4 @@
-"""A scenario three ways: with native calls, through the dispatcher, and with stock PyTorch."""
+"""Run a scenario with native calls, through the dispatcher, and with torch.library."""
 
 from __future__ import annotations
 
@@ -13,37 +13,31 @@ from torch import Tensor
 import torchop
 from tests.integration.device import target
 
-# Takes `define`: `custom_op` of torchop or of torch.library, or the function that it is given as
-# `by`, in a namespace of the arm. Returns what is to be compared: values, tensors and exceptions,
-# in tuples and lists.
+# A scenario defines operators with `define`, which calls `custom_op` of torchop or torch.library
+# (or `by`) in a namespace of its own. It returns values, tensors and exceptions to compare, in
+# tuples and lists.
 Scenario = Callable[[Callable[..., Any]], Any]
 
 
 class Seen(NamedTuple):
-    """The observations of one run."""
-
     outcome: Any
     trace: list[str]
     calls: Counter[str]
 
     def waits(self) -> Counter[str]:
-        """Count the waits of the host for a device, by reason."""
         return Counter(line for line in self.trace if line.startswith("host waits"))
 
 
 def native(scenario: Scenario, namespace: str) -> Seen:
-    """Run a scenario with native calls."""
     return _run(scenario, torchop.custom_op, namespace, "native")
 
 
 def dispatched(scenario: Scenario, namespace: str) -> Seen:
-    """Run a scenario through the dispatcher."""
     with torchop.native.disabled():
         return _run(scenario, torchop.custom_op, namespace, "dispatched")
 
 
 def stock(scenario: Scenario, namespace: str) -> Seen:
-    """Run a scenario with `torch.library.custom_op`."""
     return _run(scenario, torch.library.custom_op, namespace, "stock")
 
 
@@ -77,7 +71,7 @@ def _is_family(op: Any) -> bool:
 
 
 def described(value: Any, namespace: str = "") -> Any:
-    """A value as something that compares equal if it is the same, in whatever namespace."""
+    """Convert a value into one that compares equal between the three runs."""
     match value:
         case Tensor():
             number = value.detach().to("cpu").resolve_conj().resolve_neg().tolist()
@@ -92,7 +86,6 @@ def described(value: Any, namespace: str = "") -> Any:
 
 
 def error_of(function: Callable[[], Any]) -> Exception:
-    """The exception that a function raises."""
     try:
         function()
     except Exception as error:

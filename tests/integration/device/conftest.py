@@ -1,11 +1,11 @@
 """Run tests on a simulated device.
 
-The device is `standin`, a PrivateUse1 backend of two devices; see `standin/`. A process can have
-one such backend and keeps it, so these tests have processes of their own: `pytest tests` leaves
-them out, and `tests/integration/test_device.py` runs them all in one child. To run them, name them:
-`nox -s device`, or `python -m pytest tests/integration/device -q`, or one file of theirs.
+The device is `standin`, a simulated type with two devices; see `standin/`. It cannot be unloaded,
+so these tests run in a process of their own: `pytest tests` skips them, but
+`tests/integration/test_device.py` runs all of them in a child process. To run them directly, use
+`nox -s device` or `python -m pytest tests/integration/device -q`, also with one of the files.
 
-To write a test, put a file here. The device is loaded when it is imported, so this works:
+The device is loaded on import, so a test is as short as this:
 
     from tests.integration.device import standin
 
@@ -17,17 +17,17 @@ To write a test, put a file here. The device is loaded when it is imported, so t
             y = op(x)
         assert waits == []                      # reading y.tolist() is one: "copy to the host"
 
-`standin.trace()` tells what ran where, `standin.capture()` makes a graph, and refuses what CUDA
-refuses meanwhile, `standin.memory_limit(bytes)` ends memory, and in `standin.without_fallback()`
-nothing runs on the CPU in place of a missing kernel (or with STANDIN_FALLBACK=0 from the start).
-What reads memory of the device on the host, such as `numpy.from_dlpack`, ends the process: test
-that with `tests._support.forking.run_forked`, whose program starts with
-`from tests.integration.device import standin; standin.load()`.
+`standin.trace()` lists the operations on the devices. `standin.capture()` captures a graph, with
+CUDA's restrictions. `standin.memory_limit(bytes)` limits memory. In `standin.without_fallback()`,
+operators without a kernel for the device raise instead of running on the CPU; STANDIN_FALLBACK=0
+does so from the start. If the host reads the device's memory, for example in `numpy.from_dlpack`,
+the process crashes, so test that with `tests._support.forking.run_forked`, in a program that starts
+with `from tests.integration.device import standin; standin.load()`.
 
-Tests that hold for any device take it from `tests._support.devices`, and a file here imports them,
-as `test_leaks.py` does. What tests ask of a device is in `target.py`, for the stand-in and for one
-that is really there: `nox -s gpu`, or
-`TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device`.
+Device-independent tests take the device from `tests._support.devices`. Files in this folder import
+them to run them here, as `test_leaks.py` does. `target.py` provides traces and streams for both the
+simulated device and a GPU; `nox -s gpu` or `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest
+tests/integration/device` uses the GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from tests.integration.device import standin
 
 HERE = Path(__file__).parent
 _DEVICE = "TORCHOP_TEST_DEVICE"
-# Of backends that are plug-ins, their fallbacks, and what the stand-in alone can show.
+# Files that test properties of PrivateUse1 backends or of the simulated device, so they are skipped
+# on a GPU.
 _ABOUT_THE_STANDIN = (
     "test_standin.py",
     "test_kernels.py",
@@ -53,7 +54,7 @@ _ABOUT_THE_STANDIN = (
 
 
 def runs_alone(config: pytest.Config) -> bool:
-    """Whether all that was asked for is in this folder; raises UsageError if only some of it is."""
+    """Return whether only tests of this folder were selected; raise UsageError for a mixture."""
     folder = config.invocation_params.dir
     paths = [(folder / argument.partition("::")[0]).resolve() for argument in config.args]
     are_here = {path.is_relative_to(HERE) for path in paths}
@@ -65,7 +66,7 @@ def runs_alone(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if runs_alone(config) and _DEVICE not in os.environ:
         standin.load()
-        os.environ[_DEVICE] = "standin:1"  # for tests that run on any device
+        os.environ[_DEVICE] = "standin:1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

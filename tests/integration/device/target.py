@@ -1,8 +1,8 @@
 """The device of the tests in this folder: the simulated one, or a GPU.
 
-`TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device` runs them on a GPU, and
-leaves out what is about the stand-in itself; `nox -s gpu` does that and more. Where there is one
-device of a type, it is the second one, too.
+`TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device` uses the GPU and skips tests
+of the simulated device itself; `nox -s gpu` includes this. If there is only one device, FIRST and
+SECOND are the same.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ _notes: list[str] = []
 
 
 def module() -> ModuleType:
-    """Return the device's equivalent of `torch.cuda`."""
     return torch.get_device_module(TYPE)
 
 
 def note(line: str) -> None:
-    """Add a line to the trace, so that a kernel of a test shows in it."""
+    """Add a line to the trace, for example from a kernel of a test."""
     if IS_STANDIN:
         standin.note(line)
     else:
@@ -48,7 +47,6 @@ def note(line: str) -> None:
 
 
 def current_place() -> str:
-    """Return the current device and stream of this thread, such as `1.0`."""
     if TYPE == "cpu":
         return "cpu"
     index, stream = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
@@ -57,9 +55,9 @@ def current_place() -> str:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, what was noted, and where the host waited.
+    """Yield a list that contains, after the block, the lines of `note` and the host's waits.
 
-    The stand-in also tells what ran, and where.
+    On the simulated device, it also contains the operators that ran, with device and stream.
     """
     if IS_STANDIN:
         with standin.trace() as lines:
@@ -75,13 +73,13 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, why the host waited for a device: each time."""
+    """Yield a list that contains, after the block, why the host waited for a device."""
     if IS_STANDIN:
         with standin.host_waits() as waits:
             yield waits
         return
     waits = []
-    if TYPE != "cuda":  # whose waits nobody tells
+    if TYPE != "cuda":  # only CUDA can report waits
         yield waits
         return
     before = torch.cuda.get_sync_debug_mode()

@@ -1,4 +1,4 @@
-"""Native calls on a device equal the dispatcher and torch.library."""
+"""Native calls on a device behave like calls through the dispatcher and of torch.library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ones(device: str = SECOND, **options: Any) -> Tensor:
 
 
 def scale(define: Define, **options: Any) -> Any:
-    """An operator that notes where it runs, and multiplies."""
+    """Define an operator that multiplies, and records the stream it runs on."""
 
     @define("scale", mutates_args=(), **options)
     def scale(x: Tensor, by: float = 2.0) -> Tensor:
@@ -59,7 +59,7 @@ def _double(x: Tensor) -> Tensor:
 
 @functools.cache
 def side_stream() -> torch.Stream:
-    """Return one stream for all runs, because streams have different numbers."""
+    """Return the same stream for all three runs, because each new stream has a new number."""
     return torch.Stream(SECOND)
 
 
@@ -123,7 +123,7 @@ def gradients(define: Define) -> Any:
 
 
 def a_gradient_on_the_host(define: Define) -> Any:
-    """Autograd sums it to the shape of the input, and moves a single number to its device."""
+    """Autograd sums a CPU gradient to the input's shape, and moves it only if it is 0-dim."""
     results: list[Any] = []
     for shape in ((), (3,)):
         op = define("number" + "s" * len(shape), _double, mutates_args=(), schema=UNARY)
@@ -150,7 +150,7 @@ def threads(define: Define) -> Any:
             y.sum().backward()
             results[number] = y, x.grad
 
-    op(ones())  # the first call makes the plan
+    op(ones())  # the first call creates the call plan
     for number in range(2):
         thread = threading.Thread(target=work, args=(number,))
         thread.start()
@@ -175,7 +175,8 @@ def autocast_with_a_rule(define: Define) -> Any:
 
     see.register_autocast(TYPE, torch.bfloat16)
     seen: list[Any] = []
-    with torch.autocast(TYPE, torch.float16):  # which leaves tensors of other devices alone
+    # Autocast for this device type ignores tensors of other devices.
+    with torch.autocast(TYPE, torch.float16):
         mixed = see(ones(), torch.tensor(2.0))
     return [inside, off, other, op(ones()), mixed, seen]
 
@@ -214,7 +215,8 @@ def a_default_device(define: Define) -> Any:
         return x + torch.ones(2)
 
     with torch.device(SECOND):
-        inside = append(torch.ones(2, device="cpu"))  # PyTorch calls kernels without the context
+        # PyTorch runs kernels without the mode that sets the default device.
+        inside = append(torch.ones(2, device="cpu"))
         wrong = error_of(lambda: append(torch.ones(2)))
     return [inside, wrong, error_of(lambda: append(ones())), append(ones("cpu"))]
 
@@ -289,7 +291,7 @@ def compiled(define: Define) -> Any:
     op = scale(define)
     x = ones(requires_grad=True)
     program = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)
-    program(x.detach())  # in which AOT Autograd analyses aliases with a mode
+    program(x.detach())  # AOT Autograd first runs the function under a mode that analyses aliases
     program(x.detach())
     y = program(x)
     program(x).sum().backward()
@@ -307,10 +309,10 @@ def exported(define: Define) -> Any:
     return [program.module()(ones()), "scale" in str(program.graph)]
 
 
-# How the calls of the native arm go, by reason; None where only some have to be native.
+# The expected number of calls by reason in the native run. None: only some must be native.
 SCENARIOS: dict[Callable[[Define], Any], dict[str, int] | None] = {
     plain: {"native": 4},
-    through_torch_ops: {"native": 2},  # the first one is when torch.ops finds the operator
+    through_torch_ops: {"native": 2},  # the first call only makes torch.ops look up the operator
     kernels_by_device: {"native": 2},
     two_devices_of_a_type: {"native": 2},
     a_number_on_the_host: {"backends": 3},
@@ -355,7 +357,9 @@ LACKING = {
     "scenario",
     [pytest.param(s, marks=LACKING.get(s, ()), id=s.__name__) for s in SCENARIOS],
 )
-def test_all_three_ways(namespace: str, scenario: Callable[[Define], Any]) -> None:
+def test_native_dispatched_and_stock_runs_agree(
+    namespace: str, scenario: Callable[[Define], Any]
+) -> None:
     native, dispatched, stock = (
         run(scenario, namespace) for run in (arms.native, arms.dispatched, arms.stock)
     )
@@ -364,7 +368,8 @@ def test_all_three_ways(namespace: str, scenario: Callable[[Define], Any]) -> No
     assert native.trace == dispatched.trace
     assert not native.waits() - stock.waits()
     expected = SCENARIOS[scenario]
-    if target.TYPE == "cpu":  # where nothing is passed on because of its device
+    # On the CPU, no call falls back to the dispatcher because of its device.
+    if target.TYPE == "cpu":
         return
     if expected is None:
         assert native.calls["native"] > 0

@@ -22,7 +22,6 @@ from torchop.testing._check.checks.accelerator import captured
 from torchop.testing._contents import check_outputs
 from torchop.testing.process_state import process_state, restored
 
-# Those of CUDA are older.
 needs_graphs = pytest.mark.needs_torch(
     "2.0" if target.TYPE == "cuda" else "2.12", "torch.accelerator.Graph"
 )
@@ -46,7 +45,7 @@ def failed(report: CheckReport) -> dict[str, str]:
     return {failure.check: failure.message for failure in report.failures}
 
 
-def test_opcheck_knows_formulas_on_every_device(namespace: str) -> None:
+def test_opcheck_finds_formulas_on_every_device(namespace: str) -> None:
     op = define(namespace, lambda x: x * 1)
     op.register_autograd(lambda ctx, grad: grad)
     x = torch.ones(2, device=SECOND, requires_grad=True)
@@ -56,7 +55,7 @@ def test_opcheck_knows_formulas_on_every_device(namespace: str) -> None:
 
 @target.needs_accelerator
 @pytest.mark.needs_torch("2.13", "torch.Tag.out")
-def test_opcheck_leaves_the_generators_of_the_device_alone(namespace: str) -> None:
+def test_opcheck_does_not_change_the_devices_generators(namespace: str) -> None:
     drawn = []
 
     def fill(x: Tensor, *, out: Tensor) -> Tensor:
@@ -97,7 +96,7 @@ def test_the_sum_of_gradients_stays_on_the_device() -> None:
     assert waits == []
 
 
-def test_an_argument_that_is_kept(namespace: str) -> None:
+def test_kernel_that_keeps_an_argument(namespace: str) -> None:
     kept: dict[str, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -116,7 +115,7 @@ def test_memory_that_stays_on_the_device(namespace: str) -> None:
     def leak(x: Tensor) -> Tensor:
         if len(kept) < 4096:
             kept.append(torch.empty(1000, device=x.device))
-        else:  # so that a test that fails takes no gigabytes
+        else:  # limits the memory that a failing test takes
             kernels.append(1)
         return x * 2
 
@@ -148,7 +147,7 @@ def _draws(x: Tensor) -> Tensor:
         (_draws, "changes get_rng_state() of the accelerator"),
     ],
 )
-def test_what_a_call_changes_is_found_and_put_back(
+def test_device_state_changed_by_a_call_is_reported_and_restored(
     namespace: str, function: Any, said: str
 ) -> None:
     before = process_state()
@@ -158,7 +157,7 @@ def test_what_a_call_changes_is_found_and_put_back(
 
 
 @needs_two_devices
-def test_the_block_puts_the_device_back() -> None:
+def test_checking_restores_the_current_device() -> None:
     before = process_state()
     with restored():
         _other_stream(torch.ones(1, device=SECOND))
@@ -173,7 +172,7 @@ def test_the_block_puts_the_device_back() -> None:
 
 
 def _grows(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A kernel that takes a larger buffer where the one that it keeps is too small."""
+    """A kernel that caches a buffer, and replaces it if it is too small."""
 
     def kernel(x: Tensor) -> Tensor:
         if not kept or kept[0].numel() < x.numel():
@@ -184,8 +183,8 @@ def _grows(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
-def _elsewhere(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
-    """A kernel whose work is on a stream of its own, for which nobody waits."""
+def _uses_own_stream(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
+    """A kernel that runs on a stream of its own, without synchronization."""
 
     def kernel(x: Tensor) -> Tensor:
         if not streams:
@@ -196,7 +195,7 @@ def _elsewhere(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
-# Not what the graph says of itself in the end, which is that there was an error before.
+# Matches the cause, not the error that ending a broken capture raises.
 READS = r"\w+\(.*operation not permitted when stream is capturing"
 
 
@@ -211,8 +210,8 @@ def _reads(x: Tensor) -> Tensor:
     [
         pytest.param(
             _grows([]), "memory that was given back", marks=target.only_on_the_standin
-        ),  # elsewhere something else may be there by then, or not
-        (_elsewhere([]), "a replay of the kernel with other values"),
+        ),  # on a GPU the freed memory may or may not be reused by then
+        (_uses_own_stream([]), "a replay of the kernel with other values"),
         (_reads, f"the kernel cannot be captured into a graph: {READS}"),
     ],
 )
@@ -225,16 +224,16 @@ def test_a_kernel_that_a_graph_breaks(
 
 
 def _backward_grows(kept: list[Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """A formula that takes a larger buffer where the one that it keeps is too small."""
+    """A formula that caches a buffer, and replaces it if it is too small."""
     kernel = _grows(kept)
     return lambda ctx, grad: grad * kernel(ctx.saved_tensors[0])
 
 
-def _backward_elsewhere(streams: list[torch.Stream]) -> Callable[[Any, Tensor], Tensor]:
-    """A formula whose work is on a stream of its own, for which nobody waits."""
+def _backward_uses_own_stream(streams: list[torch.Stream]) -> Callable[[Any, Tensor], Tensor]:
+    """A formula that runs on a stream of its own, without synchronization."""
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if not streams:  # one that is new has no memory yet, which a capture must not allocate
+        if not streams:  # a new stream has no memory yet, and a capture must not allocate it
             streams.append(torch.Stream(grad.device))
         with streams[0]:
             return grad * 2 * ctx.saved_tensors[0]
@@ -254,8 +253,9 @@ def _backward_reads(ctx: Any, grad: Tensor) -> Tensor:
         pytest.param(
             _backward_grows([]), "memory that was given back", marks=target.only_on_the_standin
         ),
-        # From a gradient that a device may not have computed by then, so with any values.
-        (_backward_elsewhere([]), "a replay of the formula with"),
+        # The formula may read the gradient before it was computed, so the values may or may not
+        # differ.
+        (_backward_uses_own_stream([]), "a replay of the formula with"),
         (_backward_reads, f"the formula cannot be captured into a graph: {READS}"),
     ],
 )
@@ -315,7 +315,7 @@ def test_a_capture_waits_for_the_work_before_it() -> None:
 
 @target.needs_accelerator
 @needs_graphs
-def test_a_kernel_that_says_it_cannot_be_captured(namespace: str) -> None:
+def test_kernel_that_declares_it_cannot_be_captured(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::reads",
         _reads,
@@ -373,7 +373,7 @@ def test_the_results_of_the_cpu(namespace: str) -> None:
 
 @target.needs_accelerator
 @pytest.mark.parametrize("kept_by", ["size", "type", "device"])
-def test_a_table_that_is_kept_for_later_calls(namespace: str, kept_by: str) -> None:
+def test_kernel_that_caches_a_table(namespace: str, kept_by: str) -> None:
     tables: dict[Any, Tensor] = {}
 
     def adds_table(x: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def test_a_table_that_is_kept_for_later_calls(namespace: str, kept_by: str) -> N
         return x + tables[key]
 
     report = run(define(namespace, adds_table), "subsystems.accelerator", device="cpu")
-    # With one device of a type, that says which one it is.
+    # With one device of a type, the type identifies the device.
     if kept_by == "device" or (kept_by == "type" and target.COUNT == 1):
         assert failed(report) == {}
         return
@@ -411,7 +411,7 @@ def test_memory_shared_through_dlpack(namespace: str) -> None:
 
 
 def _wrapped(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a tensor with another storage of the same memory, as from DLPack."""
+    """Return another storage for the same memory, as from DLPack."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole)).untyped_storage()
 
@@ -420,7 +420,7 @@ def test_a_copy_for_which_there_is_no_memory(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(storage: Any) -> Tensor:
-        raise RuntimeError("a device: out of memory")  # few devices have torch.OutOfMemoryError
+        raise RuntimeError("a device: out of memory")  # few devices raise torch.OutOfMemoryError
 
     op = define(namespace, lambda x: x * 2)
     monkeypatch.setattr(snapshot, "bytes_of", no_memory)

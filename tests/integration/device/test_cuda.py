@@ -45,7 +45,7 @@ def test_a_captured_call_is_native_and_replays(namespace: str) -> None:
     assert calls == {"native": 1}
 
 
-# PyTorch keeps the graph of its last warm-up call alive.
+# PyTorch keeps the autograd graph of its last warm-up call alive.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None:
@@ -68,11 +68,11 @@ def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None
         assert module.weight.grad.tolist() == [number] * 4
 
 
-# Inductor captures an empty graph, to have memory for those to come.
+# Inductor captures an empty graph to create the memory pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) -> None:
-    from torch._dynamo.utils import counters  # starts Dynamo, which only this test needs
+    from torch._dynamo.utils import counters  # imports Dynamo, which only this test needs
 
     op = with_fake(namespace, derived=derived)
     counters.clear()
@@ -90,13 +90,12 @@ def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) ->
     assert counters["inductor"]["cudagraph_skips"] == 0
 
 
-def test_the_peak_of_memory_is_not_above_that_of_stock(namespace: str) -> None:
+def test_peak_memory_is_at_most_stocks(namespace: str) -> None:
     ours, stock = product(f"{namespace}_ours"), product(f"{namespace}_stock", library=torch.library)
     assert _peak(ours) <= _peak(stock)
 
 
 def _peak(op: Any) -> int:
-    """Return the peak of memory that a program allocates."""
     x = torch.ones(1 << 22, device="cuda", requires_grad=True)
     op(x, x).sum().backward()
     x.grad = None
@@ -151,7 +150,7 @@ def test_every_check_passes_on_the_gpu(namespace: str) -> None:
     assert {each.check: each.message for each in report.failures} == {}
 
 
-def test_a_triton_kernel_is_launched_where_its_tensors_are(namespace: str) -> None:
+def test_triton_kernel_is_launched_on_the_device_of_its_tensors(namespace: str) -> None:
     triton = pytest.importorskip("triton")
     op = torchop.custom_op(
         f"{namespace}::add_one",
@@ -167,10 +166,10 @@ def test_a_triton_kernel_is_launched_where_its_tensors_are(namespace: str) -> No
 
 def _add_one(triton: Any, x: Tensor) -> Tensor:
     from tests.integration.device.triton_kernels import (
-        add_one,  # needs Triton, which has no build for the CPU
+        add_one,
     )
 
     result = torch.empty_like(x)
-    with torch.accelerator.device_index(x.device.index):  # Triton launches on the current one
+    with torch.accelerator.device_index(x.device.index):  # Triton launches on the current device
         add_one[(triton.cdiv(x.numel(), 1024),)](x, result, x.numel(), BLOCK=1024)
     return result

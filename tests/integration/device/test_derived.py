@@ -21,11 +21,11 @@ from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state
 
 
-def draws_elsewhere(x: Tensor) -> Tensor:
+def draws_on_another_device(x: Tensor) -> Tensor:
     return x * torch.rand(8, device="standin:1").to(x.device)
 
 
-def restores_elsewhere(x: Tensor) -> Tensor:
+def restores_another_device(x: Tensor) -> Tensor:
     state = torch.standin.get_rng_state("standin:1")
     noise = torch.rand(8, device="standin:1").to(x.device)
     torch.standin.set_rng_state(state, "standin:1")
@@ -38,8 +38,8 @@ def draws(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "standin:0", "standin:1"])
-@pytest.mark.parametrize("body", [draws_elsewhere, restores_elsewhere, draws])
-def test_random_numbers_of_every_device_are_those_of_the_forward(namespace, device, native, body):
+@pytest.mark.parametrize("body", [draws_on_another_device, restores_another_device, draws])
+def test_backward_restores_random_state_of_every_device(namespace, device, native, body):
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device=device).requires_grad_()
     for _ in range(2):  # the first call that records a gradient is never native
@@ -53,12 +53,13 @@ def test_random_numbers_of_every_device_are_those_of_the_forward(namespace, devi
 
 
 @needs_native
-def test_a_plain_state_holds_those_of_all_devices():
+def test_plain_state_contains_all_devices():
     values = torch.ones(2), torch.ones(2, device="standin:1")
     packed = _hooks.extension.pack_plain(values, None, 2)
     assert torch.equal(packed, replay._of_all_devices(values, 2, False).packed)
     assert _hooks.extension.pack_plain(values, packed, 2) is packed
-    assert _hooks.extension.pack_plain(values[:1], packed, 2) is packed  # whatever the arguments
+    # The packed state does not depend on the arguments.
+    assert _hooks.extension.pack_plain(values[:1], packed, 2) is packed
     for device in ("cpu", "standin:0", "standin:1"):
         torch.rand(1, device=device)
         again = _hooks.extension.pack_plain(values, packed, 2)
@@ -68,9 +69,10 @@ def test_a_plain_state_holds_those_of_all_devices():
 
 
 @needs_native
-def test_a_state_that_is_not_plain_is_left_to_python(side_stream, monkeypatch):
+def test_other_states_are_packed_in_python(side_stream, monkeypatch):
     values = (torch.ones(2, device="standin:1"),)
-    assert _hooks.extension.pack_plain(values, None, 1) is None  # the second device is not in use
+    # Count 1: the second device is not in use.
+    assert _hooks.extension.pack_plain(values, None, 1) is None
     assert _hooks.extension.pack_plain(values, None, 0) is None
     with torch.autocast("standin", torch.bfloat16):
         assert _hooks.extension.pack_plain(values, None, 2) is None
@@ -84,12 +86,13 @@ def test_a_state_that_is_not_plain_is_left_to_python(side_stream, monkeypatch):
 
 
 @needs_native
-@pytest.mark.parametrize("body", [draws_elsewhere, draws])
-def test_a_replay_in_the_present_state_puts_back_what_it_draws(namespace, body, monkeypatch):
+@pytest.mark.parametrize("body", [draws_on_another_device, draws])
+def test_replay_in_the_current_state_restores_the_generators(namespace, body, monkeypatch):
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device="standin:0").requires_grad_()
     op(x)
-    monkeypatch.setattr(replay, "_of_all_devices", None)  # plain states are packed natively
+    # Breaks the Python path, to show that plain states are packed natively.
+    monkeypatch.setattr(replay, "_of_all_devices", None)
     torch.manual_seed(0)
     result = op(x)
     torch.manual_seed(0)
@@ -100,12 +103,12 @@ def test_a_replay_in_the_present_state_puts_back_what_it_draws(namespace, body, 
         assert torch.equal(torch.standin.get_rng_state(device), state)
 
 
-def draws_where_it_is_told(x: Tensor, device: torch.device) -> Tensor:
+def draws_on_device(x: Tensor, device: torch.device) -> Tensor:
     return x * torch.rand(8, device=device).to(x.device)
 
 
 def test_a_graph_replays_the_generator_of_a_device_that_is_an_argument(namespace):
-    op = derived(f"{namespace}::f", draws_where_it_is_told)
+    op = derived(f"{namespace}::f", draws_on_device)
     op.register_fake(lambda x, device: torch.empty_like(x))
     there = torch.device("standin", 1)
     x = torch.ones(8, requires_grad=True)
@@ -115,16 +118,16 @@ def test_a_graph_replays_the_generator_of_a_device_that_is_an_argument(namespace
     assert torch.equal(gradient, result.detach())
 
 
-def test_autocast_of_a_device_that_no_argument_is_on_is_that_of_the_forward(namespace):
+def test_autocast_of_another_device_is_restored(namespace):
     dtypes = []
 
-    def multiplies_elsewhere(x: Tensor) -> Tensor:
+    def multiplies_on_another_device(x: Tensor) -> Tensor:
         there = x.to("standin:1")
         product = there @ there
         dtypes.append(product.dtype)
         return product.to(x)
 
-    op = derived(f"{namespace}::f", multiplies_elsewhere)
+    op = derived(f"{namespace}::f", multiplies_on_another_device)
     x = torch.eye(2, requires_grad=True)
     for _ in range(2):
         with torch.autocast("standin", torch.bfloat16):
@@ -140,7 +143,7 @@ def sine(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def side_stream():
-    """PyTorch refuses to capture the backward of what ran on the default stream."""
+    """PyTorch refuses to capture the backward of calls that ran on the default stream."""
     with torch.standin.stream(torch.Stream("standin")):
         yield
 
@@ -182,11 +185,11 @@ def test_random_numbers_in_a_capture_are_refused(namespace, native, nested, side
     with standin.capture(), pytest.raises(GradientError, match=message):
         torch.autograd.grad(result, x, torch.ones(8, device="standin"))
     with standin.capture(), torch.no_grad():
-        op(x)  # nothing has to be drawn again
+        op(x)  # allowed, because no gradient needs the random numbers again
 
 
 # --------------------------------------------------------------------------------------------------
-# Graphs that are compiled for CUDA graphs
+# Compiled graphs with CUDA graphs
 
 
 def compiled(function):
@@ -203,9 +206,7 @@ def for_cuda_graphs():
 @pytest.mark.parametrize("tagged", [False, True])
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 @pytest.mark.parametrize("tracing_mode", ["real", "fake"])
-def test_a_graph_for_cuda_graphs_has_nothing_on_the_cpu(
-    namespace, cuda_graphs, tagged, tracing_mode
-):
+def test_graph_for_cuda_graphs_has_no_cpu_tensors(namespace, cuda_graphs, tagged, tracing_mode):
     tags = (torch.Tag.nondeterministic_seeded,) * tagged
     op = derived(f"{namespace}::f", sine, tags=tags)
     op.register_fake(like="x")
@@ -217,7 +218,7 @@ def test_a_graph_for_cuda_graphs_has_nothing_on_the_cpu(
     with torch._inductor.config.patch("triton.cudagraphs", cuda_graphs):
         graph = make_fx(train, tracing_mode=tracing_mode)(x)
     assert f"{namespace}.f__training.default" in {str(node.target) for node in graph.graph.nodes}
-    # Inductor makes no CUDA graph of what has a tensor on the CPU.
+    # Inductor does not use CUDA graphs for a graph with CPU tensors.
     devices = {device.type for device in get_device_node_mapping(graph)}
     assert devices == ({"standin"} if cuda_graphs and not tagged else {"standin", "cpu"})
     (gradient,) = graph(x)
@@ -233,7 +234,7 @@ def test_compiled_training_for_cuda_graphs(namespace, for_cuda_graphs):
     torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
 
 
-@pytest.mark.parametrize("body", [draws, restores_elsewhere])
+@pytest.mark.parametrize("body", [draws, restores_another_device])
 def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs, body):
     x = torch.ones(8, device="standin").requires_grad_()
     op = derived(f"{namespace}::f", body)
@@ -248,7 +249,7 @@ def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_c
     result = compiled(op)(x)
     torch.rand(8, device="standin:1")
     (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
-    if body is draws:  # a graph keeps the state of the devices of its arguments
+    if body is draws:  # a graph saves the random states of its arguments' devices only
         assert torch.equal(gradient.cpu(), result.detach().cpu())
 
 

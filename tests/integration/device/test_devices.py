@@ -43,7 +43,7 @@ def test_a_device_module_without_captures(monkeypatch):
         assert is_capturing()
 
 
-def test_a_type_that_the_program_does_not_use_is_not_asked_for_its_devices(monkeypatch):
+def test_unused_device_type_is_not_queried(monkeypatch):
     monkeypatch.setattr(torch.standin, "is_initialized", lambda: False)
     unused = devices.traits.__wrapped__("standin")
     assert (unused.is_in_use(), unused.device_count()) == (False, 0)
@@ -56,7 +56,7 @@ def test_a_program_can_be_traced_for_cuda_without_such_a_device():
     assert devices.traits("cuda").size_of_state(torch.device("cuda", 0)) == 16
 
 
-def test_an_address_is_another_place_on_another_device():
+def test_same_address_on_two_devices_is_different_memory():
     def storage(index: int) -> Any:
         device = torch.device("standin", index)
         return SimpleNamespace(device=device, nbytes=lambda: 8, data_ptr=lambda: 64)

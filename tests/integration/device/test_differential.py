@@ -1,4 +1,4 @@
-"""Generated calls on a device, both ways; `nox -s fuzz` compares more."""
+"""Compare native and dispatched calls on generated examples; `nox -s fuzz` compares more."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.integration.device import target
 from tests.integration.differential import test_differential as differential
 from tests.integration.differential.describe import Names, describe
 from tests.integration.differential.observe import differences
-from tests.integration.differential.test_differential import (  # noqa: F401  # tests
-    test_native_calls_do_what_the_dispatcher_does,
+from tests.integration.differential.test_differential import (  # noqa: F401  # collects these tests
+    test_native_calls_equal_dispatched_calls,
     workshop,
 )
 

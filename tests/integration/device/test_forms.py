@@ -57,10 +57,10 @@ def derived_formula(define: Define) -> Any:
     results = []
     for context in (torch.enable_grad(), torch.autocast(TYPE, torch.bfloat16)):
         x, weight = ones(requires_grad=True), ones(requires_grad=True)
-        drop(x, weight)  # the first one makes the class of nodes
+        drop(x, weight)  # the first call creates the class of the autograd node
         with context:
             y = drop(x, weight)
-        torch.rand(3, device=SECOND)  # must not matter to the backward
+        torch.rand(3, device=SECOND)  # random numbers in between must not affect the backward
         y.sum().backward()
         results += [y, x.grad, weight.grad, torch.rand(1, device=SECOND)]
     return results
@@ -99,7 +99,7 @@ SCENARIOS: dict[str, tuple[arms.Scenario, dict[str, int] | None]] = {
 
 @target.needs_accelerator
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_both_ways(namespace: str, name: str) -> None:
+def test_native_and_dispatched_calls_agree(namespace: str, name: str) -> None:
     scenario, expected = SCENARIOS[name]
     native, dispatched = arms.native(scenario, namespace), arms.dispatched(scenario, namespace)
     assert native.outcome == dispatched.outcome
@@ -154,7 +154,6 @@ def test_an_accelerated_operator_of_the_low_level(namespace):
 @target.needs_accelerator
 @pytest.mark.skipif(target.COUNT < 2, reason="needs two devices")
 def test_a_provider_for_one_of_the_devices(namespace):
-    """A choice for one device does not apply to another one."""
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -174,7 +173,7 @@ def test_a_provider_for_one_of_the_devices(namespace):
 
 
 def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op: Any) -> None:
-    """Check that the same happens, and by two native calls."""
+    """Check that accelerated calls give the same results and traces, and that two are native."""
 
     def seen() -> Any:
         with target.trace() as trace:
@@ -191,7 +190,7 @@ def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op:
 
 @target.only_on_the_standin
 def test_a_call_that_is_captured(namespace):
-    """No native call reads the state of a generator, or waits, that the dispatcher would not."""
+    """Native calls must not read generator states or wait, which would raise during a capture."""
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

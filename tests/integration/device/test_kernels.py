@@ -65,7 +65,7 @@ def test_a_call_without_tensors_runs_through_the_fallback(namespace):
         return [make(2, torch.device(name)) for name in ("standin:1", "standin:1", "cpu")]
 
     both = on_both(scenario, namespace)
-    # The operator's own kernel of torch.library refuses such a call before it comes to a backend.
+    # In torch.library, a BackendSelect kernel rejects the call before the backend's fallback.
     assert "does not have a kernel registered for standin" in str(both.stock)
     assert [(str(r.device), r.tolist()) for r in both.ours] == [
         ("standin:1", [1, 1]),
@@ -75,7 +75,7 @@ def test_a_call_without_tensors_runs_through_the_fallback(namespace):
 
 
 def test_an_optional_list_runs_through_the_fallback(namespace):
-    # With torch.library, the operator does not find the device of the list.
+    # torch.library does not dispatch on the device of tensors in a list.
     @torchop.custom_op(f"{namespace}::total", mutates_args=(), device_types="cpu")
     def total(xs: Optional[List[Tensor]]) -> Tensor:
         return sum(xs)
@@ -119,7 +119,7 @@ def test_an_explanation_shows_the_fallback_before_the_first_call(namespace):
 @LIBRARIES
 @pytest.mark.parametrize("is_called_before", [True, False])
 @pytest.mark.parametrize("devices", [None, "standin"])
-def test_a_kernel_that_is_registered_goes_before_the_fallback(
+def test_registered_kernel_takes_precedence_over_the_fallback(
     namespace, library, is_called_before, devices
 ):
     op = doubling(library, namespace)
@@ -135,7 +135,7 @@ def test_a_kernel_that_is_registered_goes_before_the_fallback(
         assert op(torch.ones(1).to_sparse()).is_sparse
 
 
-def test_the_next_operator_of_the_name_has_nothing_of_the_fallback(namespace):
+def test_next_operator_of_the_name_does_not_use_the_fallback(namespace):
     x = torch.ones(3, device="standin")
     for _ in range(2):
         op = doubling(torchop, namespace)
@@ -179,7 +179,7 @@ def test_a_derived_formula(namespace):
 
 @LIBRARIES
 @pytest.mark.parametrize("name", ["standin", "privateuseone"])
-def test_an_autocast_rule_of_the_device_is_recorded_as_it_runs(namespace, library, name):
+def test_autocast_rule_of_the_device_applies_during_recording(namespace, library, name):
     seen = []
 
     def product(x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def test_an_autocast_rule_of_the_device_is_recorded_as_it_runs(namespace, librar
         op(x)
         with torchop.record(f"{namespace}::*") as recorded:
             op(x)
-    # torch.library does not cast under the first name of the device.
+    # torch.library ignores rules under PyTorch's original name of the device type.
     is_cast = library is torchop or name == "standin"
     assert seen == [(torch.bfloat16 if is_cast else torch.float32, torch.float32)] * 2
     assert recorded.calls(f"{namespace}::product") == 1

@@ -1,5 +1,3 @@
-"""Calls on a device leak nothing."""
-
 from __future__ import annotations
 
 import os
@@ -7,19 +5,19 @@ import os
 import pytest
 
 from tests.native import test_leaks as leaks
-from tests.native.test_leaks import (  # noqa: F401  # tests
+from tests.native.test_leaks import (  # noqa: F401  # collects these tests
     ops,
     pytestmark,
     test_backward_passes,
     test_calls,
     test_calls_that_raise,
-    test_plans_are_replaced_and_not_kept,
+    test_replaced_plans_are_freed,
 )
 
 
 @pytest.fixture(autouse=True)
 def fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run on the CPU, which takes a hundred times as long."""
+    """Make fewer calls, because kernels that fall back to the CPU are a hundred times slower."""
     if "TORCHOP_LEAK_CALLS" not in os.environ:
         monkeypatch.setattr(leaks, "CALLS", 500)
         monkeypatch.setattr(leaks, "SLOW_CALLS", 200)

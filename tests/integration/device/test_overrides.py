@@ -40,8 +40,8 @@ def fragment(namespace: str) -> Iterator[torch.library.Library]:
     library._destroy()
 
 
-def both_ways(op: Any, x: Callable[[], Tensor]) -> tuple[list[float], dict[str, int]]:
-    """The result, the same natively and not, and how the first call went."""
+def both_paths(op: Any, x: Callable[[], Tensor]) -> tuple[list[float], dict[str, int]]:
+    """Check that the native result equals the dispatched one; return it and the counted calls."""
     with counting(op) as calls:
         result = op(x())
     with torchop.native.disabled():
@@ -54,22 +54,22 @@ def both_ways(op: Any, x: Callable[[], Tensor]) -> tuple[list[float], dict[str, 
 @pytest.mark.parametrize("key", ["PrivateUse1", "AutogradPrivateUse1"])
 def test_a_kernel_at_a_key_of_the_device(op, fragment, key):
     fragment.impl("op", lambda x: x.detach() + 7, key)
-    result, calls = both_ways(op, ones)
+    result, calls = both_paths(op, ones)
     assert result == [8, 8]
     assert calls == {"kernel": 1}
     assert f"the kernel at {key}" in torchop.explain(op, ones()).reason
-    # The CPU has its own.
-    assert both_ways(op, lambda: torch.ones(2)) == ([2, 2], {"native": 1})
+    # The CPU has its own keys.
+    assert both_paths(op, lambda: torch.ones(2)) == ([2, 2], {"native": 1})
 
 
 def test_a_kernel_at_the_key_of_another_device(op, fragment):
     fragment.impl("op", lambda x: x + 7, "CPU")
     fragment.impl("op", lambda x: x + 7, "AutogradCPU")
-    assert both_ways(op, ones) == ([2, 2], {"native": 1})
-    assert both_ways(op, lambda: ones(requires_grad=True)) == ([2, 2], {"native": 1})
+    assert both_paths(op, ones) == ([2, 2], {"native": 1})
+    assert both_paths(op, lambda: ones(requires_grad=True)) == ([2, 2], {"native": 1})
 
 
-# PyTorch has no way back to the fallback that was there before, so these have their own process.
+# PyTorch cannot restore the previous fallback, so each test replaces it in a process of its own.
 FALLBACKS = """
     import sys, torch, torchop
     from tests.integration.device import standin
@@ -116,7 +116,7 @@ FALLBACKS = """
 
 @pytest.mark.parametrize("chosen", ["python", "fallthrough"])
 def test_a_fallback_of_the_backend_for_autograd(chosen):
-    """Our operators have a kernel at Autograd; others meet the fallback there."""
+    """torchop's operators have an Autograd kernel. Those of torch.library use the fallback."""
     native, met = "(True, [])", "(False, ['fallback of ours::low'])"
     *before, op, low = assert_clean(run_forked(FALLBACKS, chosen)).splitlines()
     assert before == [f"op {native} {native}", f"low {native} {native}"]
@@ -137,5 +137,5 @@ def test_without_a_fallback_for_kernels(op, namespace):
         with pytest.raises(torchop.MissingKernelError, match="standin"):
             only_cpu(nothing)
         with pytest.raises(NotImplementedError, match="aten::add"):
-            op(nothing)  # of what its kernel calls
-    assert both_ways(op, ones) == ([2, 2], {"native": 1})
+            op(nothing)  # the kernel is found, but an operator that it calls is not
+    assert both_paths(op, ones) == ([2, 2], {"native": 1})

@@ -13,7 +13,7 @@ from tests.integration.device import target
 
 ROOT = Path(__file__).parents[3]
 LOAD = "from tests.integration.device import standin\nstandin.load()\n" if target.IS_STANDIN else ""
-# As CUDA, which no fork of this process can use afterwards.
+# Like CUDA, the device cannot be used in a forked process.
 ASK = (
     "process = os.getpid()\ntorch.standin._is_in_bad_fork = lambda: os.getpid() != process\n"
     if target.IS_STANDIN

@@ -1,4 +1,4 @@
-"""Programs with memory, graphs, streams and modes of a device, run in three ways."""
+"""Programs with memory, graphs, streams and modes, compared in the three runs of `arms.py`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.integration.device.test_calls import Define, ones, scale, side_stream
 pytestmark = [
     needs_native,
     target.needs_accelerator,
-    # PyTorch 2.11 says so, once, of a gradient that a formula moved to another device.
+    # PyTorch 2.11 warns, once per process, if a formula moves a gradient to another device.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 
 
 @functools.cache
 def first_side_stream() -> torch.Stream:
-    """A stream of the first device, one for all arms."""
+    """Return the same stream of the first device for all three runs."""
     return torch.Stream(FIRST)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, and graphs that are captured: on the stand-in alone
+# Memory and graph capture, on the simulated device only
 
 
 def out_of_memory_in_the_kernel(define: Define) -> Any:
@@ -352,7 +352,7 @@ ANYWHERE = (
     fake_tensors,
     a_mode_for_devices,
 )
-# The kernel that runs is the backend's fallback; tensors are on devices of several types.
+# The first uses the backend's fallback, and the second has tensors on devices of several types.
 NEVER_NATIVE = (a_kernel_for_the_cpu_alone, pinned_memory)
 LACKING = {pinned_memory: pytest.mark.needs_torch("2.13", "stock counts what its kernel writes")}
 
@@ -364,7 +364,9 @@ LACKING = {pinned_memory: pytest.mark.needs_torch("2.13", "stock counts what its
         *(pytest.param(s, id=s.__name__, marks=LACKING.get(s, ())) for s in ANYWHERE),
     ],
 )
-def test_all_three_ways(namespace: str, scenario: Callable[[Define], Any]) -> None:
+def test_native_dispatched_and_stock_runs_agree(
+    namespace: str, scenario: Callable[[Define], Any]
+) -> None:
     native, dispatched, stock = (
         run(scenario, namespace) for run in (arms.native, arms.dispatched, arms.stock)
     )

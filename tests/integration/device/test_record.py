@@ -12,7 +12,7 @@ from tests.integration.device.target import SECOND, TYPE
 def test_a_recorded_call_under_autocast(namespace):
     @torchop.custom_op(f"{namespace}::product", mutates_args=())
     def product(x: Tensor) -> Tensor:
-        # The rule turns autocast off for what a kernel calls.
+        # `register_autocast` turns autocast off inside the kernel.
         return x.float() @ x.float()
 
     product.register_autocast(TYPE, torch.bfloat16)

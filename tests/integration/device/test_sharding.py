@@ -1,5 +1,3 @@
-"""DTensors with shards on a device, on simulated ranks."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -35,7 +35,7 @@ def test_a_tensor_that_grows_stays_on_its_device():
     assert y.device == x.device
 
 
-def test_the_host_cannot_read_its_memory():
+def test_host_cannot_read_device_memory():
     read = "import ctypes; print(ctypes.string_at({}.data_ptr(), 4))"
     done = run_forked(LOADED + read.format("torch.ones(3)"))
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def test_waits_of_the_host_are_traced():
         "copy from the host",
         "read a value",
         "aten::nonzero",
-        "aten::nonzero",  # the places of a mask
+        "aten::nonzero",  # an indexing mask is converted to indices
         "aten::equal",
         "synchronize device 0",
         "synchronize stream 0.0",
@@ -116,10 +116,10 @@ def test_random_numbers():
         torch.rand(4, device="standin", generator=torch.Generator())
 
 
-def test_the_allocator_counts():
+def test_allocator_counts_memory():
     before = [torch.accelerator.memory_allocated(device) for device in (0, 1)]
     x = torch.empty(5000, device="standin:1")
-    assert torch.standin.memory_allocated(1) == before[1] + 20480  # in pages
+    assert torch.standin.memory_allocated(1) == before[1] + 20480  # allocations take whole pages
     assert torch.accelerator.memory_allocated(0) == before[0]
     torch.accelerator.reset_peak_memory_stats(1)
     torch.empty(5000, device="standin:1")
@@ -134,7 +134,8 @@ def test_a_graph_replays_its_work_in_the_same_memory():
         y = torch.cat([x, x.t() * 2])
         z = y.add_(1).reshape(2, 3).sum(0)
         pinned.copy_(z, non_blocking=True)
-        numbers = torch.arange(4, device="standin:1") * x[0]  # resized by its kernel
+        # The operator's kernel resizes the output.
+        numbers = torch.arange(4, device="standin:1") * x[0]
     assert (y.tolist(), z.tolist(), pinned.tolist()) == ([2, 2, 2, 3, 3, 3], [5] * 3, [5] * 3)
     x.fill_(2)
     assert z.tolist() == [5] * 3
@@ -150,7 +151,7 @@ def test_a_graph_replays_its_work_in_the_same_memory():
     assert drawn.tolist() != before
 
 
-def test_a_capture_refuses_what_cudas_does():
+def test_capture_rejects_the_same_operations_as_cuda():
     x, host = torch.ones(2, device="standin"), torch.ones(2)
     event = torch.Event("standin")
     event.record(torch.accelerator.current_stream())
@@ -178,7 +179,7 @@ def test_a_capture_refuses_what_cudas_does():
         lambda: torch.accelerator.current_stream().query(),
         lambda: event.query(),
     ):
-        with (  # which breaks what is captured
+        with (  # the error also breaks the capture
             pytest.raises(RuntimeError, match="due to a previous error during capture"),
             standin.capture(),
             pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
@@ -188,12 +189,13 @@ def test_a_capture_refuses_what_cudas_does():
     assert not torch.standin.is_current_stream_capturing()
 
 
-def test_a_graph_keeps_the_memory_of_its_pool_alone():
+def test_graph_keeps_only_its_pools_memory():
     x = torch.ones(2, device="standin")
     reserved = torch.accelerator.memory_reserved(0)
     with standin.capture() as graph:
         y = (x + 1) * 2
-    assert torch.accelerator.memory_reserved(0) == reserved + 8192  # also of what was given back
+    # Including memory that was freed during the capture.
+    assert torch.accelerator.memory_reserved(0) == reserved + 8192
     with standin.capture(pool=graph.pool()) as second:
         z = y + x
     assert second.pool() == graph.pool()
@@ -263,10 +265,10 @@ print(results)
         ("torch.library", "CPU", "standin", False),
     ],
 )
-def test_greenlets_in_the_fallback_are_those_in_any_dispatched_call(
+def test_greenlets_in_the_fallback_behave_as_in_any_dispatched_call(
     defined_by, key, device, survives
 ):
-    """pybind11 aborts if they leave its calls in another order, and has no part in native ones."""
+    """pybind11 aborts if greenlets leave its calls in another order. Native calls don't use it."""
     pytest.importorskip("greenlet")
     program = LOADED + "import torchop\n" + GREENLETS
     for word, value in (("DEFINED_BY", defined_by), ("KEY", key), ("DEVICE", device)):

@@ -1,4 +1,4 @@
-"""Calls add no synchronization or memory to their kernel's. Uses private names."""
+"""Calls add no synchronization or memory to those of their kernel. Uses private names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.device.target import SECOND, TYPE
 from torchop.testing._timing import Way, timed
 
 pytestmark = [needs_native, target.needs_accelerator]
-# So long that a stream that nobody waits for has not finished.
+# Large enough that work on an unsynchronized stream is still running.
 SIDE = 2048 if TYPE == "cuda" else 16
 
 

@@ -1,4 +1,4 @@
-"""Backward on an accelerator runs in threads of PyTorch's, in the blocks of who called it."""
+"""Backward threads of an accelerator must see the settings of the caller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ needs_context = pytest.mark.needs_torch("2.12", "backward has the context of its
 
 
 def calling_in_backward(namespace: str, call: Any) -> Tensor:
-    """The sum of an operator whose formula calls `call`, in another thread than this one."""
     op = torchop.custom_op(
         f"{namespace}::outer",
         lambda x: x * 1,
@@ -37,7 +36,7 @@ def calling_in_backward(namespace: str, call: Any) -> Tensor:
 
 
 @needs_context
-def test_checking_finds_what_backward_writes(namespace):
+def test_checking_reports_mutation_in_backward(namespace):
     @torchop.custom_op(f"{namespace}::inner", mutates_args=())
     def inner(x: Tensor) -> Tensor:
         return x.add_(1).clone()
@@ -47,13 +46,13 @@ def test_checking_finds_what_backward_writes(namespace):
         with pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
             y.backward(retain_graph=True)
         other = threading.Thread(target=y.backward, kwargs={"retain_graph": True})
-        other.start()  # whose backward is not in the block
+        other.start()  # a thread outside the block, so its backward must not be checked
         other.join()
     y.backward()
 
 
 def chosen(namespace: str) -> tuple[Any, list[str]]:
-    """An operator with two providers, and the names of those that ran."""
+    """Define an operator with two providers; return it and the list of providers that ran."""
     ran: list[str] = []
 
     def kernel(name: str) -> Any:
@@ -73,7 +72,7 @@ def chosen(namespace: str) -> tuple[Any, list[str]]:
 
 @needs_context
 @pytest.mark.parametrize("is_native", [True, False])
-def test_backward_follows_the_order_of_its_caller(namespace, is_native):
+def test_backward_uses_the_callers_priority(namespace, is_native):
     op, ran = chosen(namespace)
 
     def call(grad: Tensor) -> Tensor:
@@ -88,12 +87,12 @@ def test_backward_follows_the_order_of_its_caller(namespace, is_native):
         assert ran == ["first", "second", "first"]
         op(torch.ones(2, device=SECOND))
     ran.clear()
-    y.backward(retain_graph=True)  # in the same thread, after the block
+    y.backward(retain_graph=True)
     assert ran == ["reference", "second", "reference"]
 
 
 @needs_context
-def test_backward_follows_the_order_of_its_task(namespace):
+def test_backward_uses_the_tasks_priority(namespace):
     op, ran = chosen(namespace)
     y = calling_in_backward(namespace, op)
     tasks = {name: contextvars.copy_context() for name in ("first", "second")}
@@ -108,8 +107,8 @@ def test_backward_follows_the_order_of_its_task(namespace):
 
 
 @pytest.mark.parametrize("is_native", [True, False])
-def test_a_backward_inside_of_a_backward_ends(namespace, is_native):
-    """After it, PyTorch tells of no blocks where the other one began."""
+def test_nested_backward_loses_the_callers_priority(namespace, is_native):
+    """After a nested backward, PyTorch has lost the caller's context with the settings."""
     op, ran = chosen(namespace)
     run = op if is_native else torchop.native.disabled()(op)
 
@@ -129,7 +128,7 @@ def test_native_calls_are_disabled_in_backward(namespace):
 
     def call(grad: Tensor) -> Tensor:
         with torchop.native.disabled():
-            op(grad)  # after which the block around the backward is still there
+            op(grad)  # leaving this block must not undo the caller's block around the backward
         return op(grad)
 
     y = calling_in_backward(namespace, call)
@@ -137,14 +136,14 @@ def test_native_calls_are_disabled_in_backward(namespace):
     with torchop.native.disabled():
         backward()
         other = threading.Thread(target=backward)
-        other.start()  # whose backward is not in the block
+        other.start()  # a thread outside the block, so its backward makes native calls
         other.join()
         backward()
-    backward()  # in the same thread, after the block
+    backward()
     assert torchop.native.counters(op) == {"switched_off": 6, "native": 2}
 
 
-def test_a_recording_has_the_calls_of_backward(namespace):
+def test_calls_in_backward_are_recorded(namespace):
     op, _ = chosen(namespace)
     y = calling_in_backward(namespace, op)
     with torchop.record(f"{namespace}::*") as recorded:

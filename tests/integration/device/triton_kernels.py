@@ -1,4 +1,4 @@
-"""Triton reads kernels from the file that they are written in."""
+"""Kernels for Triton, which reads their source from a file."""
 
 import triton
 import triton.language as tl

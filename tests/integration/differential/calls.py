@@ -1,4 +1,4 @@
-"""Generate calls: arguments, and how they are passed."""
+"""Generate calls: the arguments and the way to pass them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,12 @@ from tests.integration.differential.tensors import TensorSpec, tensors
 
 
 class Same(NamedTuple):
-    """The tensor that was made before, by number."""
+    """Reuse the argument tensor with this number."""
 
     number: int
 
 
 class Items(NamedTuple):
-    """A list, or another sequence."""
-
     items: tuple[Any, ...]
     type: type = list
 
@@ -45,12 +43,10 @@ class Items(NamedTuple):
 
 
 class OurList(list):  # type: ignore[type-arg]
-    """A list that is not exactly one."""
+    pass
 
 
 class Passed(NamedTuple):
-    """An argument of a call: by position if it has no name."""
-
     name: str | None
     value: Any
 
@@ -59,8 +55,6 @@ class Passed(NamedTuple):
 
 
 class CallSpec(NamedTuple):
-    """A call of an operator."""
-
     arguments: tuple[Passed, ...]
     through: str = "handle"  # or "packet", or "overload"
 
@@ -69,8 +63,6 @@ class CallSpec(NamedTuple):
 
 
 class Arguments:
-    """The arguments of one call, made for one arm."""
-
     def __init__(self, call: CallSpec) -> None:
         self.tensors: list[Tensor] = []
         self._call = call
@@ -87,7 +79,7 @@ class Arguments:
         return value
 
     def pass_to(self, function: Callable[..., Any], tensors: list[Tensor] | None = None) -> Any:
-        """Calls a function, with other tensors in the place of these if there are some."""
+        """Call a function, optionally with other tensors in place of the generated ones."""
         replaced = {} if tensors is None else dict(zip(map(id, self.tensors), tensors, strict=True))
         values = self._values if tensors is None else [_replace(v, replaced) for v in self._values]
         args, kwargs = [], {}
@@ -116,20 +108,20 @@ def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
 
 
 class Level(enum.IntEnum):
-    """Integers of which a kernel gets the plain value."""
+    """Kernels must get the plain integers."""
 
     ZERO = 0
     THREE = 3
 
 
 class Mode(str, enum.Enum):
-    """A string of which a kernel gets the plain value."""
+    """Kernels must get the plain string."""
 
     MEAN = "mean"
 
 
 class OurFloat(float):
-    """A float that is not exactly one."""
+    pass
 
 
 _integers = st.sampled_from([0, 1, -1, 3, 7, 2**62, -(2**63), 2**63 - 1, *Level, True])
@@ -161,7 +153,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 
-# What the dispatcher converts, or refuses, or should.
+# Values that the dispatcher converts or rejects.
 _ODD: tuple[Any, ...] = (
     *(-0.0, 1, 2**64, -(2**63) - 1, 10**400, True, 1.5, 2.0, 1j, None, "cpu", "mean", b"bytes", ()),
     *(numpy.float64(1.5), numpy.int64(3), numpy.bool_(True), numpy.float32(-0.0), numpy.ones(2)),
@@ -172,21 +164,21 @@ _ODD: tuple[Any, ...] = (
 
 
 class _Odd(int):
-    """An int that reads as another float."""
+    """An int whose `__float__` returns another number."""
 
     def __float__(self) -> float:
         return 7.5
 
 
 class _OddFloat(float):
-    """A float of which only C reads the value."""
+    """A float whose `__float__` must not be called, because C reads its value directly."""
 
     def __float__(self) -> float:
         raise AssertionError
 
 
 class _Overriding(int):
-    """An int that decides what a call returns."""
+    """An int whose `__torch_function__` intercepts the call."""
 
     @classmethod
     def __torch_function__(
@@ -212,13 +204,13 @@ def _values(draw: DrawFn, kind: Kind, focus: str) -> Any:
     if kind.schema == "int[2]":
         items = (draw(single), draw(single))
     else:
-        # A list without a tensor says nothing of where to run.
+        # An empty list of tensors does not determine the device, so it is rare.
         least = 1 if kind.holds_tensors and not draw(one_in(8)) else 0
         items = tuple(draw(st.lists(single, min_size=least, max_size=3)))
     return Items(items, draw(st.sampled_from([list, list, tuple])))
 
 
-# PyTorch takes any number for one of these, also as a tensor, and crashes when it is out of range.
+# For these types, PyTorch accepts any number or tensor, and crashes if it is out of range.
 _ENUMERATIONS = ("ScalarType", "Layout", "MemoryFormat")
 _NO_NUMBERS = tuple(value for value in _ODD if not hasattr(value, "__index__"))
 _NO_NUMBERS = tuple(value for value in _NO_NUMBERS if not hasattr(value, "__float__"))
@@ -243,7 +235,6 @@ def _odd_values(draw: DrawFn, kind: Kind) -> Any:
 
 @st.composite
 def calls(draw: DrawFn, spec: OperatorSpec, focus: str = "plain") -> CallSpec:
-    """Calls of an operator; `focus` is what the example is about."""
     first_keyword = draw(st.sampled_from([99, 99, 0, 1, 2]))
     positional: list[Passed] = []
     keywords: list[Passed] = []
@@ -251,7 +242,8 @@ def calls(draw: DrawFn, spec: OperatorSpec, focus: str = "plain") -> CallSpec:
         value = draw(_values(parameter.kind, focus))
         if parameter.has_default and draw(st.booleans()):
             if draw(st.booleans()):
-                first_keyword = min(first_keyword, index)  # what follows cannot come by position
+                # The arguments after it must be passed by keyword.
+                first_keyword = min(first_keyword, index)
                 continue
             value = _default(parameter)
         if parameter.keyword_only or index >= first_keyword:

@@ -1,4 +1,4 @@
-"""Choices that are rare, and that the simplest example never makes."""
+"""Rare choices, which the simplest example of Hypothesis does not make."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hypothesis import strategies as st
 
 
 def one_in(count: int) -> st.SearchStrategy[bool]:
-    """True once in `count` times; Hypothesis takes the first of a list for the simplest."""
+    """Generate True once in `count` times; Hypothesis shrinks to False, the first element."""
     return st.sampled_from((False,) * (count - 1) + (True,))

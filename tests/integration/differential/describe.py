@@ -16,7 +16,7 @@ class Names:
     """Names of tensors, by identity."""
 
     def __init__(self) -> None:
-        # The tensor is kept with its name: another object must not get its id.
+        # Keep a reference to the tensor, so that its id is not reused.
         self._names: dict[int, tuple[str, Tensor]] = {}
         self._storages: dict[int, str] = {}
 
@@ -27,12 +27,10 @@ class Names:
             self._storages.setdefault(storage, name)
 
     def of(self, tensor: Tensor) -> str | None:
-        """The name of this object, or None for one that nobody has named."""
         found = self._names.get(id(tensor))
         return found[0] if found else None
 
     def of_storage(self, tensor: Tensor) -> str | None:
-        """The first tensor that was seen to have the same memory."""
         storage = _storage(tensor)
         return None if storage is None else self._storages.get(storage)
 
@@ -40,12 +38,11 @@ class Names:
 def _storage(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage()._cdata
-    except Exception:  # sparse, functional, of a subclass: there is none to ask for
+    except Exception:  # sparse, functional and wrapper tensors may have no storage
         return None
 
 
 def thread_state() -> Described:
-    """Return the state of the current thread."""
     return {
         "grad": torch.is_grad_enabled(),
         "forward grad": torch._C._is_fwd_grad_enabled(),
@@ -60,9 +57,8 @@ def thread_state() -> Described:
 
 
 def describe(value: Any, names: Names) -> Described:
-    """Describe a value, with the contents of its tensors."""
     if isinstance(value, Tensor):
-        # Not to be seen, and not to be changed, by the modes and subclasses that are tested.
+        # The description must not be visible to the modes and subclasses that are tested.
         with torch._C.DisableTorchFunction():
             return _describe_tensor(value, names)
     if isinstance(value, (list, tuple)):
@@ -71,7 +67,7 @@ def describe(value: Any, names: Names) -> Described:
         return {key: describe(item, names) for key, item in value.items()}
     if isinstance(value, BaseException):
         return describe_error(value)
-    # The type tells True from 1, and repr -0.0 from 0.0 and one NaN from none.
+    # The type distinguishes True from 1, and `repr` distinguishes -0.0 from 0.0.
     return f"{type(value).__name__}: {value!r}"
 
 
@@ -79,7 +75,7 @@ def describe_error(error: BaseException) -> Described:
     cause = error.__cause__
     return {
         "type": type(error).__name__,
-        # Without the Python frames that pybind11 lists: they are those of the test.
+        # Remove the Python frames that pybind11 appends, which are those of the test.
         "message": str(error).partition("\n\nAt:\n")[0],
         "cause": None if cause is None else describe_error(cause),
     }
@@ -96,7 +92,7 @@ def _describe_tensor(tensor: Tensor, names: Names) -> Described:
         "device": str(tensor.device),
         "layout": str(layout),
         "requires_grad": _or_error(lambda: tensor.requires_grad),
-        # A view that was invalidated says so when it is asked.
+        # Reading it raises if an in-place operation invalidated the view.
         "is_leaf": _or_error(lambda: tensor.is_leaf),
         "is_inference": tensor.is_inference(),
         "keys": str(torch._C._dispatch_keys(tensor)),
@@ -120,7 +116,7 @@ def _or_error(read: Any) -> Any:
 
 
 def describe_node(node: Any) -> Described:
-    """Describe a node of autograd and, by name, the nodes that come after it."""
+    """Describe an autograd node, and the names of the nodes after it."""
     if node is None:
         return None
     described = {
@@ -140,7 +136,7 @@ def describe_node(node: Any) -> Described:
         )
         for name in ("to_save", "non_differentiable", "dirty_tensors", "materialize_grads"):
             described[name] = _or_error(lambda name=name: repr(getattr(node, name)))
-        # What users set. How long the lists were is noted where it is needed, and no one else's.
+        # Attributes set by the user, without those that torchop sets on the node.
         described["attributes"] = {
             key: repr(value) for key, value in vars(node).items() if not key.startswith("_torchop")
         }
@@ -152,7 +148,7 @@ def _inputs(node: Any) -> Any:
 
 
 def _contents(tensor: Tensor) -> Any:
-    """The bits of a tensor: equal values may differ in them, as 0.0 and -0.0 do."""
+    """Return the bits of a tensor, because equal values such as 0.0 and -0.0 differ in bits."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor

@@ -1,4 +1,4 @@
-"""Generated examples: each is about one thing, so that the rest of it can be right."""
+"""Generated examples. Each tests one unusual feature, so the call usually succeeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.differential.observe import Example
 from tests.integration.differential.scripts import scripts
 from tests.integration.differential.situations import situations
 
-# Every entry is one share of the examples. A call in which nothing is unusual goes native.
+# Each entry is an equal share of the examples. "plain" calls have nothing unusual and are native.
 FOCUSES = (
     *["plain"] * 20,
     *["gradient"] * 9,
@@ -28,11 +28,11 @@ FOCUSES = (
 
 @st.composite
 def examples(draw: DrawFn) -> Example:
-    """Examples of everything."""
     focus = draw(st.sampled_from(FOCUSES))
     operator = draw(operators(focus))
     situation = draw(situations(focus))
-    if situation == "profiler":  # it sees what asks `supports`, in whichever call comes first
+    # The profiler would also record what `supports` does, which runs only in the first call.
+    if situation == "profiler":
         operator = operator._replace(provider="none")
     return Example(
         operator,

@@ -1,5 +1,3 @@
-"""Strategies that generate operators."""
-
 from __future__ import annotations
 
 from hypothesis import strategies as st
@@ -26,8 +24,8 @@ def _kinds(*schemas: str) -> st.SearchStrategy[Kind]:
     return st.sampled_from([_KIND[schema] for schema in schemas])
 
 
-# Mostly what users write, and mostly a tensor first: without one, the dispatcher chooses by other
-# arguments, and native calls do not.
+# Mostly common types, and a tensor first. Without tensors, the dispatcher selects a kernel by other
+# arguments, and calls are not native.
 _first = st.one_of(
     *[_kinds("Tensor")] * 12, _kinds("Tensor[]"), _kinds("Tensor?"), _kinds("Tensor?[]")
 )
@@ -68,13 +66,13 @@ def _default(draw: DrawFn, kind: Kind, needed: bool) -> int | None:
 
 
 def _inferable(parameters: tuple[Parameter, ...]) -> bool:
-    # A default of "1" for int[2] means [1, 1], and a float's is written by Python's rules.
+    # These defaults would be written differently in the schema, such as "1" for [1, 1] in int[2].
     return all(p.kind.annotation is not None for p in parameters)
 
 
 @st.composite
 def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
-    """Operators; `focus` is what the example is about, and needs the operator for."""
+    """Generate an operator that suits `focus`, the feature that the example tests."""
     parameters = draw(_parameters(tensors=focus != "no tensors"))
     form = "plain"
     if focus == "mutation":

@@ -1,6 +1,6 @@
-"""Differences between the two paths that are known, and wait to be resolved: best is an empty list.
+"""Known differences between native and dispatched calls; the list should be empty.
 
-A fix in `src/` takes its entry away here; nothing else may be added to make a test pass.
+Remove an entry when `src/` is fixed. Never add one to make a test pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.integration.differential.observe import Example
 
 
 class Known(NamedTuple):
-    """A known difference: where it shows, as a pattern, and in which examples."""
+    """A description, a pattern for the place of the difference, and the affected examples."""
 
     what: str
     where: str
@@ -23,7 +23,7 @@ class Known(NamedTuple):
 
 
 KNOWN: tuple[Known, ...] = ()
-# Those that cannot be run at all.
+# Examples that hang or end the process.
 HANGS: tuple[Known, ...] = (
     Known(
         "PyTorch 2.11's profiler ends the process once a plug-in has named its device.",
@@ -36,11 +36,9 @@ HANGS: tuple[Known, ...] = (
 
 
 def hangs(example: Example) -> bool:
-    """Return whether an example is known not to end."""
     return any(known.when(example) for known in HANGS)
 
 
 def unknown(example: Example, differences: list[str]) -> list[str]:
-    """The differences that are not known."""
     known = [entry for entry in KNOWN if entry.when(example)]
     return [line for line in differences if not any(re.search(k.where, line) for k in known)]

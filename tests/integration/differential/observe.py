@@ -1,5 +1,3 @@
-"""Run a call and record its observable effects."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +24,7 @@ from tests.integration.differential.tensors import Loud, Overriding
 
 
 class Example(NamedTuple):
-    """A generated example: an operator, a call of it, and what is around and inside of the call."""
+    """A generated example: an operator, a call, the kernel's actions and the call's context."""
 
     operator: OperatorSpec
     call: CallSpec
@@ -47,7 +45,6 @@ class Example(NamedTuple):
 
 
 def observe(example: Example, operator: Operator) -> dict[str, Described]:
-    """Run an example, and describes what happened."""
     names = Names()
     arguments = Arguments(example.call)
     for index, tensor in enumerate(arguments.tensors):
@@ -129,7 +126,7 @@ def _is_recorded(tensor: Tensor) -> bool:
 def _requires_grad(tensor: Tensor) -> bool:
     try:
         return tensor.requires_grad and (tensor.is_leaf or tensor.grad_fn is not None)
-    except RuntimeError:  # a view that was invalidated
+    except RuntimeError:
         return False
 
 
@@ -147,7 +144,6 @@ def _without_addresses(value: Described) -> Described:
 
 
 def differences(one: Described, other: Described, path: str = "") -> list[str]:
-    """Return a line for each difference of two descriptions."""
     if isinstance(one, dict) and isinstance(other, dict):
         lines = []
         for key in dict.fromkeys([*one, *other]):

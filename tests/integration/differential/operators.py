@@ -1,7 +1,7 @@
 """Create generated operators whose functions report their arguments.
 
-What a kernel or a formula does is not part of an operator but of a call: the functions ask the
-script that is running. So operators with the same schema are made once.
+The functions follow the script of the current call. So an operator can be reused for all calls with
+the same schema.
 
 Uses private names.
 """
@@ -35,12 +35,11 @@ from torchop.extend import OpName
 
 
 class Operator:
-    """An operator that was made, and the ways to call it.
+    """A generated operator, and the ways to call it.
 
-    Attributes:
-        function: its kernel, whatever is around it.
-        fills_defaults: whether that is always given the defaults of the schema.
-        register: registers the kernel again, if it was registered by itself.
+    `function` is the undecorated kernel. `fills_defaults` says whether the library passes the
+    schema's defaults to the kernel. `register` registers the kernel again, if the library registers
+    it by key.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Operator:
         return getattr(getattr(torch.ops, namespace), name)
 
     def counters(self) -> tuple[int, ...]:
-        """Calls by `Reason`."""
         if self.spec.registration == "custom_op":
             entry = self.handle._definition.entry
         else:
@@ -81,12 +79,12 @@ class Operator:
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:
-        """Pass the kernel the defaults of the schema, as new objects."""
+        """Replace the function's defaults by new objects, because calls may have mutated them."""
         _set_defaults(self.spec, self.function, lambda parameter: parameter.default_value)
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
-        """Change the kernel as nobody is told of, until the block ends."""
+        """Change the kernel during the block, in a way that does not notify torchop."""
         self.restore_defaults()
         if self.spec.kernel == "replaced defaults":
             _set_defaults(self.spec, self.function, _other_default)
@@ -107,7 +105,7 @@ class Operator:
 
 
 def _function(spec: OperatorSpec, origin: str, *, annotated: bool, defaults: bool) -> Any:
-    """A function with the parameters of an operator, written as a user would."""
+    """Generate a function with an operator's parameters, as a user would write it."""
     written, names = [], []
     for parameter in spec.parameters:
         text = parameter.name
@@ -124,7 +122,8 @@ def _function(spec: OperatorSpec, origin: str, *, annotated: bool, defaults: boo
     source += f"    return run(spec, origin, {{{', '.join(names)}}})\n"
     module: dict[str, Any] = {"run": run_kernel, "spec": spec, "origin": origin}
     module |= {f"default_{p.name}": _new(p.default_value) for p in spec.parameters if p.has_default}
-    # dont_inherit: not this file's own __future__ import, which makes every annotation a string.
+    # `dont_inherit` keeps this file's __future__ import from turning every annotation into a
+    # string.
     exec(compile(_HEADER + source, "<generated operator>", "exec", dont_inherit=True), module)
     return module["f"]
 
@@ -148,7 +147,7 @@ def _set_defaults(spec: OperatorSpec, function: Any, default: Callable[[Paramete
 
 
 def _dressed(spec: OperatorSpec, function: Any) -> Any:
-    """The kernel to register: the function, or one that pretends to have its signature."""
+    """Return the function to register: `function`, or a wrapper with the same signature."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch._C.DispatchKeySet):
@@ -167,7 +166,6 @@ def _dressed(spec: OperatorSpec, function: Any) -> Any:
 
 
 def _supports(*args: Any, **kwargs: Any) -> bool:
-    """Says yes to half of the calls, by what it may read of their arguments."""
     odd = 0
     for value in (*args, *kwargs.values()):
         for item in value if isinstance(value, (list, tuple)) else [value]:
@@ -188,14 +186,13 @@ _numbers = itertools.count()
 
 
 def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
-    """Make an operator, of `torch.library` if `stock`."""
     maker: Any = torch.library if stock else torchop
     name = f"differential::op{next(_numbers)}"
     if spec.registration != "custom_op":
         return _implemented(spec, name, maker)
-    # PyTorch's inference knows fewer types and defaults than its schemas do.
+    # torch.library infers fewer types and defaults than its schemas support.
     inferred = spec.style == "inferred" and not stock
-    # PyTorch passes no defaults to a kernel: its own must stand in.
+    # torch.library does not pass defaults to a kernel, so the function needs its own.
     defaults = stock or spec.style != "kernel without defaults"
     function = _function(spec, "kernel", annotated=inferred, defaults=defaults)
     options = {} if inferred else {"schema": spec.schema}
@@ -210,7 +207,7 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         device_types=spec.devices,
         **options,
     )
-    if spec.fake and spec.form != "inplace":  # which needs none, and says so
+    if spec.fake and spec.form != "inplace":  # an in-place operator needs none, and rejects it
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
     if spec.formula == "derived":
         handle.derive_autograd()
@@ -229,7 +226,7 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     operator = Operator(spec, name, handle, function, fills_defaults=not stock)
     if spec.called_before and not stock:
         _prepare(handle)
-    if spec.kernel == "replaced defaults" and not stock:  # where it changes nothing
+    if spec.kernel == "replaced defaults" and not stock:  # must not change the results
         _set_defaults(spec, function, _other_default)
     if spec.override is not None:
         _override(operator, spec.override)
@@ -237,7 +234,6 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
 
 
 def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
-    """The same, by `define` and `impl` of a library, or by `register_kernel`."""
     library = maker.Library("differential", "FRAGMENT")
     local = name.partition("::")[2]
     library.define(local + spec.schema)
@@ -246,7 +242,7 @@ def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
 
     def register(key: str, with_keyset: bool) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it may replace another
+            warnings.simplefilter("ignore")  # it may replace another kernel
             library.impl(local, kernel, key, with_keyset=with_keyset, allow_override=True)
 
     by_definition = spec.registration.startswith("register_kernel")
@@ -280,7 +276,7 @@ def _differentiate(spec: OperatorSpec, register: Callable[..., Any]) -> None:
 
 
 def _prepare(handle: Any) -> None:
-    """Brings an operator to where calls bring it: nothing is made for the first time after that."""
+    """Build everything that torchop otherwise builds during the first calls."""
     definition = handle._definition
     assert definition.rule(AutogradRule).function is not None
     assert definition.plan is not None
@@ -317,7 +313,7 @@ def _override(operator: Operator, override: Override) -> None:
 
 
 def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
-    """A kernel for a key of autograd, that calls what comes after it."""
+    """Return a kernel for an autograd key, which redispatches to the next key."""
     below: Any = {
         "Autograd": torch._C._AutoDispatchBelowAutograd,
         AUTOGRAD: torch._C._AutoDispatchBelowAutograd,
@@ -336,7 +332,7 @@ def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
 
 
 class Workshop:
-    """Makes operators, keeps those that calls leave as they were, and forgets all when too many."""
+    """Create operators, and cache those that calls do not modify."""
 
     def __init__(self, limit: int = 2000) -> None:
         self._limit = limit
@@ -348,14 +344,13 @@ class Workshop:
             return make(spec, self._library, stock)
         if len(self._kept) >= self._limit:
             self.close()
-        # By its text: Python has 1 == True == 1.0, and a default of one is not that of another.
+        # The key is text, because specifications with the defaults 1, True and 1.0 are equal.
         key = (repr(spec), stock)
         if key not in self._kept:
             self._kept[key] = make(spec, self._library, stock)
         return self._kept[key]
 
     def release(self, operator: Operator) -> None:
-        """Undo what only one example may see."""
         operator.close()
 
     def close(self) -> None:

@@ -19,27 +19,25 @@ from tests.integration.differential.spec import OperatorSpec
 
 
 class GeneratedError(Exception):
-    """An exception that only generated kernels and formulas raise."""
+    pass
 
 
 class Interrupt(BaseException):
-    """An exception that `except Exception` lets pass, as Ctrl-C does."""
+    """An exception that `except Exception` does not catch, like KeyboardInterrupt."""
 
 
 class OurTensor(Tensor):
-    """A subclass that changes nothing."""
+    pass
 
 
 class Script(NamedTuple):
-    """The actions inside one call."""
-
     result: str = "fresh"
-    writes: str = "all"  # what it mutates: or "nothing"
+    writes: str = "all"  # or "nothing": which arguments it mutates
     saves: str = "inputs"  # or "outputs", "both", "nothing", "no tensors"
     marks: str = ""  # or "non_differentiable", "no materialized gradients", "both", "dirty"
     gradients: str = "right"
     nested: bool = False  # whether the kernel uses autograd itself
-    grows_lists: bool = False  # whether the kernel adds to the lists that it is given
+    grows_lists: bool = False  # whether the kernel appends to its list arguments
 
     def __repr__(self) -> str:
         shown = [
@@ -51,8 +49,6 @@ class Script(NamedTuple):
 
 
 class Running:
-    """A script that is being followed, and what was reported so far."""
-
     def __init__(self, script: Script, names: Names) -> None:
         self.script = script
         self.names = names
@@ -81,7 +77,6 @@ def current() -> Running:
 
 
 def run_kernel(spec: OperatorSpec, origin: str, arguments: dict[str, Any]) -> Any:
-    """Run as the kernel of a generated operator."""
     running = current()
     script = running.script
     running.report(origin, describe(arguments, running.names), thread_state())
@@ -150,7 +145,7 @@ def _fresh(source: Tensor | None, index: int, arguments: dict[str, Any]) -> Tens
     result = source.clone()
     if result.is_floating_point() and index == 0:
         for value in arguments.values():
-            # So that the value of a number shows in the result, too.
+            # Makes the result depend on the numbers.
             if isinstance(value, float) and abs(value) < 1e6:
                 result = result + value
     return result
@@ -254,7 +249,6 @@ ODD_RESULTS += ("raises StopIteration",)
 def run_setup_context(
     spec: OperatorSpec, ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any
 ) -> None:
-    """Run as the setup_context of a generated operator."""
     running = current()
     script = running.script
     seen = {
@@ -289,7 +283,6 @@ def run_setup_context(
 
 
 def run_backward(spec: OperatorSpec, ctx: Any, grads: Any) -> Any:
-    """Run as the backward of a generated operator."""
     running = current()
     script = running.script
     saved = ctx.saved_tensors if spec.formula == "setup_context" else ()
@@ -328,7 +321,6 @@ def _gradient(incoming: Tensor | None, needed: bool, script: Script) -> Tensor |
 
 @st.composite
 def scripts(draw: DrawFn, focus: str = "plain") -> Script:
-    """Scripts; `focus` is what the example is about."""
     script = Script(writes=draw(st.sampled_from(["all", "all", "nothing"])))
     if focus == "result":
         script = script._replace(result=draw(st.sampled_from(ODD_RESULTS)))

@@ -1,4 +1,4 @@
-"""Where a call happens: under a mode, in a transform, with a profiler watching."""
+"""The state around a call, such as modes, transforms or a profiler."""
 
 from __future__ import annotations
 
@@ -46,8 +46,6 @@ class _SeesFunctions(TorchFunctionMode):
 
 
 def _inside(*contexts: Callable[[Running], Any]) -> Situation:
-    """A call inside of context managers."""
-
     def situation(function: Callable[..., Any], arguments: Arguments, running: Running) -> Any:
         with contextlib.ExitStack() as stack:
             for context in contexts:
@@ -83,8 +81,8 @@ def _excluding(name: str) -> Callable[[], Any]:
             try:
                 yield
             except Exception as error:
-                # A message that prints a tensor fails for want of the key, and in the frame of that
-                # is a guard: it puts the excluded keys back when the frame goes, so let it go now.
+                # The exception holds a frame with a guard that restores the excluded keys once it
+                # is freed. Free it now, before this guard exits.
                 traceback.clear_frames(error.__traceback__)
                 raise
 
@@ -120,8 +118,8 @@ def _dual(function: Callable[..., Any], arguments: Arguments, running: Running) 
         return arguments.pass_to(function, duals)
 
 
-def _dual_beside(function: Callable[..., Any], arguments: Arguments, running: Running) -> Any:
-    """Forward mode is on, and no argument takes part."""
+def _dual_level_only(function: Callable[..., Any], arguments: Arguments, running: Running) -> Any:
+    """Forward mode is on, but no argument has a tangent."""
     with forward_ad.dual_level():
         return arguments.pass_to(function)
 
@@ -181,7 +179,7 @@ def _fake_outside(function: Callable[..., Any], arguments: Arguments, running: R
     return arguments.pass_to(function, [mode.from_tensor(t) for t in arguments.tensors])
 
 
-# The name of a situation, by what an example is about when it is chosen.
+# Maps a focus to its situations, by name.
 SITUATIONS: dict[str, dict[str, Situation]] = {
     "plain": {
         "no_grad": _plain(torch.no_grad),
@@ -199,7 +197,7 @@ SITUATIONS: dict[str, dict[str, Situation]] = {
         f"excluding {BACKEND}": _plain(_excluding(BACKEND)),
         "excluding BackendSelect": _plain(_excluding("BackendSelect")),
         "multithreading off": _plain(lambda: torch.autograd.set_multithreading_enabled(False)),
-        "dual level, no dual argument": _dual_beside,
+        "dual level, no dual argument": _dual_level_only,
     },
     "mode": {
         "TorchDispatchMode": _inside(_SeesDispatch),
@@ -240,11 +238,10 @@ EVERY: dict[str, Situation] = {
 
 
 def situations(focus: str) -> st.SearchStrategy[str]:
-    """Names of situations; `focus` is what the example is about."""
     if focus in SITUATIONS and focus != "plain":
         return st.sampled_from(list(SITUATIONS[focus]))
     rare = st.sampled_from(list(SITUATIONS["plain"]))
-    # A conflict of two unusual things is where mistakes hide; but mostly one is enough.
+    # Bugs hide in combinations of two unusual features, but most examples should have only one.
     anything = st.sampled_from(list(EVERY))
     usual = st.just("nothing special")
     return st.one_of(*[usual] * 8, rare, rare, *([anything] if focus != "plain" else [usual]))

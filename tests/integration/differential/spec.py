@@ -1,5 +1,3 @@
-"""Specification of a generated operator: schema and rules."""
-
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -10,7 +8,7 @@ from tests._support.opaque_types import CONSTANT, REFERENCE
 
 
 class Kind(NamedTuple):
-    """A schema type: the annotation for it, if there is one, and (schema, value) of defaults."""
+    """A schema type, an annotation for it, if any, and defaults as (schema text, value)."""
 
     schema: str
     annotation: str | None
@@ -18,7 +16,7 @@ class Kind(NamedTuple):
 
     @property
     def base(self) -> str:
-        """The schema type of a single value, such as `Tensor` of `Tensor?[]`."""
+        """The schema type of a single value, such as `Tensor` for `Tensor?[]`."""
         return self.schema.partition("?")[0].partition("[")[0]
 
     @property
@@ -88,7 +86,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("Any[]", None),
 )
 
-# What an operator returns, and how a function is annotated that does.
 RETURNS: dict[str, str] = {
     "Tensor": "Tensor",
     "(Tensor, Tensor)": "tuple[Tensor, Tensor]",
@@ -103,13 +100,13 @@ RETURNS: dict[str, str] = {
     "(float, bool)": "tuple[float, bool]",
     REFERENCE: "Reference",
     f"(Tensor, {REFERENCE})": "tuple[Tensor, Reference]",
-    # Native calls leave this one to the dispatcher.
+    # Native calls do not support this one.
     "Scalar": "Union[int, float, bool]",
 }
 
 
 class Parameter(NamedTuple):
-    """A parameter of an operator; `default` is an index into those of its kind."""
+    """A parameter of an operator; `default` is an index into its kind's defaults."""
 
     name: str
     kind: Kind
@@ -135,20 +132,17 @@ class Parameter(NamedTuple):
 
 
 class Override(NamedTuple):
-    """A kernel that somebody else puts in the place of ours."""
+    """A kernel with which another library replaces ours."""
 
     key: str
     after_first_call: bool
     falls_through: bool = False
 
 
-# The second and the third, where PyTorch has tags for them.
 FORMS = ["plain", *(form for form in ("inplace", "out") if hasattr(torch.Tag, form))]
 
 
 class OperatorSpec(NamedTuple):
-    """The specification of an operator, except its name."""
-
     parameters: tuple[Parameter, ...]
     returns: str
     form: str = "plain"  # or "inplace", or "out"
@@ -165,7 +159,6 @@ class OperatorSpec(NamedTuple):
 
     @property
     def schema(self) -> str:
-        """The schema, without the name."""
         parts = [p.in_schema(f"a{index}") for index, p in enumerate(self.parameters)]
         keyword_only = sum(p.keyword_only for p in self.parameters)
         if keyword_only:
@@ -182,7 +175,6 @@ class OperatorSpec(NamedTuple):
 
     @property
     def returned_kinds(self) -> tuple[str, ...]:
-        """The schema types of the results."""
         if self.form != "plain":
             return ("Tensor",) * len(self.mutates_args)
         return tuple(filter(None, self.returns.strip("()").split(", ")))

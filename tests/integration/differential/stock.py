@@ -1,4 +1,4 @@
-"""The third arm: the same operator of `torch.library.custom_op`, where it offers the same."""
+"""Compare with the same operator of `torch.library.custom_op`, if it supports the example."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests._support.devices import DEVICE, STOCK_AUTOCASTS_ALL
 from tests.integration.differential.describe import Described
 from tests.integration.differential.observe import Example
 
-# Since 2.14, some calls of torch.library's operators do not pass the dispatcher.
+# Since 2.14, torch.library handles some calls without the dispatcher.
 DISPATCHES_IN_PYTHON = hasattr(OpOverload, "_enable_pyobj_dispatch")
 
 
 class Deliberate(NamedTuple):
-    """A difference that is wanted: by our error, by stock's, or by the example."""
+    """An intended difference: patterns of both errors, and the examples that it affects."""
 
     reason: str
     ours: str | None = None
@@ -118,24 +118,24 @@ DELIBERATE: tuple[Deliberate, ...] = (
 
 
 def is_comparable(example: Example) -> bool:
-    """Return whether stock operators have what an example needs."""
     operator = example.operator
     if operator.formula == "derived" or (operator.formula != "none" and operator.mutates_args):
         return False
     if operator.autocast and not (STOCK_AUTOCASTS_ALL or DEVICE.type == "cpu"):
         return False
     if example.script.result == "too many":
-        return False  # PyTorch reads past the end of such a result, which may end the process
+        return False  # PyTorch reads past the end of the tuple of results, which may crash
     if operator.provider != "none":
         return False
     return operator.override is None and operator.called_before
 
 
 def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line: str) -> bool:
-    """Return whether an accelerated operator may differ so from itself before.
+    """Return whether acceleration may cause this difference.
 
-    A parameter may be called `self`. And since 2.14, PyTorch passes the list that a kernel writes
-    into to setup_context too; native calls pass what the caller did.
+    Accelerated operators accept a parameter called `self`. And since 2.14, if a kernel mutates a
+    list argument, PyTorch passes the mutated list to setup_context, but native calls pass the
+    original.
     """
     if "multiple values for argument 'self'" in str(stock.get("error")):
         return True
@@ -144,7 +144,7 @@ def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line
 
 
 def outcome(seen: dict[str, Described]) -> Described:
-    """Return the result of a call without the text of errors."""
+    """Return the results, with errors reduced to the fact that they were raised."""
     if "error" in seen:
         return "an error"
     return [_essence(seen["result"]), _essence(seen["arguments"]), _essence(seen["backward"])]
@@ -164,6 +164,5 @@ def _essence(value: Described) -> Described:
 def is_deliberate(
     example: Example, ours: dict[str, Described], stock: dict[str, Described]
 ) -> bool:
-    """Return whether a difference to stock is one of those that are wanted."""
     messages = [str(seen.get("error", "")) + str(seen["backward"]) for seen in (ours, stock)]
     return any(entry.covers(example, *messages) for entry in DELIBERATE)

@@ -1,4 +1,4 @@
-"""Generated tensors: described first, and made anew for each arm of a comparison."""
+"""Generated tensors: a specification that creates an equal tensor for each run."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.integration.differential.scripts import OurTensor
 
 
 class Loud(Tensor):
-    """A subclass that sees calls as the dispatcher does."""
+    """A subclass with `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    calls: list[str] = []  # noqa: RUF012  (emptied by each arm)
+    calls: list[str] = []  # noqa: RUF012  (cleared by each run)
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Any:
@@ -41,9 +41,9 @@ class Loud(Tensor):
 
 
 class Overriding(Tensor):
-    """A subclass that sees calls as Python does."""
+    """A subclass with `__torch_function__`."""
 
-    calls: list[str] = []  # noqa: RUF012  (emptied by each arm)
+    calls: list[str] = []  # noqa: RUF012  (cleared by each run)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +52,7 @@ class Overriding(Tensor):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor: its numbers, its place in memory, and what it is to autograd and the dispatcher."""
+    """A tensor's dtype and shape, its memory layout, its role in autograd, and its type."""
 
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (2, 3)
@@ -65,7 +65,7 @@ class TensorSpec(NamedTuple):
         return f"<{', '.join(w for w in words if w not in ('plain', 'no grad'))}>"
 
     def make(self) -> Tensor:
-        """Make the tensor; two calls make equal ones."""
+        """Create the tensor; repeated calls create equal tensors."""
         tensor = _MEMORIES[self.memory](self.dtype, self.shape)
         tensor = _FLAVOURS_BEFORE.get(self.flavour, lambda t: t)(tensor)
         if tensor.is_floating_point() or tensor.is_complex():
@@ -119,7 +119,7 @@ def _view_made_without_grad(tensor: Tensor) -> Tensor:
 
 
 def _view_that_came_to_require(tensor: Tensor) -> Tensor:
-    """A view that requires grad because its base was written into after it was made."""
+    """Return a view that requires grad only because its base was mutated later."""
     base = tensor.detach().clone()
     view = base.view_as(base)
     base.mul_(torch.ones((), requires_grad=True))
@@ -179,7 +179,7 @@ _FLAVOURS_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SUBCLASSES = ("OurTensor", "Overriding", "Loud")
 FLAVOURS = (*_FLAVOURS_BEFORE, "zero tensor", "with attribute")
-if DEVICE.type != "cpu":  # other devices need not have these
+if DEVICE.type != "cpu":  # other devices may not support these
     FLAVOURS = tuple(name for name in FLAVOURS if not re.match("sparse|quantized", name))
 
 
@@ -198,7 +198,6 @@ _SHAPES = ((2, 3), (2, 3), (3,), (1,), (), (0,), (2, 0, 3), (2, 1, 2))
 
 @st.composite
 def tensors(draw: DrawFn, focus: str = "plain") -> TensorSpec:
-    """Tensors; `focus` is what the example is about."""
     spec = TensorSpec(
         dtype=draw(st.sampled_from(_DTYPES)),
         shape=draw(st.sampled_from(_SHAPES)),
@@ -219,7 +218,7 @@ def tensors(draw: DrawFn, focus: str = "plain") -> TensorSpec:
     if spec.flavour not in ("plain", "with attribute", "inference", "OurTensor", "Overriding"):
         spec = spec._replace(memory="plain")
     if spec.flavour in ("sparse", "sparse CSR", "quantized") and spec.autograd != "no grad":
-        spec = spec._replace(autograd="leaf")  # they have no views
+        spec = spec._replace(autograd="leaf")  # sparse and quantized tensors have no views
     if spec.flavour == "inference":
-        spec = spec._replace(autograd="no grad")  # it cannot require grad
+        spec = spec._replace(autograd="no grad")  # inference tensors cannot require grad
     return spec

@@ -1,6 +1,6 @@
-"""Native calls and the dispatcher, compared on generated operators and calls.
+"""Compare native and dispatched calls of generated operators.
 
-`nox -s fuzz` compares more, from another place; `SEED` repeats a run.
+`nox -s fuzz` compares more examples; `TORCHOP_FUZZ_SEED` selects them, and repeats a run.
 
 Uses private names.
 """
@@ -33,21 +33,20 @@ from torchop._native.reasons import Reason
 
 EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "450"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
-# After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
-# short runs, each with its own seed, find more.
+# After ten examples of a run, Hypothesis mostly combines parts of earlier examples. Many short runs
+# with different seeds find more.
 EXAMPLES_OF_A_RUN = 11
-# One in so many examples is compared with stock, which takes 30 ms to make an operator; 0 for none.
-# What an example is decides, so that one that fails does so again.
+# Compare one of so many examples with torch.library, or none if 0, because creating its operator
+# takes 30 ms. The choice depends on the example's text, so a failing example fails again.
 STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 25
-# Most calls that record a gradient are native; those of the in-place form, for one, are not.
-RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}  # the latter only on an accelerator
+# Fewer calls have these reasons. Calls that record a gradient are mostly native, and CAPTURE needs
+# an accelerator.
+RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}
 
 
 class Tally:
-    """Counts of the kinds of examples in a run."""
-
     def __init__(self) -> None:
         self.examples = self.native = self.stock = self.accelerated = self.skipped = 0
         self.calls: Counter[Reason] = Counter()
@@ -67,7 +66,6 @@ class Tally:
         return "\n".join(lines)
 
     def too_few(self) -> list[Reason]:
-        """The reasons of which there were too few calls to say anything about them."""
         return [
             reason for reason in Reason if self.calls[reason] < RARE.get(reason, CALLS_PER_REASON)
         ]
@@ -75,10 +73,10 @@ class Tally:
 
 @pytest.fixture
 def workshop() -> Iterator[Workshop]:
-    # Some of PyTorch's warnings come once per process, and would be seen in one arm only.
+    # Otherwise the second run would lack the warnings that PyTorch shows once per process.
     warned = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
-    # Has PyTorch compile its formulas for forward mode, which warns in whichever call is first.
+    # Compiles PyTorch's forward-mode formulas now, which warns.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
     logging.disable()  # fake tensors log each exception that they raise
     workshop = Workshop()
@@ -88,9 +86,9 @@ def workshop() -> Iterator[Workshop]:
     torch.set_warn_always(warned)
 
 
-# Each arm records its own warnings, and they are compared.
+# Each run records its own warnings, which are compared.
 @pytest.mark.filterwarnings("ignore")
-def test_native_calls_do_what_the_dispatcher_does(
+def test_native_calls_equal_dispatched_calls(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally = Tally()
@@ -111,7 +109,8 @@ def test_native_calls_do_what_the_dispatcher_does(
     with capsys.disabled():
         print(f"\n{tally}")
     assert tally.native >= NATIVE_SHARE * tally.examples
-    # Two standard deviations below the share, as the runs on a device compare thirty.
+    # Two standard deviations below the expected share, because runs on a device compare only about
+    # thirty.
     deviation = (tally.stock * NATIVE_SHARE * (1 - NATIVE_SHARE)) ** 0.5
     assert tally.accelerated >= max(1, NATIVE_SHARE * tally.stock - 2 * deviation)
     if EXAMPLES >= 3000:
@@ -119,12 +118,11 @@ def test_native_calls_do_what_the_dispatcher_does(
 
 
 def check(example: Example, workshop: Workshop, tally: Tally) -> None:
-    """Run an example both ways, and compares."""
     if hangs(example):
         tally.skipped += 1
         return
     operator = workshop.operator(example.operator)
-    # What a kernel wrote into a default of its own, a second call would see.
+    # A second call would see what the kernel appended to a default.
     times = 1 + example.script.grows_lists
     try:
         arms = {}
@@ -153,7 +151,6 @@ def check(example: Example, workshop: Workshop, tally: Tally) -> None:
 
 
 def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[str, object]) -> None:
-    """Compare what the user gets with what `torch.library` would give."""
     if is_deliberate(example, ours, stock):
         return
     found = differences(outcome(ours), outcome(stock))
@@ -161,9 +158,9 @@ def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[st
 
 
 def observe_again(example: Example, operator: Operator, times: int) -> dict[str, object]:
-    """Run an example so many times, and describes the last one."""
     if not operator.fills_defaults:
-        operator.restore_defaults()  # they stand in, with all that was written into them
+        # The function uses its own defaults. An earlier call may have mutated them.
+        operator.restore_defaults()
     return [observe(example, operator) for _ in range(times)][-1]
 
 

@@ -39,7 +39,6 @@ def example(spec: OperatorSpec, *values: Any, **script: Any) -> Example:
 
 
 def see(one: Example, other: Example, workshop: Workshop) -> str:
-    """Return the differences of two examples, as the comparison reports them."""
     first = observe(one, workshop.operator(one.operator))
     second = observe(other, workshop.operator(other.operator))
     return "\n".join(differences(first, second))
@@ -50,31 +49,31 @@ def test_equal_runs_are_equal(workshop: Workshop) -> None:
     assert see(same, same, workshop) == ""
 
 
-def beside(spec: OperatorSpec, *values: Any, **script: Any) -> tuple[Example, Example]:
-    """An example, and one whose script differs in this."""
+def with_script(spec: OperatorSpec, *values: Any, **script: Any) -> tuple[Example, Example]:
+    """Return an example, and the same one with another script."""
     return example(spec, *values), example(spec, *values, **script)
 
 
 NUMBER = OperatorSpec((X,), "SymInt")
-# An example, one that differs from it in one thing, and where that has to show.
+# Two examples that differ in one respect, and the path where the comparison must report it.
 CASES: dict[str, tuple[tuple[Example, Example], str]] = {
     "a negative zero": (
         (example(FUNCTIONAL, TensorSpec(), 0.0), example(FUNCTIONAL, TensorSpec(), -0.0)),
         "/events/0/1/n",
     ),
-    "a number in the result": (beside(NUMBER, TensorSpec(), result="NumPy number"), "/result"),
+    "a number in the result": (with_script(NUMBER, TensorSpec(), result="NumPy number"), "/result"),
     "strides of the result": (
-        beside(FUNCTIONAL, TensorSpec(), 0.5, result="transposed"),
+        with_script(FUNCTIONAL, TensorSpec(), 0.5, result="transposed"),
         "/result/strides",
     ),
     "a result that requires no grad": (
-        beside(FUNCTIONAL, RECORDED, 0.5, marks="non_differentiable"),
+        with_script(FUNCTIONAL, RECORDED, 0.5, marks="non_differentiable"),
         "/result/requires_grad",
     ),
-    "what is saved": (beside(FUNCTIONAL, RECORDED, 0.5, saves="both"), "/result/node/saved"),
-    "a gradient": (beside(FUNCTIONAL, RECORDED, 0.5, gradients="None"), "/backward"),
+    "what is saved": (with_script(FUNCTIONAL, RECORDED, 0.5, saves="both"), "/result/node/saved"),
+    "a gradient": (with_script(FUNCTIONAL, RECORDED, 0.5, gradients="None"), "/backward"),
     "what happens to an argument": (
-        beside(MUTATING, TensorSpec(), writes="nothing"),
+        with_script(MUTATING, TensorSpec(), writes="nothing"),
         "/arguments/1/contents",
     ),
     "a leaf for a non-leaf": (
@@ -84,7 +83,7 @@ CASES: dict[str, tuple[tuple[Example, Example], str]] = {
         ),
         "/result/node/next",
     ),
-    "an exception": (beside(FUNCTIONAL, TensorSpec(), 0.5, result="raises"), "/error"),
+    "an exception": (with_script(FUNCTIONAL, TensorSpec(), 0.5, result="raises"), "/error"),
     "the message of an exception": (
         (example(FUNCTIONAL, TensorSpec(), "a"), example(FUNCTIONAL, TensorSpec(), "b")),
         "/error/message",
@@ -108,7 +107,7 @@ def test_a_difference_is_seen(
 
 @contextlib.contextmanager
 def _doctored(workshop: Workshop, spec: OperatorSpec, wrong: Callable[..., Any]) -> Iterator[None]:
-    """Put another function into the native plan alone: a mistake of the native path."""
+    """Simulate a bug in native calls, by replacing a function in the native plan only."""
     definition = workshop.operator(spec).handle._definition
     compiled = definition.plan
     kernels = compiled[KernelRule]

@@ -1,3 +1,3 @@
-"""Give each test here a compiler without cached programs, as `tests/integration/compile` does."""
+"""Give each test a compiler without cached programs, as in `tests/integration/compile`."""
 
 from tests.integration.compile.conftest import _fresh_compiler  # noqa: F401

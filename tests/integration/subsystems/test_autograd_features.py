@@ -1,4 +1,4 @@
-"""Autograd features beyond the backward pass."""
+"""Autograd features beyond a single backward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.compile.graphs import AotRecorder
 
 
 class Cube:
-    """An operator that computes x ** 3, with all that happens in it written down."""
+    """An operator that computes x ** 3 and counts its forward calls."""
 
     def __init__(self, namespace: str) -> None:
         self.forwards = 0
@@ -63,7 +63,7 @@ def _input(value: float) -> Tensor:
 
 
 def test_a_formula_made_of_operators_is_differentiated_through_them(namespace):
-    # The gradient of cube is an operator too, and so is the gradient of that.
+    # The gradient of cube is an operator too, and so is the second derivative.
     library = {}
 
     def operator(name: str, kernel: Any, gradient: Any) -> None:
@@ -87,10 +87,10 @@ def test_a_formula_made_of_operators_is_differentiated_through_them(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# The graph is used up, or kept
+# Freed and retained graphs
 
 
-def test_an_operator_that_writes_into_a_saved_input_is_noticed(cube, namespace):
+def test_mutation_of_a_saved_input_is_detected(cube, namespace):
     @torchop.custom_op(f"{namespace}::wipe", mutates_args={"x"})
     def wipe(x: Tensor) -> None:
         x.detach().numpy()[...] = 0
@@ -177,7 +177,7 @@ def test_a_formula_may_read_its_saved_tensors_twice_under_selective_checkpointin
     ("policy", "recomputed"),
     [(CheckpointPolicy.MUST_SAVE, False), (CheckpointPolicy.MUST_RECOMPUTE, True)],
 )
-def test_a_policy_decides_what_a_compiled_backward_recomputes(cube, policy, recomputed):
+def test_policy_decides_recomputation_in_a_compiled_backward(cube, policy, recomputed):
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return policy if op is cube.op.overload else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -217,12 +217,12 @@ def test_compiled_autograd_captures_the_formula(cube, forward):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
             result.backward()
         assert x.grad.item() == expected
-    # Only the formula squares anything; AOTAutograd writes it as a power.
+    # Only the formula squares; AOT Autograd may write the square as a power.
     assert any("square" in graph or "pow" in graph for graph in graphs)
 
 
 # --------------------------------------------------------------------------------------------------
-# Where nothing is recorded
+# Without gradients
 
 
 def test_an_output_of_inference_mode_is_an_inference_tensor(cube):
@@ -233,7 +233,7 @@ def test_an_output_of_inference_mode_is_an_inference_tensor(cube):
     assert not cube(x).is_inference()
 
 
-def test_an_inference_tensor_passes_where_nothing_requires_grad(cube):
+def test_inference_tensor_is_accepted_without_grad(cube):
     with torch.inference_mode():
         x = torch.tensor([2.0])
     assert cube(x).item() == 8.0

@@ -47,7 +47,7 @@ def test_eager_use_never_imports_dynamo() -> None:
 
 @pytest.mark.exhaustive
 def test_eager_use_of_pytorchs_own_imports_dynamo() -> None:
-    # So the test above can fail.
+    # Shows that the test above can fail.
     assert "torch._dynamo" in _modules_after(_USE.format(library="torch.library"))
 
 
@@ -97,7 +97,7 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> None:
     used = _modules_after(_RECORDED.format(mode='torchop.record("*", sys.modules["__main__"])'))
-    # The first backward imports what PyTorch needs for it, since 2.15.
+    # Since 2.15, the first backward imports modules of PyTorch.
     used -= _modules_after(
         "import contextlib\n" + _RECORDED.format(mode="contextlib.nullcontext()")
     )
@@ -106,7 +106,7 @@ def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> Non
 
 
 @pytest.mark.exhaustive
-def test_a_mode_as_pytorch_makes_it_imports_dynamo() -> None:
+def test_torch_dispatch_mode_imports_dynamo() -> None:
     program = _RECORDED.format(mode="Mode()")
     used = _modules_after(program.replace("before =", f"{_MODE_OF_PYTORCH}before ="))
     assert {"torch._dynamo", "sympy"} <= used

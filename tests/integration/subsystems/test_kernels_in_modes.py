@@ -1,4 +1,4 @@
-"""Kernels that use torch.func or torch.export, in calls that a TorchDispatchMode handles."""
+"""Kernels that use torch.func or torch.export, called under a TorchDispatchMode."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from tests._support.devices import TYPE
 
 
 class _Mode(TorchDispatchMode):
-    """Calls whatever it sees."""
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
@@ -61,7 +59,7 @@ def _define(namespace: str, kernel: Any, form: str) -> Any:
 def test_a_kernel_may_use_transforms_in_a_mode(namespace: str, kernel: str, form: str) -> None:
     op = _define(namespace, _KERNELS[kernel], form)
     x = torch.linspace(0, 1, 3)
-    for _ in range(2):  # the second call may be native
+    for _ in range(2):
         torch.testing.assert_close(op(x), x.sin())
         with _Mode():
             torch.testing.assert_close(op(x), x.sin())

@@ -1,4 +1,4 @@
-"""Operators under modes, on subclasses and in tracers: each meets the operator once, and whole."""
+"""Modes, subclasses and tracers see each call exactly once, as a single operator."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from tests.integration.compile.graphs import operators
 
 @pytest.fixture
 def mix(namespace: str) -> torchop.CustomOp:
-    """An operator of two tensors and a number, with every rule that it can have."""
-
     @torchop.custom_op(f"{namespace}::mix", mutates_args=())
     def mix(x: Tensor, y: Tensor, weight: float = 0.5) -> Tensor:
         return x * weight + y * (1 - weight)
@@ -118,8 +116,6 @@ def test_make_fx_records_a_mutation(namespace, tracing_mode):
 
 
 class Watch(TorchDispatchMode):
-    """Writes down the operators that it sees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -130,7 +126,7 @@ class Watch(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_dispatch_mode_sees_the_operator_once_and_nothing_of_its_kernel(mix, requires_grad):
+def test_dispatch_mode_sees_only_the_operator(mix, requires_grad):
     x = torch.ones(2, requires_grad=requires_grad)
     y = torch.zeros(2)
     with Watch() as watch:
@@ -142,7 +138,7 @@ def test_a_dispatch_mode_sees_the_operator_once_and_nothing_of_its_kernel(mix, r
     assert result.requires_grad is requires_grad
 
 
-def test_nested_dispatch_modes_see_it_from_the_inside_out(mix):
+def test_inner_dispatch_mode_sees_the_operator_first(mix):
     order = []
 
     class Named(TorchDispatchMode):
@@ -173,7 +169,7 @@ def test_a_function_mode_sees_the_overload(mix):
     assert seen.count(mix.overload) == 1
 
 
-def test_a_device_context_moves_neither_the_arguments_nor_what_a_kernel_makes(namespace):
+def test_device_context_affects_neither_arguments_nor_kernel(namespace):
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::plus_ones", mutates_args=())
         def plus_ones(x: Tensor) -> Tensor:
@@ -195,7 +191,7 @@ class Tagged(torch.Tensor):
     """A subclass without handlers of its own."""
 
 
-def test_a_subclass_with_a_dispatch_handler_decides_what_happens(mix):
+def test_torch_dispatch_of_a_subclass_handles_the_call(mix):
     x = TwoTensor(torch.zeros(2), torch.ones(2))
     result = mix(x, x + 1, 0.5)
     assert isinstance(result, TwoTensor)
@@ -226,7 +222,7 @@ def test_a_subclass_is_compiled_with_a_rule_and_without(mix, compiled):
     assert (result.a.tolist(), result.b.tolist()) == ([11.0, 11.0], [22.5, 22.5])
 
 
-def test_a_subclass_without_handlers_is_kept_as_for_any_operator(mix):
+def test_subclass_without_handlers_is_preserved(mix):
     x = torch.ones(2).as_subclass(Tagged)
     assert type(mix(x, x)) is type(x + x) is Tagged
 
@@ -291,7 +287,7 @@ def test_autocast_is_compiled(namespace, backend):
     assert seen[-1][:2] == (torch.bfloat16, torch.bfloat16)
 
 
-def test_a_mutated_argument_keeps_its_memory_under_autocast_where_stock_loses_the_write(namespace):
+def test_mutation_under_autocast_is_not_lost_unlike_stock(namespace):
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::accumulate", mutates_args={"total"})
         def accumulate(x: Tensor, total: Tensor) -> None:

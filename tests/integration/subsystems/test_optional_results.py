@@ -1,4 +1,4 @@
-"""Rules of operators with optional results get None for them."""
+"""Rules of operators with optional results get None for missing results."""
 
 from __future__ import annotations
 

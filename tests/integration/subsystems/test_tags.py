@@ -1,4 +1,4 @@
-"""Tags reach the overload and change the behaviour of compilers."""
+"""Tags are set on the overload, and change the behaviour of compilers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests._support.devices import TYPE
 from tests._support.releases import INPLACE, OUT
 from tests.integration.compile.graphs import AotRecorder, Recorder, fresh_compiler
 
-# These two are promises about the schema; the schema here does not keep them.
+# These two tags require a schema of another form.
 TAGS = [tag for tag in Tag.__members__.values() if tag not in (INPLACE, OUT)]
 
 
@@ -46,13 +46,13 @@ def _halve(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        # As in eager mode: every second row of a transposed matrix of 4 by 3.
+        # As in eager mode: every second row of a transposed 4 by 3 matrix.
         ((), (12, 2, 4)),
         (Tag.needs_exact_strides, (12, 2, 4)),
-        # The same order of the dimensions, but nothing is left out between the elements.
+        # The same order of dimensions, without gaps between the elements.
         (Tag.needs_fixed_stride_order, (6, 1, 2)),
         (Tag.needs_contiguous_strides, (6, 3, 1)),
-        # Whatever is cheapest to compute.
+        # The layout that is cheapest to compute.
         (Tag.flexible_layout, (12, 6, 1)),
     ],
     ids=str,
@@ -84,7 +84,7 @@ def test_a_layout_tag_decides_the_strides_that_inductor_passes(namespace, tags, 
 
 
 @pytest.mark.parametrize("tagged", [False, True])
-def test_a_cudagraph_unsafe_operator_is_what_keeps_a_graph_from_being_recorded(namespace, tagged):
+def test_cudagraph_unsafe_operator_prevents_cuda_graphs(namespace, tagged):
     tags = Tag.cudagraph_unsafe if tagged else ()
     op = torchop.custom_op(f"{namespace}::op", _halve, mutates_args=(), tags=tags)
     op.register_fake(lambda x: torch.empty_like(x))
@@ -110,8 +110,8 @@ def test_inductor_divides_a_graph_at_a_cudagraph_unsafe_operator(
         over = kind == "overwriting"
         options = {"like": "x", "inplace": over, "elementwise": over}
         op = torchop.out_op(f"{namespace}::op", _write_half, tags=tags, **options)
-    # Inductor records only what runs on a GPU, so the nodes say so. What stands for CUDA graphs
-    # gets each part that they would record.
+    # Make the CPU's nodes look like a GPU's, because Inductor partitions only GPU graphs. The
+    # wrapper below replaces CUDA graphs and gets each part that they would capture.
     monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: True)
     parts: list[Any] = []
     set_customized_partition_wrappers(lambda part, metadata: parts.append(metadata) or part)
@@ -181,7 +181,8 @@ def test_a_seeded_operator_does_not_run_at_trace_time_even_on_constants(namespac
         lambda x: x + noise(torch.tensor(0.5)), backend="aot_eager", fullgraph=True
     )
     compiled(torch.zeros(2))
-    assert (len(runs) == 1) is tagged  # without the tag, PyTorch looks what the constant becomes
+    # Without the tag, PyTorch also runs the operator at trace time, to fold the constant.
+    assert (len(runs) == 1) is tagged
     runs.clear()
     compiled(torch.zeros(2))
     assert len(runs) == 1
@@ -211,7 +212,7 @@ def test_an_operator_without_the_tag_does_not_apply_to_nested_tensors(namespace)
 # Compliance
 
 
-def test_an_operator_compiles_where_only_compliant_operators_may(namespace):
+def test_operator_compiles_with_only_allow_pt2_compliant_ops(namespace):
     op = torchop.custom_op(f"{namespace}::op", _halve, mutates_args=())
     op.register_fake(lambda x: torch.empty_like(x))
     recorder = Recorder()
@@ -220,7 +221,7 @@ def test_an_operator_compiles_where_only_compliant_operators_may(namespace):
     assert recorder.targets == [op.overload]
 
 
-def test_an_operator_that_was_only_defined_is_not_compliant(namespace):
+def test_operator_of_library_define_is_not_compliant(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", _halve, "CompositeExplicitAutograd")

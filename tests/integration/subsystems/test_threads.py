@@ -1,4 +1,4 @@
-"""Many threads at once: defining, registering, tracing, replacing."""
+"""Define, register, trace and redefine operators in many threads at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests._support.devices import TYPE
 
 @pytest.fixture(autouse=True)
 def _switch_often() -> Iterator[None]:
-    """Let Python switch between threads far more often than it does by itself."""
+    """Make Python switch between threads far more often."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -31,7 +31,7 @@ def _switch_often() -> Iterator[None]:
 
 
 def _define(namespace: str, number: int) -> torchop.CustomOp:
-    """An operator whose every rule answers with its number."""
+    """Define an operator whose rules return results that depend on `number`."""
 
     @torchop.custom_op(f"{namespace}::op{number}", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def test_operators_defined_in_eight_threads_have_their_own_rules(namespace):
         assert torch.vmap(op)(torch.ones(2)).tolist() == [1.0 - number] * 2
 
 
-def test_the_last_registration_of_eight_threads_counts(namespace):
+def test_last_registration_of_eight_threads_applies(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x + 0
@@ -80,7 +80,7 @@ def test_the_last_registration_of_eight_threads_counts(namespace):
                 last.append(number)
                 op.register_kernel(TYPE, lambda x, number=number: torch.full_like(x, number))
                 op.register_fake(lambda x, number=number: x.new_empty(number))
-            # Calls in between see some registration, never a mixture.
+            # A concurrent call uses the kernel of a single registration.
             assert op(torch.ones(2)).unique().numel() == 1
 
     in_threads(register_some)

@@ -1,4 +1,4 @@
-"""Building in the foreground, and the functions of this process. Uses private names."""
+"""Building in the foreground, and the functions of the module `api`. Uses private names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs(log: Path) -> int:
     return len(log.read_text().splitlines())
 
 
-def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, target: Path) -> None:
+def test_build_writes_into_the_cache(source: Path, copying_compiler: Path, target: Path) -> None:
     file = api.build(source=source)
     assert file == target
     assert file.exists()
@@ -28,7 +28,7 @@ def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, target: 
     assert runs(copying_compiler) == 2
 
 
-def test_it_builds_into_a_folder(source: Path, copying_compiler: Path, tmp_path: Path) -> None:
+def test_build_writes_into_a_folder(source: Path, copying_compiler: Path, tmp_path: Path) -> None:
     file = api.build(tmp_path / "deep" / "out", source=source)
     assert list((tmp_path / "deep" / "out").iterdir()) == [file]
     api.build(file.parent, source=source)

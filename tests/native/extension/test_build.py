@@ -24,7 +24,6 @@ Compiler = Callable[[str], Path]
 
 @pytest.fixture
 def make(source: Path, target: Path) -> Callable[[], Build]:
-    """Make a build into the cache."""
     files.make_cache_folder()
     return lambda: Build(make_recipe(source), target)
 
@@ -70,7 +69,7 @@ def test_the_next_tries_again_after_a_failure(
     assert target.exists()
 
 
-def test_what_a_killed_process_left_is_removed(
+def test_files_of_a_killed_process_are_removed(
     make: Make, copying_compiler: Path, target: Path
 ) -> None:
     left = target.with_name(f"{target.name}.abcd.build")
@@ -79,7 +78,7 @@ def test_what_a_killed_process_left_is_removed(
     assert not left.exists()
 
 
-def test_stop_ends_the_compiler_and_what_it_started(
+def test_stop_kills_the_compiler_and_its_children(
     make: Make, compiler: Compiler, target: Path, tmp_path: Path
 ) -> None:
     compiler(f"sleep 60 & echo $! > {tmp_path}/number; wait")
@@ -182,7 +181,7 @@ def test_file_that_cannot_be_executed(
         make().run_in_cache()
 
 
-def test_it_compiles_for_this_python(source: Path, tmp_path: Path) -> None:
+def test_build_compiles_for_this_python(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "_call_path.so"
     Build(make_recipe(source), target).run()
     program = "import _call_path; print(_call_path.__name__)"

@@ -71,14 +71,14 @@ def test_build_that_fails(compiler: Compiler) -> None:
     assert outcome.err.endswith("failed with exit code 1:\nfatal\n")
 
 
-def test_build_of_what_does_not_load(compiler: Compiler) -> None:
+def test_build_reports_a_file_that_does_not_load(compiler: Compiler) -> None:
     compiler('echo no extension > "$target"')
     outcome = Outcome("build")
     assert outcome.code == 1
     assert "exists, but cannot be loaded: " in outcome.err
 
 
-def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
+def test_doctor_of_a_working_installation(in_cache: Path, compiler: Compiler) -> None:
     compiler("")
     outcome = Outcome("doctor")
     assert outcome.code == 0, outcome.out
@@ -125,10 +125,10 @@ VERDICTS = {
     ("setting", "value", "state"),
     [
         ("TORCHOP_NATIVE", "auto", "idle"),
-        ("TORCHOP_NATIVE", "require", "idle"),  # which compiles too
+        ("TORCHOP_NATIVE", "require", "idle"),  # this setting compiles as well
         ("TORCHOP_NATIVE", "prebuilt", "failed"),
         ("TORCHOP_NATIVE", "0", "off"),
-        ("TORCHOP_NATIVE_DIR", "/absent", "failed"),  # where the user says that it is
+        ("TORCHOP_NATIVE_DIR", "/absent", "failed"),  # it must contain the extension
         ("CXX", "/absent/c++", "failed"),
     ],
 )
@@ -154,7 +154,7 @@ def test_doctor_where_nothing_is_compiled(
 
 @pytest.mark.usefixtures("compiler")
 def test_doctor_of_a_read_only_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = os.access  # root may write everywhere, so only os.access can report a read-only folder
+    access = os.access  # root may write everywhere, so simulate a read-only folder
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
     outcome = Outcome("doctor")
     assert outcome.code == 1
@@ -167,7 +167,7 @@ def test_doctor_of_a_python_without_the_gil(
     in_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcome = Outcome("doctor")
-    assert files.MODULE not in sys.modules  # loading it would enable the GIL
+    assert files.MODULE not in sys.modules  # loading the extension would enable the GIL
     assert outcome.code == 1
     problem = "native calls need the GIL, and this Python runs without it"
     assert row(outcome.out, "cache") == f"{in_cache.parent}: cannot be loaded: {problem}"
@@ -176,7 +176,7 @@ def test_doctor_of_a_python_without_the_gil(
     assert row(Outcome("doctor").out, "cache") == f"{in_cache.parent}: found, and can be loaded"
 
 
-def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compiler) -> None:
+def test_doctor_json_matches_the_table(in_cache: Path, compiler: Compiler) -> None:
     compiler("")
     table, outcome = Outcome("doctor"), Outcome("doctor", "--json")
     report = json.loads(outcome.out)
@@ -220,7 +220,7 @@ def test_doctor_of_an_unsafe_cache(in_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])
-def test_without_its_packages_it_says_what_to_install(
+def test_without_packages_the_error_names_them(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delattr(torchop, "cli")
@@ -233,7 +233,7 @@ def test_without_its_packages_it_says_what_to_install(
     assert capsys.readouterr().err == (
         f"torchop: the command line needs {missing}: {installing('cli')}\n"
     )
-    # Which version this is can be said without them.
+    # `--version` must work without these packages.
     monkeypatch.setattr(sys, "argv", ["torchop", "--version"])
     __main__.main()
     assert capsys.readouterr().out == f"torchop, version {torchop.__version__}\n"

@@ -1,4 +1,4 @@
-"""Files of compiled extensions: a cache that is private, where they are found, and loading.
+"""Files of compiled extensions: a private cache, the search order, and loading.
 
 Uses private names.
 """
@@ -51,10 +51,10 @@ def test_no_home(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("home", ["", ".", "home"])
-def test_relative_home_is_none(
+def test_relative_home_is_ignored(
     home: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working directory may hold anybody's files, and nothing is put there."""
+    """The working directory may contain other people's files."""
     monkeypatch.delenv("TORCHOP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     monkeypatch.setenv("HOME", home)
@@ -74,7 +74,7 @@ def test_folder_is_made_for_the_user_alone(cache_folder: Path) -> None:
     finally:
         os.umask(umask)
     assert stat.S_IMODE(cache_folder.stat().st_mode) == 0o700
-    assert files.make_cache_folder() == cache_folder  # it may be there already
+    assert files.make_cache_folder() == cache_folder
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])
@@ -119,7 +119,7 @@ def test_folders_above_are_made_for_the_user_alone(
 def test_folder_above_that_others_can_rename_is_refused(
     in_cache: Path, source: Path, mode: int, is_safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise another user puts a cache of his own there, between the check and the loading."""
+    """Otherwise another user could replace the cache between the check and the load."""
     monkeypatch.setattr(files, "_is_users_own_group", lambda number: False)
     cache = in_cache.parent
     below = cache.parent / "above" / "between"
@@ -186,7 +186,7 @@ def test_folder_above_of_another_user_is_refused(
     assert not cache_folder.exists()
 
 
-def test_file_in_the_way(cache_folder: Path) -> None:
+def test_file_in_place_of_the_folder_is_an_error(cache_folder: Path) -> None:
     cache_folder.write_text("")
     with pytest.raises(NativeUnavailableError, match=f"cannot be created: File exists. {REMEDY}"):
         files.make_cache_folder()
@@ -194,14 +194,14 @@ def test_file_in_the_way(cache_folder: Path) -> None:
 
 def test_read_only_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_folder.mkdir(mode=0o500)
-    if os.geteuid() == 0:  # who may write everywhere, but on a drive that is mounted read-only
+    if os.geteuid() == 0:  # root may write everywhere, except to a read-only file system
         monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(NativeUnavailableError, match=f"is read-only. {REMEDY}"):
         files.make_cache_folder()
 
 
 # --------------------------------------------------------------------------------------------------
-# Where an extension is looked for, and in which order
+# The search order
 
 
 def test_order_is_environment_package_wheel_cache(
@@ -246,7 +246,7 @@ def test_extension_in_an_unsafe_cache_is_not_loaded(in_cache: Path, source: Path
 
 
 # --------------------------------------------------------------------------------------------------
-# Loading: whose fault it is when it fails, the file's or the extension's own wish
+# Loading: a broken file, and an extension that raises ImportError
 
 REFUSING = """\
 #include <Python.h>
@@ -259,13 +259,13 @@ PyMODINIT_FUNC PyInit__call_path() {
 
 @pytest.mark.usefixtures("cache_folder")
 class TestLoad:
-    def test_extension_becomes_a_module_of_ours(self, built: Path) -> None:
+    def test_extension_becomes_a_torchop_module(self, built: Path) -> None:
         module = files.load(built)
         assert module.__name__ == "torchop._native._call_path"
         assert module.__file__ == str(built)
         assert sys.modules["torchop._native._call_path"] is module
 
-    def test_it_is_initialized_once(self, built: Path) -> None:
+    def test_extension_is_initialized_once(self, built: Path) -> None:
         assert files.load(built) is files.load(built)
 
     def test_damaged_file_is_unusable(self, tmp_path: Path) -> None:
@@ -275,9 +275,7 @@ class TestLoad:
             files.load(file)
         assert files.MODULE not in sys.modules
 
-    def test_a_library_without_a_module_is_not_taken_for_the_next_one(
-        self, built: Path, tmp_path: Path
-    ) -> None:
+    def test_failed_load_is_not_reused_for_the_next_file(self, built: Path, tmp_path: Path) -> None:
         file, source = tmp_path / "nothing.so", tmp_path / "nothing.c"
         source.write_text("int nothing;\n")
         subprocess.run(["cc", "-shared", "-fPIC", source, "-o", file], check=True)
@@ -305,7 +303,7 @@ class TestLoad:
         with pytest.raises(files.UnusableFileError, match=r"empty.so: file too short"):
             files.load(file)
 
-    def test_refusal_of_the_extension_itself_is_passed_on(self, tmp_path: Path) -> None:
+    def test_import_error_of_the_extension_is_raised(self, tmp_path: Path) -> None:
         (tmp_path / "module.cpp").write_text(REFUSING)
         file = api.build(tmp_path / "out", source=tmp_path)
         with pytest.raises(ImportError, match="not with this torch") as caught:

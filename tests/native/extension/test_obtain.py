@@ -30,8 +30,6 @@ pytestmark = pytest.mark.usefixtures("cache_folder")
 
 
 class Receiver:
-    """Remembers what it was called with, and where."""
-
     def __init__(self) -> None:
         self.modules: list[ModuleType] = []
         self.threads: list[threading.Thread] = []
@@ -48,8 +46,6 @@ def extension(source: Path) -> Extension:
 
 @pytest.fixture
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it an error to start a compiler."""
-
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a compiler was started")
 
@@ -61,7 +57,6 @@ def refuse(module: ModuleType) -> None:
 
 
 def finish(extension: Extension) -> None:
-    """Wait for the build in the background."""
     for thread in threading.enumerate():
         if thread.name == "torchop-build":
             thread.join(60)
@@ -83,7 +78,7 @@ def runs(log: Path) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# What TORCHOP_NATIVE may be
+# Values of TORCHOP_NATIVE
 
 
 @pytest.mark.parametrize("value", ["auto", "0", "require", "prebuilt"])
@@ -106,11 +101,11 @@ def test_another_value_is_an_error_that_names_the_four(monkeypatch: pytest.Monke
 
 
 # --------------------------------------------------------------------------------------------------
-# It is there, or is built
+# The extension is found or built
 
 
 @pytest.mark.usefixtures("no_child")
-def test_what_is_found_is_loaded_at_once(extension: Extension, in_cache: Path) -> None:
+def test_existing_extension_is_loaded_immediately(extension: Extension, in_cache: Path) -> None:
     receiver = Receiver()
     extension.obtain(receiver)
     assert receiver.threads == [threading.current_thread()]
@@ -121,10 +116,10 @@ def test_what_is_found_is_loaded_at_once(extension: Extension, in_cache: Path) -
 
 @pytest.mark.parametrize("value", ["auto", "prebuilt"])
 @pytest.mark.usefixtures("needs_lock", "in_cache", "no_child", "without_lock")
-def test_python_without_the_lock_keeps_it_off(
+def test_python_without_gil_does_not_load_an_extension_that_needs_it(
     extension: Extension, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To load the extension would turn it on, for the whole process."""
+    """Loading the extension would enable the GIL for the whole process."""
     monkeypatch.setenv("TORCHOP_NATIVE", value)
     receiver = Receiver()
     extension.obtain(receiver)
@@ -138,8 +133,8 @@ def test_python_without_the_lock_keeps_it_off(
 
 
 @pytest.mark.usefixtures("needs_no_lock", "in_cache", "no_child", "without_lock")
-def test_python_without_the_lock_on_which_it_needs_none(extension: Extension) -> None:
-    """Nothing is said, because nothing turns the lock on."""
+def test_python_without_gil_loads_an_extension_that_supports_it(extension: Extension) -> None:
+    """No warning, because loading the extension does not enable the GIL."""
     receiver = Receiver()
     extension.obtain(receiver)
     assert len(receiver.modules) == 1
@@ -147,7 +142,7 @@ def test_python_without_the_lock_on_which_it_needs_none(extension: Extension) ->
 
 
 @pytest.mark.usefixtures("needs_lock", "in_cache", "no_child", "without_lock")
-def test_require_turns_the_lock_on_and_says_so(
+def test_require_enables_the_gil_with_a_warning(
     extension: Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "require")
@@ -170,7 +165,7 @@ def test_build_goes_on_in_the_background(
     status = extension.status()
     assert (status.state, receiver.modules) == ("building", [])
     assert status.seconds is not None
-    assert 0 <= status.seconds < 0.3  # which is how long the compiler takes
+    assert 0 <= status.seconds < 0.3  # the compiler takes 0.3 seconds
     finish(extension)
     assert receiver.threads != [threading.current_thread()]
     assert receiver.modules[0].__file__ == str(target)
@@ -178,7 +173,7 @@ def test_build_goes_on_in_the_background(
     assert (status.state, status.path) == ("ready", target)
     assert status.seconds is not None
     assert status.seconds > 0.3
-    assert extension.wait(Receiver(), 60)  # for the line that says that it is ready
+    assert extension.wait(Receiver(), 60)  # waits for the line "native calls are ready"
     notice, ready = capsys.readouterr().err.splitlines()
     assert notice == NOTICE_IN_BACKGROUND
     assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
@@ -203,7 +198,7 @@ def test_require_waits(
 
 
 # --------------------------------------------------------------------------------------------------
-# It cannot be had
+# The extension is not available
 
 WARNING = (
     r"torchop's native call path is not available\. Operators work without it.*"
@@ -240,7 +235,7 @@ def test_require_raises_with_the_message_of_the_compiler(
     compiler("echo 'fatal error' >&2; exit 1")
     monkeypatch.setenv("TORCHOP_NATIVE", "require")
     message = r"TORCHOP_NATIVE=require is set, .*TORCHOP_NATIVE=auto .*exit code 1:\nfatal error"
-    for _ in range(2):  # a module whose import failed may be imported again
+    for _ in range(2):  # Python may import a module again after its import failed
         with pytest.raises(NativeUnavailableError, match=message):
             extension.obtain(Receiver())
 
@@ -278,14 +273,14 @@ def test_receiver_that_raises_is_an_error_when_required(
 
 
 # --------------------------------------------------------------------------------------------------
-# What is there, and nothing else
+# Only existing files may be used
 
 KEY = r"torch\d\S*"
 
 
 @pytest.fixture
 def other(in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The key of an extension for another PyTorch, which is all there is in TORCHOP_NATIVE_DIR."""
+    """Put an extension for another PyTorch into TORCHOP_NATIVE_DIR, and return its key."""
     folder = tmp_path / "chosen"
     folder.mkdir()
     name = in_cache.name.replace("torch2", "torch9")
@@ -295,7 +290,7 @@ def other(in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 @pytest.mark.usefixtures("no_child")
-def test_prebuilt_takes_what_is_there(
+def test_prebuilt_loads_an_existing_extension(
     extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
@@ -350,7 +345,7 @@ def test_damaged_file_in_the_cache_is_a_warning_with_the_command(
 
 
 @pytest.mark.usefixtures("no_child")
-def test_damaged_file_elsewhere_is_passed_over(
+def test_damaged_file_outside_the_cache_is_skipped(
     extension: Extension, in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "chosen").mkdir()
@@ -362,7 +357,7 @@ def test_damaged_file_elsewhere_is_passed_over(
 
 
 # --------------------------------------------------------------------------------------------------
-# Several processes, and the end of one
+# Several processes, and exit during a build
 
 
 PROGRAM = """

@@ -29,7 +29,7 @@ def copy(source: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(source, tmp_path / "csrc"))
 
 
-def test_key_says_what_it_is_for(source: Path) -> None:
+def test_key_names_the_versions(source: Path) -> None:
     recipe = make_recipe(source)
     assert torch.__version__ in recipe.key
     assert "cpython-3" in recipe.key
@@ -62,7 +62,7 @@ def test_key_changes_with_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_key_changes_with_the_commit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two builds of PyTorch's sources may have one version."""
+    """Two builds of PyTorch may have the same version, but different commits."""
     before = make_recipe(source).key
     monkeypatch.setattr(torch.version, "git_version", "f" * 40)
     after = make_recipe(source).key
@@ -106,7 +106,7 @@ OTHERS = (
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, folder: Path, names: str) -> None:
-    """Make a header that declares these fields that of PyTorch."""
+    """Replace PyTorch's header with one that declares these fields."""
     header = folder / "torch" / "csrc" / "autograd" / "python_function.h"
     header.parent.mkdir(parents=True)
     header.write_text(STRUCT % "".join(f"  int {name};\n" for name in names.split()))
@@ -180,7 +180,6 @@ def test_missing_sources_are_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only folder of the PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path
@@ -211,7 +210,7 @@ def test_cxx_that_is_not_there_is_named(path: Path, monkeypatch: pytest.MonkeyPa
 def test_working_directory_is_not_searched(
     entry: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anybody's files may be there, such as those of a repository that was just cloned."""
+    """The working directory may contain other people's files, such as a cloned repository."""
     (tmp_path / "folder").mkdir()
     for folder in (tmp_path, tmp_path / "folder"):
         install(folder, "c++", "icpx")
@@ -222,7 +221,7 @@ def test_working_directory_is_not_searched(
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(NativeUnavailableError, match="'icpx' in the environment variable CXX"):
         find_compiler()
-    monkeypatch.setenv("CXX", "./icpx")  # which says where it is
+    monkeypatch.setenv("CXX", "./icpx")  # an explicit path is accepted
     assert find_compiler() == [str(tmp_path / "icpx")]
 
 
@@ -250,7 +249,7 @@ def test_no_compiler(path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about how Linux links")
-def test_a_compiler_with_an_archive_of_the_cpp_library_links_that_of_pytorch(
+def test_compiler_with_static_libstdcxx_links_pytorchs_shared_one(
     cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "csrc"
@@ -262,4 +261,4 @@ def test_a_compiler_with_an_archive_of_the_cpp_library_links_that_of_pytorch(
     monkeypatch.setenv("CXX", "c++ -static-libstdc++")
     file = api.build(tmp_path, source=source)
     assert b"libstdc++.so.6" in file.read_bytes()
-    assert file.stat().st_size < 200_000  # an archive adds two megabytes
+    assert file.stat().st_size < 200_000  # a static library adds two megabytes

@@ -29,7 +29,7 @@ FAILED = (
 
 
 def ignore(module: ModuleType) -> None:
-    """Receive the extension."""
+    pass
 
 
 @pytest.fixture
@@ -39,18 +39,18 @@ def extension(source: Path) -> Extension:
 
 @pytest.fixture
 def held(compiler: Compiler, built: Path, tmp_path: Path) -> Path:
-    """A compiler that waits for this file, and then hands out what the real one made."""
+    """Use a compiler that copies the real extension once this file exists."""
     signal = tmp_path / "signal"
     compiler(f'until test -e {signal}; do sleep 0.01; done; cp {built} "$target"')
     return signal
 
 
 # --------------------------------------------------------------------------------------------------
-# It comes
+# The extension becomes available
 
 
 @pytest.mark.parametrize("timeout", [None, 60.0])
-def test_it_is_compiled_and_waited_for(
+def test_wait_compiles_and_loads(
     extension: Extension, copying_compiler: Path, timeout: float | None
 ) -> None:
     assert extension.wait(ignore, timeout)
@@ -60,14 +60,14 @@ def test_it_is_compiled_and_waited_for(
 
 @pytest.mark.usefixtures("in_cache")
 @pytest.mark.parametrize("mode", ["auto", "require", "prebuilt"])
-def test_what_is_there_needs_no_time(
+def test_existing_extension_needs_no_wait(
     extension: Extension, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", mode)
     assert extension.wait(ignore, 0)
 
 
-def test_time_is_over_and_compiling_goes_on(extension: Extension, held: Path) -> None:
+def test_timeout_does_not_stop_the_compiler(extension: Extension, held: Path) -> None:
     assert not extension.wait(ignore, 0)
     start = time.monotonic()
     assert not extension.wait(ignore, 0.2)
@@ -108,7 +108,7 @@ def test_child_of_a_fork_waits_itself(extension: Extension, held: Path, is_over:
         held.touch()
         assert extension.wait(ignore, None)
     waiting = threading.Thread(target=extension.wait, args=(ignore, None))
-    waiting.start()  # which the child does not have
+    waiting.start()  # a thread that the child process does not have
     process = os.fork()
     if process == 0:
         signal.alarm(60)
@@ -122,7 +122,7 @@ def test_child_of_a_fork_waits_itself(extension: Extension, held: Path, is_over:
 
 
 # --------------------------------------------------------------------------------------------------
-# It does not come
+# The extension does not become available
 
 
 def test_turned_off(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,14 +148,16 @@ def test_no_compiler_is_an_exception_and_no_warning(
         extension.wait(ignore, 0)
 
 
-def test_nothing_is_prebuilt(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wait_fails_if_nothing_is_prebuilt(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
     with pytest.raises(NativeUnavailableError, match=f"{FAILED}.*prebuilt does not compile"):
         extension.wait(ignore, None)
 
 
 # --------------------------------------------------------------------------------------------------
-# What it says meanwhile
+# Notices during the wait
 
 
 def test_wait_prints_no_notice_to_wait(

@@ -1,5 +1,3 @@
-"""An operator with a formula that saves an input."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Operators that record gradients natively, and helpers to compare both paths.
+"""Operators that record gradients natively, and helpers that compare native and dispatched calls.
 
 Uses private names.
 """
@@ -24,7 +24,7 @@ def differentiable(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
 ) -> Any:
-    """An operator whose next call is native: the first one that records a gradient is not."""
+    """Define an operator with a compiled formula, so that already the next call is native."""
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
     op.register_autograd(backward, setup_context=setup_context)
     make_formula(op)
@@ -32,7 +32,7 @@ def differentiable(
 
 
 def make_formula(op: Any) -> None:
-    """Compile the formula, which the first call that records a gradient does otherwise."""
+    """Compile the formula, as the first call that records a gradient would."""
     assert op._definition.rule(AutogradRule).function
 
 
@@ -46,14 +46,14 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @contextlib.contextmanager
 def all_native(op: Any) -> Iterator[None]:
-    """Every call of the block is native, and there is one."""
+    """Check that the block makes calls, and that all are native."""
     with counting(op) as calls:
         yield
     assert set(calls) == {"native"}, calls
 
 
-def on_both_ways(op: Any, scenario: Callable[[], Any]) -> Any:
-    """Run a scenario natively and through the dispatcher, and compare the results."""
+def on_both_paths(op: Any, scenario: Callable[[], Any]) -> Any:
+    """Run a scenario natively and through the dispatcher, compare the results and return them."""
     with all_native(op):
         native = outcome(scenario)
     with counting(op) as calls, torchop.native.disabled():
@@ -66,7 +66,7 @@ def on_both_ways(op: Any, scenario: Callable[[], Any]) -> Any:
 
 
 class Raised(tuple[type[BaseException], str]):
-    """An exception, as a value that can be compared."""
+    """An exception as a comparable value."""
 
 
 def outcome(scenario: Callable[[], Any]) -> Any:
@@ -76,8 +76,8 @@ def outcome(scenario: Callable[[], Any]) -> Any:
         return Raised((type(error), str(error)))
 
 
-def error_on_both_ways(op: Any, scenario: Callable[[], Any]) -> tuple[type, str]:
-    """The exception of a scenario, which is the same on both ways."""
+def error_on_both_paths(op: Any, scenario: Callable[[], Any]) -> tuple[type, str]:
+    """Check that a scenario raises the same exception natively and dispatched, and return it."""
     with all_native(op):
         native = outcome(scenario)
     with torchop.native.disabled():

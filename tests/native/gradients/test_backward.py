@@ -16,7 +16,7 @@ from torchop._rules.autograd.rule import AutogradRule
 pytestmark = needs_native
 
 
-def test_it_has_no_frame_of_ours(cube):
+def test_backward_has_no_torchop_frame(cube):
     apply = autograd.context_type(cube._definition.rule(AutogradRule).function).apply
     assert type(apply) is BuiltinFunctionType
     x = leaf()
@@ -25,12 +25,12 @@ def test_it_has_no_frame_of_ours(cube):
     assert x.grad.item() == 12.0
 
 
-def test_a_node_inside_of_the_backward_of_another(namespace):
-    """Each has its own saved tensors, and the outer one still has them afterwards."""
+def test_backward_inside_of_another_backward(namespace):
+    """The inner node must not replace the saved tensors of the outer one."""
 
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        if x > 4:  # the derivative of the square, from another call
+        if x > 4:  # the factor 2 of the derivative comes from another call
             with torch.enable_grad():
                 inner = leaf()
                 (two,) = torch.autograd.grad(op(inner), inner)
@@ -47,7 +47,7 @@ def test_a_node_inside_of_the_backward_of_another(namespace):
     assert x.grad.item() == 10.0
 
 
-def test_an_interruption_is_no_mistake_of_the_formula(namespace):
+def test_interrupt_is_not_reported_as_a_formula_error(namespace):
     def backward(ctx, grad):
         raise KeyboardInterrupt
 
@@ -71,7 +71,7 @@ def test_a_formula_below_a_compiled_frame_is_not_traced(cube):
         cube(y.detach().requires_grad_()).sum().backward()
         return x.cos()
 
-    cube(leaf()).backward()  # the next call is native
+    cube(leaf()).backward()
     step(torch.ones(2, dtype=torch.float64))
     assert graphs
     assert not any("square" in target for graph in graphs for target in graph)
@@ -90,7 +90,7 @@ def test_a_later_formula_serves_earlier_calls(namespace):
     assert "has no setup_context" in caught.value.__notes__[0]
 
 
-def test_it_refuses_other_calls():
+def test_node_rejects_other_calls():
     make = switch.native_module().make_backward
     apply, _ = make(None, None, (), None, None, None, None, None, None)
     with pytest.raises(TypeError, match="apply expects the ctx of a node"):

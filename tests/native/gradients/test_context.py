@@ -1,5 +1,3 @@
-"""The `ctx` of a formula in native calls."""
-
 from __future__ import annotations
 
 import weakref
@@ -12,9 +10,9 @@ from tests._support.common import needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
-    error_on_both_ways,
+    error_on_both_paths,
     leaf,
-    on_both_ways,
+    on_both_paths,
     outcome,
 )
 
@@ -131,7 +129,7 @@ def test_attributes_of_ctx_reach_the_backward(namespace):
         op(leaf()).sum().backward()
         return list(seen)
 
-    on_both_ways(op, scenario)
+    on_both_paths(op, scenario)
 
 
 def test_keyword_only_arguments_reach_the_setup_context(namespace):
@@ -153,11 +151,11 @@ def test_keyword_only_arguments_reach_the_setup_context(namespace):
         y.sum().backward()
         return seen, x.grad.item()
 
-    assert on_both_ways(op, scenario) == ((1, {"scale": 5.0, "shift": 0}), 5)
+    assert on_both_paths(op, scenario) == ((1, {"scale": 5.0, "shift": 0}), 5)
 
 
-def test_a_saved_output_keeps_no_object_alive(namespace):
-    """Saved with its node, an output would be a cycle that no collector sees."""
+def test_saved_output_creates_no_reference_cycle(namespace):
+    """If an output were saved together with its node, they would form an uncollectable cycle."""
     op = differentiable(
         namespace,
         lambda x: x.exp(),
@@ -176,7 +174,7 @@ def test_a_saved_output_keeps_no_object_alive(namespace):
         del y
         return same, nothing, x.grad.item(), [reference() for reference in references]
 
-    assert on_both_ways(op, scenario) == (True, None, 1, [None, None])
+    assert on_both_paths(op, scenario) == (True, None, 1, [None, None])
 
 
 def test_intermediate_that_is_saved_reaches_the_backward(namespace):
@@ -193,12 +191,12 @@ def test_intermediate_that_is_saved_reaches_the_backward(namespace):
         op(x).sum().backward()
         return x.grad.item()
 
-    assert on_both_ways(op, scenario) == 1
+    assert on_both_paths(op, scenario) == 1
 
 
-def test_exception_of_a_formula_is_the_callers(cube):
+def test_exception_of_a_formula_reaches_the_caller(cube):
     def backward(ctx, grad):
         raise ZeroDivisionError("in the formula")
 
     cube.register_autograd(backward)
-    assert error_on_both_ways(cube, lambda: cube(leaf()).sum().backward())[0] is ZeroDivisionError
+    assert error_on_both_paths(cube, lambda: cube(leaf()).sum().backward())[0] is ZeroDivisionError

@@ -1,5 +1,3 @@
-"""Gradients of all orders, and the recorded graph."""
-
 from __future__ import annotations
 
 import pytest
@@ -10,16 +8,16 @@ from tests._support.common import counting, needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
-    error_on_both_ways,
+    error_on_both_paths,
     leaf,
-    on_both_ways,
+    on_both_paths,
 )
 
 pytestmark = needs_native
 
 
 # --------------------------------------------------------------------------------------------------
-# Differentiating once and more
+# First and higher derivatives
 
 
 def test_gradient_of_an_input_that_is_no_leaf(cube):
@@ -28,7 +26,7 @@ def test_gradient_of_an_input_that_is_no_leaf(cube):
         cube(cube(x * 1) * 1).sum().backward()
         return x.grad.item()
 
-    assert on_both_ways(cube, scenario) == 9 * 2.0**8
+    assert on_both_paths(cube, scenario) == 9 * 2.0**8
 
 
 def test_second_and_third_derivative(cube):
@@ -39,7 +37,7 @@ def test_second_and_third_derivative(cube):
         (third,) = torch.autograd.grad(second.sum(), x)
         return [first.item(), second.item(), third.item()]
 
-    assert on_both_ways(cube, scenario) == [12, 12, 6]
+    assert on_both_paths(cube, scenario) == [12, 12, 6]
 
 
 def test_gradcheck_and_gradgradcheck(cube):
@@ -48,7 +46,7 @@ def test_gradcheck_and_gradgradcheck(cube):
         assert torch.autograd.gradgradcheck(cube, leaf(0.5, -1.5))
 
 
-def test_first_call_that_records_a_gradient_is_the_only_one_that_is_not_native(namespace):
+def test_only_the_first_gradient_call_is_not_native(namespace):
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -84,22 +82,22 @@ def test_nodes_look_the_same(cube, namespace):
             node._input_metadata[0].dtype,
         )
 
-    name, *_ = on_both_ways(cube, scenario)
+    name, *_ = on_both_paths(cube, scenario)
     assert name == f"{namespace}_opBackward"
 
 
 def test_sequence_numbers_rise(cube):
-    """Autograd runs the newest node first."""
+    """Autograd runs the node with the highest number first."""
     x = leaf()
     with all_native(cube):
-        results = [cube(x) for _ in range(3)]  # until 2.12, a node lives as long as they do
+        results = [cube(x) for _ in range(3)]  # until 2.12, a node lives only as long as its result
     numbers = [result.grad_fn._sequence_nr() for result in results]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == 3
 
 
 @pytest.mark.needs_torch("2.14", "hooks for new nodes")
-def test_hook_for_new_nodes_sees_one_that_has_everything(cube):
+def test_hook_for_new_nodes_gets_a_complete_node(cube):
     def scenario():
         x = leaf()
         seen = []
@@ -121,7 +119,7 @@ def test_hook_for_new_nodes_sees_one_that_has_everything(cube):
             y = cube(x)
         return seen, y.requires_grad
 
-    ((name, saved, edges, shapes, needed),), _ = on_both_ways(cube, scenario)
+    ((name, saved, edges, shapes, needed),), _ = on_both_paths(cube, scenario)
     assert (name, saved, shapes) == ("opBackward", [2.0], [(1,)])
     assert edges[0].endswith("AccumulateGrad")
     assert needed[0] is True
@@ -136,16 +134,16 @@ def test_hook_for_new_nodes_that_raises(cube):
         with torch.autograd.graph.node_creation_hook(refuse):
             cube(leaf())
 
-    assert error_on_both_ways(cube, scenario)[1] == "no nodes today"
+    assert error_on_both_paths(cube, scenario)[1] == "no nodes today"
 
 
-def test_graph_that_is_used_up_is_refused(cube):
+def test_freed_graph_raises(cube):
     def scenario():
         y = cube(leaf()).sum()
         y.backward()
         y.backward()
 
-    kind, message = error_on_both_ways(cube, scenario)
+    kind, message = error_on_both_paths(cube, scenario)
     assert kind is RuntimeError
     assert "backward through the graph a second time" in message
 
@@ -159,20 +157,20 @@ def test_graph_that_is_retained_serves_again(cube):
         y.backward()
         return x.grad.item()
 
-    assert on_both_ways(cube, scenario) == 36
+    assert on_both_paths(cube, scenario) == 36
 
 
-def test_saved_tensors_of_a_graph_that_is_used_up_are_refused(cube):
+def test_saved_tensors_of_a_freed_graph_raise(cube):
     def scenario():
         y = cube(leaf())
         y.sum().backward()
         return y.grad_fn.saved_tensors
 
-    _, message = error_on_both_ways(cube, scenario)
+    _, message = error_on_both_paths(cube, scenario)
     assert "after they have already been freed" in message
 
 
-def test_change_of_a_saved_tensor_is_noticed(cube):
+def test_mutation_of_a_saved_tensor_is_detected(cube):
     def scenario():
         x = leaf()
         y = x * 1
@@ -180,7 +178,7 @@ def test_change_of_a_saved_tensor_is_noticed(cube):
         y.add_(1)
         result.sum().backward()
 
-    _, message = error_on_both_ways(cube, scenario)
+    _, message = error_on_both_paths(cube, scenario)
     assert "modified by an inplace operation" in message
 
 
@@ -192,7 +190,7 @@ def test_result_may_be_changed_in_place(cube):
         y.sum().backward()
         return x.grad.item()
 
-    assert on_both_ways(cube, scenario) == 60
+    assert on_both_paths(cube, scenario) == 60
 
 
 def test_needs_input_grad_and_unneeded_gradients(namespace):
@@ -217,7 +215,7 @@ def test_needs_input_grad_and_unneeded_gradients(namespace):
         op(x, 3, x, x).sum().backward()
         return list(seen), x.grad.item(), y.grad
 
-    needed, *_ = on_both_ways(op, scenario)
+    needed, *_ = on_both_paths(op, scenario)
     assert needed[0] == (True, False, False, False)
     assert needed[1] == (False, False, True, False)
     assert needed[2] == (True, False, True, True)
@@ -251,7 +249,7 @@ def test_lists_of_tensors(namespace):
         empty.sum().backward()
         return list(seen), [x.grad and x.grad.item() for x in xs], z.grad.item()
 
-    needed, grads, z = on_both_ways(op, scenario)
+    needed, grads, z = on_both_paths(op, scenario)
     assert grads == [0, None, 4, 6]
     assert z == 300
     assert needed[0] == ([True, False, True, True], [False, False], False, True)

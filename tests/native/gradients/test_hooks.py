@@ -1,4 +1,4 @@
-"""Hooks, checkpoints, anomaly mode, compiled autograd and threads, on graphs recorded natively."""
+"""Hooks, checkpoints, anomaly mode, compiled autograd and threads, on natively recorded graphs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests._support.common import counting, needs_native
 from tests.native.gradients.recording import (
     all_native,
     differentiable,
-    error_on_both_ways,
+    error_on_both_paths,
     leaf,
-    on_both_ways,
+    on_both_paths,
 )
 
 pytestmark = needs_native
@@ -45,7 +45,7 @@ def test_hooks_on_saved_tensors(cube):
         y.sum().backward()
         return log, x.grad.item()
 
-    assert on_both_ways(cube, scenario) == (["pack", "unpack"], 12)
+    assert on_both_paths(cube, scenario) == (["pack", "unpack"], 12)
 
 
 def test_hooks_on_saved_tensors_that_raise(cube):
@@ -56,7 +56,7 @@ def test_hooks_on_saved_tensors_that_raise(cube):
         with torch.autograd.graph.saved_tensors_hooks(pack, pack):
             cube(leaf())
 
-    assert error_on_both_ways(cube, scenario)[0] is ZeroDivisionError
+    assert error_on_both_paths(cube, scenario)[0] is ZeroDivisionError
     with all_native(cube):
         assert cube(leaf()).item() == 8
 
@@ -69,7 +69,7 @@ def test_saved_tensors_on_the_cpu(cube):
         y.sum().backward()
         return x.grad.item()
 
-    assert on_both_ways(cube, scenario) == 12
+    assert on_both_paths(cube, scenario) == 12
 
 
 def test_hooks_on_tensors_and_nodes(cube):
@@ -84,7 +84,7 @@ def test_hooks_on_tensors_and_nodes(cube):
         y.sum().backward()
         return log, y.grad.item(), x.grad.item()
 
-    on_both_ways(cube, scenario)
+    on_both_paths(cube, scenario)
 
 
 def test_hooks_for_several_gradients(cube):
@@ -97,11 +97,11 @@ def test_hooks_for_several_gradients(cube):
         (y * z).sum().backward()
         return log, x.grad.item()
 
-    on_both_ways(cube, scenario)
+    on_both_paths(cube, scenario)
 
 
 # --------------------------------------------------------------------------------------------------
-# Checkpoints, anomalies, compiled autograd, threads
+# Checkpoints, anomaly mode, compiled autograd, threads
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -120,7 +120,7 @@ def test_checkpoint(cube, use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_mode_names_the_call(cube):
-    """The dispatcher has the trace; and it is the same for a graph that was recorded before."""
+    """Under anomaly mode, calls use the dispatcher, because it stores the stack trace."""
     cube.register_autograd(lambda ctx, grad: grad * float("nan"))
     x = leaf()
     with counting(cube) as calls, torch.autograd.detect_anomaly(check_nan=True):
@@ -159,7 +159,7 @@ def test_compiled_autograd(namespace):
             result.backward()
         return [x.grad.item() for x in (*xs, y)]
 
-    assert on_both_ways(op, scenario) == [5, 5, 5]
+    assert on_both_paths(op, scenario) == [5, 5, 5]
 
 
 def test_backward_in_many_threads(cube):

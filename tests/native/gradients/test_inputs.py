@@ -1,5 +1,3 @@
-"""Inputs of calls that record gradients natively."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,7 +12,7 @@ from tests.native.gradients.recording import (
     differentiable,
     leaf,
     make_formula,
-    on_both_ways,
+    on_both_paths,
 )
 
 pytestmark = needs_native
@@ -30,7 +28,7 @@ def test_modes_without_grad(cube, mode):
             y = cube(x)
         return y.requires_grad, y.grad_fn, y.is_inference(), y.item()
 
-    on_both_ways(cube, scenario)
+    on_both_paths(cube, scenario)
 
 
 def test_parameter_of_a_module(cube):
@@ -40,7 +38,7 @@ def test_parameter_of_a_module(cube):
         y.sum().backward()
         return type(y), parameter.grad.tolist()
 
-    assert on_both_ways(cube, scenario) == (Tensor, [12, 12])
+    assert on_both_paths(cube, scenario) == (Tensor, [12, 12])
 
 
 def test_view_of_a_tensor_that_requires_grad(cube):
@@ -50,10 +48,10 @@ def test_view_of_a_tensor_that_requires_grad(cube):
         y.sum().backward()
         return x.grad.tolist()
 
-    assert on_both_ways(cube, scenario) == [0, 12]
+    assert on_both_paths(cube, scenario) == [0, 12]
 
 
-def test_view_whose_base_began_to_require_grad_later(cube):
+def test_view_whose_base_requires_grad_later(cube):
     def scenario():
         base = torch.full((2,), 2.0, dtype=torch.float64)
         view = base[:1]
@@ -61,10 +59,10 @@ def test_view_whose_base_began_to_require_grad_later(cube):
         y = cube(view)
         return y.requires_grad, y.item()
 
-    assert on_both_ways(cube, scenario) == (True, 216)
+    assert on_both_paths(cube, scenario) == (True, 216)
 
 
-def test_view_made_without_grad_needs_one_if_its_base_does(namespace):
+def test_view_created_in_no_grad_requires_grad_like_its_base(namespace):
     seen = []
 
     def backward(ctx, grad):
@@ -81,10 +79,10 @@ def test_view_made_without_grad_needs_one_if_its_base_does(namespace):
         op(x, view).sum().backward()
         return list(seen), x.grad.item(), base.grad
 
-    assert on_both_ways(op, scenario) == ([(True, True)], 1, None)
+    assert on_both_paths(op, scenario) == ([(True, True)], 1, None)
 
 
-def test_input_that_refuses_a_gradient_leaves_versions_alone(namespace):
+def test_rejected_input_does_not_change_versions(namespace):
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, y: y.clone(),
@@ -102,7 +100,7 @@ def test_input_that_refuses_a_gradient_leaves_versions_alone(namespace):
             op(x, part)
         return x._version
 
-    assert on_both_ways(op, scenario) == 0
+    assert on_both_paths(op, scenario) == 0
 
 
 def test_dtypes_and_shapes(cube):

@@ -1,5 +1,3 @@
-"""Results that are lists of tensors, where a gradient is recorded natively."""
-
 from __future__ import annotations
 
 import functools
@@ -15,7 +13,7 @@ from tests.native.gradients.recording import (
     all_native,
     differentiable,
     leaf,
-    on_both_ways,
+    on_both_paths,
     outcome,
     save_inputs,
 )
@@ -78,7 +76,7 @@ def test_results_that_are_lists(namespace, result, saves):
             list(seen),
         )
 
-    structure, tensors, *_ = on_both_ways(op, scenario)
+    structure, tensors, *_ = on_both_paths(op, scenario)
     assert structure != [] or tensors == []
 
 
@@ -110,10 +108,10 @@ def test_second_derivative_through_a_list(namespace):
         (second,) = torch.autograd.grad(first, x)
         return first.item(), second.item()
 
-    assert on_both_ways(op, scenario) == (16, 14)
+    assert on_both_paths(op, scenario) == (16, 14)
 
 
-def test_a_list_is_not_the_one_that_the_kernel_keeps(namespace):
+def test_result_list_is_a_copy_of_the_kernels_list(namespace):
     kept = []
 
     def kernel(x):
@@ -126,7 +124,7 @@ def test_a_list_is_not_the_one_that_the_kernel_keeps(namespace):
         with_grad, without = op(leaf()), op(leaf().detach())
         return with_grad is kept[-2], without is kept[-1], kept[-2][0].requires_grad
 
-    assert on_both_ways(op, scenario) == (False, False, True)
+    assert on_both_paths(op, scenario) == (False, False, True)
 
 
 def test_a_list_with_the_same_tensor_twice_is_refused(namespace):

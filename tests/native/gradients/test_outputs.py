@@ -1,5 +1,3 @@
-"""Outputs of calls that record gradients natively."""
-
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +10,13 @@ from torch import Tensor
 
 import torchop
 from tests._support.common import needs_native
-from tests.native.gradients.recording import all_native, differentiable, leaf, on_both_ways, outcome
+from tests.native.gradients.recording import (
+    all_native,
+    differentiable,
+    leaf,
+    on_both_paths,
+    outcome,
+)
 
 pytestmark = needs_native
 
@@ -35,14 +39,17 @@ def test_integer_outputs_have_no_gradient(namespace):
         doubled.sum().backward()
         return doubled.requires_grad, index.requires_grad, index.grad_fn, x.grad.item()
 
-    assert on_both_ways(op, scenario) == (True, False, None, 2)
+    assert on_both_paths(op, scenario) == (True, False, None, 2)
 
 
 def test_single_integer_output(namespace):
     op = differentiable(
         namespace, lambda x: x.long(), "(Tensor x) -> Tensor", lambda ctx, grad: grad
     )
-    assert on_both_ways(op, lambda: (op(leaf()).requires_grad, op(leaf()).grad_fn)) == (False, None)
+    assert on_both_paths(op, lambda: (op(leaf()).requires_grad, op(leaf()).grad_fn)) == (
+        False,
+        None,
+    )
 
 
 def test_outputs_that_are_marked_non_differentiable(namespace):
@@ -60,7 +67,7 @@ def test_outputs_that_are_marked_non_differentiable(namespace):
         first.sum().backward()
         return first.requires_grad, second.requires_grad, second.grad_fn, x.grad.item()
 
-    assert on_both_ways(op, scenario) == (True, False, None, 2)
+    assert on_both_paths(op, scenario) == (True, False, None, 2)
 
 
 @pytest.mark.parametrize("materialize", [True, False])
@@ -84,7 +91,7 @@ def test_gradient_of_an_output_that_is_not_used(namespace, materialize):
         op(leaf(1.0, 2.0))[0].sum().backward()
         return list(seen)
 
-    assert on_both_ways(op, scenario) == [[[1, 1], [0, 0] if materialize else None]]
+    assert on_both_paths(op, scenario) == [[[1, 1], [0, 0] if materialize else None]]
 
 
 def test_many_outputs_share_a_node(namespace):
@@ -102,11 +109,11 @@ def test_many_outputs_share_a_node(namespace):
         same = all(item.grad_fn is outputs[0].grad_fn for item in outputs)
         return type(outputs), same, [item.output_nr for item in outputs], x.grad.item()
 
-    assert on_both_ways(op, scenario) == (tuple, True, [0, 1, 2], 12)
+    assert on_both_paths(op, scenario) == (tuple, True, [0, 1, 2], 12)
 
 
-def test_output_that_carries_a_gradient_of_its_own_is_cut_off(namespace):
-    """Kernels run below autograd, also with tensors of the enclosing function."""
+def test_output_with_its_own_autograd_history_is_detached(namespace):
+    """Kernels run below autograd, so tensors of a closure do not get gradients."""
     outside = leaf(5.0)
     op = differentiable(
         namespace, lambda x: x + outside, "(Tensor x) -> Tensor", lambda ctx, grad: grad
@@ -118,7 +125,7 @@ def test_output_that_carries_a_gradient_of_its_own_is_cut_off(namespace):
         op(x).sum().backward()
         return x.grad.item(), outside.grad
 
-    assert on_both_ways(op, scenario) == (1, None)
+    assert on_both_paths(op, scenario) == (1, None)
 
 
 CACHED = torch.ones(1, dtype=torch.float64)
@@ -210,11 +217,11 @@ def test_kernel_runs_without_grad_and_below_autograd(namespace, with_grad, fails
         assert modes() == before == (True, True)
         return list(seen)
 
-    on_both_ways(op, scenario)
+    on_both_paths(op, scenario)
 
 
 # --------------------------------------------------------------------------------------------------
-# Results as objects
+# Copying, pickling and reusing results
 
 
 def test_result_is_an_ordinary_tensor(cube):
@@ -225,4 +232,4 @@ def test_result_is_an_ordinary_tensor(cube):
         loaded = pickle.loads(pickle.dumps(y.detach()))
         return type(y), refused, detached.tolist(), loaded.tolist(), y[0].item()
 
-    on_both_ways(cube, scenario)
+    on_both_paths(cube, scenario)

@@ -1,4 +1,4 @@
-"""contiguous_grads: formulas that read the memory of gradients without their strides."""
+"""contiguous_grads, for formulas that read a gradient's memory without its strides."""
 
 import contextlib
 from typing import Annotated
@@ -27,7 +27,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """The gradient as a kernel reads it that gets its address and its shape."""
+    """Read the gradient like a kernel that only gets its address and shape."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     assert memory.numel() >= grad.storage_offset() + grad.numel(), "read beyond the gradient"
     strides = torch.empty(grad.shape, device="meta").stride()
@@ -64,7 +64,7 @@ def with_kernel(namespace, **options):
 
 
 def with_operator(namespace, **options):
-    """A formula that calls an operator, as most packages have them."""
+    """Use a formula that calls an operator, as most packages do."""
     backward = torchop.custom_op(f"{namespace}::backward", kernel, mutates_args=())
     backward.register_fake(lambda grad, x, w: (torch.empty_like(x), torch.empty_like(w)))
     op = define(namespace)
@@ -113,7 +113,7 @@ def of_class(namespace, **options):
     return torchop.operator(f"{namespace}::op")(Operator)
 
 
-# Those of eager formulas read data, so that no compiler can trace them.
+# The other formulas read data, so compilers cannot trace them.
 TRACEABLE = [with_kernel, with_operator, with_residuals, of_class]
 EVERY = [*TRACEABLE, with_formula, of_torch_library]
 
@@ -137,7 +137,7 @@ def gradients_of(function, loss, *values):
 def test_every_gradient_is_contiguous(namespace, make, loss):
     op = make(namespace, contiguous_grads=True)
     expected = gradients_of(product, loss, X, W)
-    for _ in range(2):  # the second call is native
+    for _ in range(2):
         assert_close(gradients_of(op, loss, X, W), expected)
     with torchop.native.disabled():
         assert_close(gradients_of(op, loss, X, W), expected)
@@ -145,7 +145,7 @@ def test_every_gradient_is_contiguous(namespace, make, loss):
 
 @pytest.mark.parametrize("make", EVERY)
 def test_formulas_get_gradients_as_they_are_by_default(namespace, make):
-    """Otherwise these tests could not fail."""
+    """Shows that the other tests can fail."""
     op = make(namespace)
     expected = gradients_of(product, LOSSES["transposed"], X, W)
     with pytest.raises(AssertionError):
@@ -212,7 +212,7 @@ def test_lists_of_gradients_and_undefined_gradients(namespace):
 
 @needs_native
 def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
-    """Also by the node of a native call, which then has no frame around the formula."""
+    """Also by the node of a native call, which calls the formula without a frame in between."""
     seen = []
     op = define(namespace)
     op.register_autograd(lambda ctx, grad: (seen.append(grad), None)[1:] * 2, contiguous_grads=True)
@@ -229,11 +229,12 @@ def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_lazily_conjugated_and_negated_gradients_are_resolved(namespace, native):
-    """A kernel that reads memory sees no bit of a tensor."""
+    """A kernel that reads memory ignores the conjugate and negative bits."""
     seen = []
 
     def backward(ctx, grad):
-        seen.append(torch.tensor(grad.detach().numpy()))  # numpy() refuses these bits
+        # `numpy()` rejects tensors with these bits.
+        seen.append(torch.tensor(grad.detach().numpy()))
         return grad
 
     op = torchop.custom_op(

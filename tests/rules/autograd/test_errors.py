@@ -1,4 +1,4 @@
-"""Formulas that read data: they work in eager calls, and raise an error everywhere else."""
+"""Formulas that read data work in eager calls, and raise a clear error everywhere else."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +90,7 @@ def transformed(op) -> None:
 
 
 def applied_later(op) -> None:
-    """The gradient is a plain tensor, and what was saved is one of the transform."""
+    """The saved tensors belong to a transform, but the gradient does not."""
     _, pull_back = torch.func.vjp(lambda x: op(x, W), X)
     pull_back(torch.ones(2, 3))
 
@@ -123,7 +123,7 @@ def in_a_subclass(op) -> None:
     op(TwoTensor(X, X).requires_grad_(), W).sum().backward()
 
 
-# For each way, where the message says that the formula runs.
+# The part of the message that says where the formula runs.
 WAYS = {
     compiled: "in a compiler's trace",
     exported: "in a compiler's trace",
@@ -134,15 +134,15 @@ WAYS = {
     on_dtensors: "on a DTensor",
     in_a_subclass: "on a TwoTensor",
 }
-# These read data that is there: `tolist` looks through a transform of gradients, and only the
-# gradients are batched.
+# These formulas only read tensors with data: `tolist` works under torch.func.grad, and with batched
+# gradients, the saved tensors are not batched.
 ALLOWED = {
     (with_lists, transformed),
     (with_lists, applied_later),
     (with_lists, batched),
     (of_arrays, batched),
 }
-# Compilers raise an exception of their own with the message.
+# Compilers wrap the exception in their own.
 ERRORS = (TracingError, BackendCompilerFailed, TorchRuntimeError)
 
 
@@ -150,7 +150,7 @@ ERRORS = (TracingError, BackendCompilerFailed, TorchRuntimeError)
 def test_eager_calls_work(namespace, formula):
     op = define(namespace, *formula)
     expected = torch.autograd.grad(product(*(both := leaves())).sum(), both)
-    for _ in range(2):  # the second call is native
+    for _ in range(2):
         assert_close(torch.autograd.grad(op(*(both := leaves())).sum(), both), expected)
 
 
@@ -158,7 +158,7 @@ def test_eager_calls_work(namespace, formula):
     ("formula", "way"),
     [(name, way) for name in FORMULAS for way in WAYS if (FORMULAS[name][0], way) not in ALLOWED],
 )
-def test_others_raise_an_error_with_the_lines_to_write(namespace, formula, way):
+def test_other_calls_raise_with_example_code(namespace, formula, way):
     op = define(namespace, *FORMULAS[formula])
     with pytest.raises(ERRORS) as caught:
         way(op)
@@ -177,7 +177,7 @@ def kernel(grad: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "way", [way for way in WAYS if way is not in_a_subclass], ids=lambda way: way.__name__
 )
-def test_a_backward_kernel_is_what_they_need(namespace, way):
+def test_backward_kernel_makes_these_formulas_work(namespace, way):
     op = define(namespace)
     op.register_autograd(backward_kernel=kernel)
     way(op)

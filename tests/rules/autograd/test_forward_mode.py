@@ -1,4 +1,4 @@
-"""Forward mode: formulas for tangents, under every transform that asks for them."""
+"""Forward-mode formulas, under every transform that uses them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def reference(x, y):
 
 
 def define(namespace, library=torchop):
-    """sin(x) * y and x + y², with formulas for both modes and a context that they share."""
+    """Compute sin(x) * y and x + y², with formulas for both modes that share a context."""
 
     @library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,7 +47,6 @@ def differentiable(namespace):
 
 
 def dual(function, *inputs):
-    """The result of a call with dual tensors, and its tangent."""
     with forward_ad.dual_level():
         output = function(*(forward_ad.make_dual(x, torch.ones_like(x)) for x in inputs))
         return forward_ad.unpack_dual(output)
@@ -78,10 +77,10 @@ TRANSFORMS = {
 }
 
 
-# torch.fx warns while torch.func.linearize folds constants, of any function.
+# torch.fx warns when torch.func.linearize folds constants.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_tangents_are_those_of_the_reference(namespace, transform):
+def test_tangents_equal_the_references(namespace, transform):
     torch.testing.assert_close(transform(differentiable(namespace)), transform(reference))
 
 
@@ -160,7 +159,7 @@ def test_forward_mode_inside_a_compiled_program(namespace, backend):
     torch.testing.assert_close(compiled(X, Y), program(reference)(X, Y))
 
 
-def test_dual_tensors_of_a_compiled_program_stay_out_of_its_graph(namespace):
+def test_dual_tensors_are_not_part_of_the_compiled_graph(namespace):
     op = differentiable(namespace)
 
     def program(f):
@@ -178,7 +177,7 @@ def test_dual_tensors_of_a_compiled_program_stay_out_of_its_graph(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a formula gets and returns
+# Arguments and results of a formula
 
 
 def test_arguments_that_are_no_tensors_lists_and_defaults(namespace):
@@ -312,7 +311,7 @@ def test_the_inplace_form_follows_the_functional_operator(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(

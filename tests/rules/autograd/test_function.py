@@ -1,5 +1,3 @@
-"""The autograd.Function of an operator: lists, structure and saved tensors."""
-
 import gc
 import weakref
 from typing import List, Optional
@@ -42,7 +40,7 @@ def test_each_tensor_of_a_list_gets_its_gradient(namespace):
     assert y.grad.tolist() == [2, 2]
 
 
-def test_one_none_may_stand_for_the_gradients_of_a_whole_list(namespace):
+def test_none_may_replace_the_gradients_of_a_list(namespace):
     def scenario(library, namespace):
         op = define(namespace, total, lambda ctx, grad: (None, None), library=library)
         x = leaf()
@@ -174,7 +172,7 @@ def test_saved_inputs_and_outputs_die_with_the_result(namespace, function):
     op = define(namespace, function, lambda ctx, grad: None, setup_context)
     result = op(leaf())
     assert tokens[0]() is not None
-    gc.disable()  # not by luck
+    gc.disable()  # reference counting alone must free the context
     try:
         del result
         assert tokens[0]() is None
@@ -228,7 +226,7 @@ def test_a_formula_that_reads_unsaved_tensors_raises(namespace, formula):
     assert "GeneratedBackwardFor" not in said
 
 
-def test_another_error_of_a_formula_is_left_alone(namespace):
+def test_other_errors_of_a_formula_are_unchanged(namespace):
     op = define(namespace, square, lambda ctx, grad: grad[7, 7])
     with pytest.raises(IndexError) as raised:
         op(leaf()).sum().backward()

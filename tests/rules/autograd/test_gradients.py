@@ -33,7 +33,7 @@ def counted(x: Tensor, n: int, flag: bool = True, y: Optional[Tensor] = None) ->
 
 
 # --------------------------------------------------------------------------------------------------
-# What goes into backward
+# Incoming gradients
 
 
 def test_unused_output_has_a_gradient_of_zero(namespace):
@@ -105,7 +105,7 @@ def test_integer_output_requires_no_grad(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What comes out of backward
+# Returned gradients
 
 
 def test_too_few_gradients_are_counted_without_internal_inputs(namespace):
@@ -131,7 +131,7 @@ def test_wrong_number_of_gradients_names_the_inputs(namespace, gradients, got):
     assert "one for each input: x, n, flag, y" in message
 
 
-def test_none_for_more_inputs_than_there_are_is_left_out(namespace):
+def test_extra_none_gradients_are_ignored(namespace):
     def scenario(library, namespace):
         op = define(namespace, counted, lambda ctx, grad: (grad, *[None] * 6), library=library)
         x = leaf()
@@ -180,14 +180,14 @@ def test_wrong_gradient_names_the_input_and_both_types(
 
 
 @pytest.mark.parametrize("passed", [(), (False,), (False, None)])
-def test_gradient_of_a_tensor_that_was_none_is_refused_however_it_was_passed(namespace, passed):
+def test_gradient_for_an_input_that_was_none_is_rejected(namespace, passed):
     op = define(namespace, counted, lambda ctx, grad: (None, None, None, torch.ones(2)))
     with pytest.raises(RuntimeError, match=r"at position 4, but .* was not a Variable"):
         op(leaf(), 5, *passed).sum().backward()
 
 
 @pytest.mark.parametrize("requires_grad", [(True, False), (False, True)])
-def test_gradient_of_an_input_that_needs_none_is_dropped(namespace, requires_grad):
+def test_unneeded_gradient_is_dropped(namespace, requires_grad):
     op = define(namespace, two, lambda ctx, grad: (grad, grad))
     x, y = (torch.ones(2, requires_grad=flag) for flag in requires_grad)
     op(x, y).sum().backward()
@@ -202,7 +202,7 @@ def test_gradient_of_another_dtype_is_cast(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What does not look like its input
+# Gradients with another shape, dtype or device than the input
 
 
 def quotient(x: Tensor, n: int, y: Tensor) -> Tensor:
@@ -226,13 +226,13 @@ ACCEPTED = {
 
 
 def fit(grads, count, node):
-    """Return whether the gradients look like the inputs of a node, for a check in Python."""
+    """Return whether the gradients fit a node's inputs, checked in Python only."""
     return gradients.are_plain_in_python(grads, count, node) and not [
         *gradients._mismatches(grads, node)
     ]
 
 
-# The node is read in C++, and in Python where the result of that is not certain.
+# C++ checks the node; if its answer is not certain, Python does.
 LOOKS = pytest.mark.parametrize(
     "are_plain",
     [
@@ -244,10 +244,10 @@ LOOKS = pytest.mark.parametrize(
 
 @LOOKS
 @pytest.mark.parametrize("change", [misfit[0] for misfit in MISFITS.values()], ids=MISFITS)
-def test_gradients_that_do_not_look_like_the_inputs(namespace, are_plain, change):
+def test_gradients_with_other_metadata_than_the_inputs(namespace, are_plain, change):
     x, y = torch.ones(2, 2, 3, requires_grad=True)
     result = define(namespace, quotient, lambda ctx, g: (g, None, g))(x, 3, y)
-    node = result.grad_fn  # which lives no longer than its result before 2.13
+    node = result.grad_fn  # before 2.13, a node lives only as long as its result
     grad = torch.ones(2, 3)
     assert are_plain((grad, None, grad), 3, node)
     assert are_plain((grad, None, None), 3, node)
@@ -287,7 +287,7 @@ def test_the_message_names_the_entry_of_a_list(
         f"{namespace}::op", lambda *arguments: torch.ones(2), mutates_args=(), schema=schema
     )
     op.register_autograd(lambda ctx, grad: returned(grad))
-    for _ in range(2):  # the first call makes the plan of the second
+    for _ in range(2):  # the first call creates the plan for the second
         with contextlib.nullcontext() if is_native else torchop.native.disabled():
             result = op(*arguments(leaf()))
         with pytest.raises(torchop.GradientError, match=re.escape(f"for input {input_name!r}: ")):
@@ -295,7 +295,7 @@ def test_the_message_names_the_entry_of_a_list(
 
 
 @pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED)
-def test_what_autograd_makes_fit_stays_accepted(namespace, change):
+def test_gradients_that_autograd_can_convert_are_accepted(namespace, change):
     both = on_both(lambda library, n: _backward_of_quotient(library, n, change), namespace)
     assert both.ours.dtype is torch.float32
     assert torch.equal(both.ours, both.stock)
@@ -310,8 +310,8 @@ def _backward_of_quotient(library, namespace, change):
     return y.grad
 
 
-def test_gradients_are_in_memory_of_their_own():
-    """None is an incoming gradient, an input, a view of these, or another gradient."""
+def test_shared_gradients_are_copied():
+    """Returned gradients are copied if they share memory with any other tensor of the call."""
     given, x = torch.ones(2, 2), torch.ones(2, 2)
     shared = torch.ones(2, 2)
     made = [given, x[:], shared, shared, torch.ones(()).expand(2, 2), shared + 1]

@@ -1,4 +1,4 @@
-"""Formulas of operators that mutate: the in-place form, and buffers that need no gradient."""
+"""Formulas of operators that mutate: the in-place form, and buffers without gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_output(ctx: Any, inputs: Any, output: Any) -> None:
 
 @pytest.fixture
 def scaled_exp_(namespace: str) -> Any:
-    """In place: exp(x * scale); its gradient needs the new value only."""
+    """Compute exp(x * scale) in place. Its gradient only needs the new value."""
 
     @torchop.custom_op(
         f"{namespace}::exp_",
@@ -45,8 +45,6 @@ def scaled_exp_(namespace: str) -> Any:
 
 @pytest.fixture
 def batch_norm(namespace: str) -> Any:
-    """Subtract a running mean, which it also updates."""
-
     @torchop.custom_op(f"{namespace}::batch_norm", mutates_args=("running",))
     def batch_norm(x: Tensor, running: Tensor) -> Tensor:
         running.lerp_(x.mean(0), 0.5)
@@ -82,7 +80,7 @@ def leaf(tensor: Tensor = X) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# In place
+# In-place operators
 
 PROGRAMS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     "all of a tensor": lambda op, x, scale: op(x * 2, scale),
@@ -115,7 +113,7 @@ def reference(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_gradients_are_those_of_native_in_place_operators(program: Any, scaled_exp_: Any) -> None:
+def test_gradients_equal_pytorchs_in_place_operators(program: Any, scaled_exp_: Any) -> None:
     results = []
     for op in (scaled_exp_, reference):
         x, scale = leaf(), leaf(SCALE)
@@ -127,7 +125,7 @@ def test_gradients_are_those_of_native_in_place_operators(program: Any, scaled_e
     assert gradgradcheck(lambda x, scale: program(scaled_exp_, x, scale), (leaf(), leaf(SCALE)))
 
 
-def test_history_and_version_are_those_of_a_native_operator(scaled_exp_: Any) -> None:
+def test_history_and_version_equal_pytorchs_operators(scaled_exp_: Any) -> None:
     y = leaf() * 2
     before = y.grad_fn
     scaled_exp_(y, SCALE)
@@ -140,7 +138,7 @@ def test_history_and_version_are_those_of_a_native_operator(scaled_exp_: Any) ->
     assert not buffer.is_leaf
 
 
-def test_what_was_saved_before_is_missed_in_backward(scaled_exp_: Any) -> None:
+def test_mutation_of_a_tensor_saved_before_raises_in_backward(scaled_exp_: Any) -> None:
     y = leaf() * 2
     square = y * y
     scaled_exp_(y, SCALE)
@@ -149,7 +147,7 @@ def test_what_was_saved_before_is_missed_in_backward(scaled_exp_: Any) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_run_it_again(use_reentrant: bool, scaled_exp_: Any) -> None:
+def test_checkpoints_recompute_the_operator(use_reentrant: bool, scaled_exp_: Any) -> None:
     def block(x: Tensor) -> Tensor:
         return scaled_exp_(x * 2, SCALE).sin()
 
@@ -159,7 +157,7 @@ def test_checkpoints_run_it_again(use_reentrant: bool, scaled_exp_: Any) -> None
     assert_close(again.grad, x.grad)
 
 
-def test_without_a_formula_backward_says_so_and_forward_does_not(namespace: str) -> None:
+def test_without_a_formula_only_backward_raises(namespace: str) -> None:
     @torchop.custom_op(
         f"{namespace}::sin_", mutates_args=("x",), schema="(Tensor(a!) x) -> Tensor(a!)"
     )
@@ -175,7 +173,7 @@ def test_without_a_formula_backward_says_so_and_forward_does_not(namespace: str)
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_compiled_gradients_are_those_of_eager(
+def test_compiled_gradients_equal_eager(
     program: Any, scaled_exp_: Any, backend: str, compiling: None
 ) -> None:
     results = []
@@ -187,7 +185,7 @@ def test_compiled_gradients_are_those_of_eager(
     assert_close(results[1], results[0])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every tensor
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads `.grad` of every tensor
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_input_of_a_compiled_graph_gets_its_new_history(
     scaled_exp_: Any, backend: str, compiling: None
@@ -206,7 +204,7 @@ def test_input_of_a_compiled_graph_gets_its_new_history(
 
 
 # --------------------------------------------------------------------------------------------------
-# Buffers that need no gradient
+# Buffers without gradients
 
 
 def test_a_formula_with_a_buffer(batch_norm: Any) -> None:
@@ -234,7 +232,7 @@ def test_the_second_call_that_records_a_gradient_is_native(batch_norm: Any) -> N
     with counting(batch_norm) as calls:
         batch_norm(x, running).sum().backward()
     assert calls == {"native": 1}
-    assert running._version == version + 2  # one by lerp_
+    assert running._version == version + 2  # the second increment comes from `lerp_`
     with counting(batch_norm) as calls, pytest.raises(torchop.MutationError, match="'running'"):
         batch_norm(x, running * leaf(torch.ones(2)))
     assert calls == {"mutation": 1}
@@ -276,7 +274,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("schema", "tags", "reason"), REFUSED.values(), ids=REFUSED)
-def test_formula_that_could_not_be_right_is_refused(
+def test_impossible_formula_is_rejected(
     schema: str, tags: Any, reason: str, namespace: str
 ) -> None:
     op = _define(namespace, schema, tags)

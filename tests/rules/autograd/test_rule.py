@@ -1,5 +1,3 @@
-"""Autograd: registering a formula, and how gradients flow through it."""
-
 import ctypes
 import sys
 from pathlib import Path
@@ -10,12 +8,10 @@ from torch import Tensor
 
 import torchop
 from tests._support.common import in_threads, on_both
-from tests.rules.support import assert_only_ours_refuses, save_inputs
+from tests.rules.support import assert_only_torchop_rejects, save_inputs
 
 
 def define(namespace, library=torchop):
-    """`ns::op`, the sine."""
-
     @library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         return x.sin()
@@ -44,7 +40,7 @@ def gradient(op) -> float:
 # Registration
 
 
-def test_last_formula_counts(namespace):
+def test_last_registered_formula_applies(namespace):
     op = differentiable(namespace)
     op.register_autograd(lambda ctx, grad: grad * 5)
     assert gradient(op) == 5
@@ -52,7 +48,7 @@ def test_last_formula_counts(namespace):
 
 @pytest.mark.parametrize("backward", ["non-differentiable", 3, torch.ones(1)])
 def test_formula_that_is_no_function_is_refused(namespace, backward):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_autograd(backward),
         TypeError,
@@ -64,7 +60,7 @@ def test_formula_that_is_no_function_is_refused(namespace, backward):
     "backward", [lambda grad: grad, lambda ctx, a, b: a, lambda ctx, grad, *, scale: grad]
 )
 def test_backward_with_other_parameters_is_refused(namespace, backward):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_autograd(backward),
         torchop.RuleSignatureError,
@@ -74,7 +70,7 @@ def test_backward_with_other_parameters_is_refused(namespace, backward):
 
 @pytest.mark.parametrize("setup_context", ["save", lambda ctx: None, lambda a, b, c, d: None])
 def test_setup_context_with_other_parameters_is_refused(namespace, setup_context):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_autograd(
             cosine, setup_context=setup_context
@@ -84,7 +80,7 @@ def test_setup_context_with_other_parameters_is_refused(namespace, setup_context
     )
 
 
-def test_refused_formula_leaves_the_old_one(namespace):
+def test_rejected_formula_keeps_the_old_one(namespace):
     op = differentiable(namespace)
     with pytest.raises(torchop.RuleSignatureError, match=r"called with \(ctx, inputs, output\)"):
         op.register_autograd(lambda ctx, grad: grad * 5, setup_context=lambda ctx: None)
@@ -142,7 +138,7 @@ def test_view_operator_takes_a_formula(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What setup_context sees
+# Arguments of setup_context
 
 
 def test_setup_context_may_name_its_parameters_freely(namespace):
@@ -189,9 +185,10 @@ def test_setup_context_runs_only_when_a_gradient_is_recorded(namespace):
 
 
 def thread_has_transforms() -> bool:
-    """Whether this thread has a stack of transforms, of which each node of a backward takes a copy.
+    """Return whether this thread has functorch's stack of transforms.
 
-    It costs a twentieth of forward and backward, and stays as long as the thread.
+    Each node copies the stack in the backward, which costs a twentieth of the time. Once a thread
+    has a stack, it keeps it.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     accessor = library._ZN2at9functorch20functorchTLSAccessorEv
@@ -200,7 +197,7 @@ def thread_has_transforms() -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the name of the function is that on Linux")
-def test_training_makes_no_stack_of_transforms(namespace):
+def test_training_creates_no_functorch_stack(namespace):
     op = differentiable(namespace)
 
     def work(_):

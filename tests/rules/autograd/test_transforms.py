@@ -1,5 +1,3 @@
-"""Autograd: higher derivatives, torch.func, and forward mode."""
-
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -15,7 +13,7 @@ X = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
 
 
 def cube(namespace, library=torchop):
-    """`ns::cube`, whose derivatives are operators of PyTorch."""
+    """Define `ns::cube`, whose formula calls operators of PyTorch."""
 
     @library.custom_op(f"{namespace}::cube", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -31,7 +29,7 @@ def cube(namespace, library=torchop):
 
 
 def sine(namespace, library=torchop):
-    """`ns::sine`, whose derivative is `ns::cosine`, and the other way around."""
+    """Define `ns::sine` and `ns::cosine`, whose formulas call each other."""
 
     @library.custom_op(f"{namespace}::sine", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -94,7 +92,7 @@ def test_transforms_differentiate_an_operator_like_its_reference(
 
 
 def listed(namespace):
-    """`ns::listed`, with lists of tensors and gaps on both sides: the squares, and their sum."""
+    """Define an operator with lists that contain None: it returns squares and their sum."""
 
     @torchop.custom_op(f"{namespace}::listed", mutates_args=())
     def op(xs: list[Tensor | None], scale: float = 1.0) -> tuple[list[Tensor], Tensor]:
@@ -174,7 +172,7 @@ def test_transform_of_a_call_that_does_not_depend_on_the_level(namespace):
     assert_close(grad(lambda x: (x * op(X)).sum())(X), X**3)
 
 
-def test_transform_without_a_formula_says_what_is_missing(namespace):
+def test_transform_without_a_formula_raises_with_the_fix(namespace):
     op = without_formula(namespace)
     with pytest.raises(RuntimeError, match=f"{op.name} but no autograd formula"):
         grad(lambda x: op(x).sum())(X)
@@ -200,7 +198,7 @@ def test_transform_does_not_differentiate_past_a_mutation(namespace, transform):
     assert_close(grad(lambda x: doubled(X) * x.sum())(X), doubled(X).expand(3))
 
 
-def test_per_sample_gradients_are_those_of_a_loop(namespace):
+def test_per_sample_gradients_equal_a_loop(namespace):
     op = cube(namespace)
     batch = torch.randn(5, 3, dtype=torch.float64)
 
@@ -212,7 +210,7 @@ def test_per_sample_gradients_are_those_of_a_loop(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Forward mode: no rule for tangents, so no tangent of zero either
+# Forward mode without a formula raises, because a tangent of zero would be wrong
 
 
 def dual(function, x):
@@ -244,7 +242,7 @@ def test_forward_mode_is_refused(namespace, derive, has_formula):
     assert namespace in str(caught.value)
 
 
-def test_forward_mode_does_not_lose_the_tangent_silently(namespace):
+def test_forward_mode_raises_instead_of_dropping_the_tangent(namespace):
     def scenario(library, namespace):
         return jvp(cube(namespace, library), (X,), (torch.ones_like(X),))[1]
 

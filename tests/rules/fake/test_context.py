@@ -43,7 +43,7 @@ def test_size_that_depends_on_data_keeps_its_bounds(namespace):
     assert (bounds.lower, bounds.upper) == (2, 5)
 
 
-def test_context_of_torch_library_works_in_a_fake_kernel_of_ours(namespace):
+def test_torch_library_context_works_in_our_fake_kernels(namespace):
     op = define(namespace, lambda x: x.new_empty(torch.library.get_ctx().new_dynamic_size()))
     assert isinstance(on_symbols(op).shape[0], torch.SymInt)
 
@@ -62,7 +62,7 @@ def test_meta_tensors_have_no_sizes_that_depend_on_data(namespace):
 
 
 @pytest.mark.parametrize("make_size", ["new_dynamic_size", "create_unbacked_symint"])
-def test_context_of_torch_library_explains_itself_on_meta_tensors_too(namespace, make_size):
+def test_context_of_torch_library_raises_clearly_on_meta_tensors(namespace, make_size):
     def fake(x):
         return x.new_empty(getattr(torch.library.get_ctx(), make_size)())
 
@@ -71,13 +71,13 @@ def test_context_of_torch_library_explains_itself_on_meta_tensors_too(namespace,
     assert torch.library.get_ctx() is None
 
 
-def test_context_of_torch_library_is_that_of_the_thread(namespace):
-    """Fake kernels on meta tensors in two threads each get their own context."""
+def test_context_of_torch_library_is_thread_local(namespace):
+    """Two threads with meta tensors each get their own context."""
     barrier = threading.Barrier(2)
     messages = []
 
     def fake(x):
-        barrier.wait()  # both are inside
+        barrier.wait()
         context = torch.library.get_ctx()
         barrier.wait()
         return x.new_empty(context.new_dynamic_size())
@@ -114,7 +114,7 @@ def test_concurrent_fake_kernels_each_have_their_own_context(namespace):
     environments = {}
 
     def fake(x):
-        barrier.wait()  # all of them are inside
+        barrier.wait()
         size = torchop.get_ctx().new_dynamic_size()
         barrier.wait()
         environments[threading.get_ident()] = size.node.shape_env
@@ -140,7 +140,7 @@ def test_concurrent_fake_kernels_each_have_their_own_context(namespace):
     assert all(environments[thread] is expected[thread] for thread in expected)
 
 
-def test_context_is_that_of_the_innermost_fake_kernel(namespace):
+def test_context_belongs_to_the_innermost_fake_kernel(namespace):
     contexts = []
     inner = define(f"{namespace}_inner", lambda x: contexts.append(torchop.get_ctx()) or x.clone())
 
@@ -202,7 +202,7 @@ def test_a_fake_kernel_that_reads_data_under_a_shape_environment_raises(namespac
         on_symbols(op)
 
 
-def test_reading_keeps_the_type_that_compilers_look_for(namespace):
+def test_error_of_reading_data_has_the_type_that_compilers_expect(namespace):
     op = define(namespace, READINGS["item"])
     with pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
         on_fake(op)

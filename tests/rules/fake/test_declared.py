@@ -1,5 +1,3 @@
-"""Declared fake kernels."""
-
 import contextlib
 
 import pytest
@@ -15,7 +13,7 @@ import torchop
 
 
 def define(namespace, schema, name="op"):
-    """An operator of which only the fake kernel will run."""
+    """Define an operator whose kernel must not be called."""
 
     def kernel(*args, **kwargs):
         raise AssertionError("the kernel is not called")
@@ -32,7 +30,7 @@ def described(*tensors):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is described
+# Supported declarations
 
 
 def test_an_output_like_an_argument(namespace):
@@ -66,7 +64,7 @@ LIKE = {
 
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 @pytest.mark.parametrize("make", LIKE.values(), ids=LIKE)
-def test_an_output_is_made_as_fake_tensors_are(namespace, make, dtype):
+def test_output_equals_the_one_of_fake_tensors(namespace, make, dtype):
     op = define(namespace, "(Tensor x) -> (Tensor, Tensor)")
     op.register_fake(like=("x", None), shape=(None, lambda x: (2, *x.shape)), dtype=(dtype,) * 2)
     for mode in (FakeTensorMode(), torch.inference_mode()):
@@ -95,7 +93,7 @@ SYMBOLIC = {
 
 
 @pytest.mark.parametrize("make", SYMBOLIC.values(), ids=list(SYMBOLIC))
-def test_an_output_with_symbolic_sizes_is_made_as_fake_tensors_are(namespace, monkeypatch, make):
+def test_output_with_symbolic_sizes_equals_the_one_of_fake_tensors(namespace, monkeypatch, make):
     op = define(namespace, "(Tensor x) -> Tensor")
     op.register_fake(like="x")
     environment = ShapeEnv()
@@ -113,13 +111,14 @@ def test_an_output_with_symbolic_sizes_is_made_as_fake_tensors_are(namespace, mo
         symbols = [[str(s) for s in described(tensor)] for tensor in (output, expected)]
         assert symbols[0] == symbols[1]
     assert (output.dtype, output.device) == (expected.dtype, expected.device)
-    if x.is_contiguous() and x.shape[:1] != (1,):  # FakeTensor's cache takes longer
+    # For these layouts, torchop does not call `empty_like`, because that takes longer.
+    if x.is_contiguous() and x.shape[:1] != (1,):
         monkeypatch.setattr(torch, "empty_like", None)
         with mode:
             assert op(fake).shape == expected.shape
 
 
-def test_an_output_whose_size_depends_on_data_is_made_as_fake_tensors_are(namespace):
+def test_output_with_data_dependent_size_equals_the_one_of_fake_tensors(namespace):
     op = define(namespace, "(Tensor x) -> Tensor")
     op.register_fake(like="x")
     with FakeTensorMode(shape_env=ShapeEnv()):
@@ -152,7 +151,7 @@ FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last)
 @pytest.mark.parametrize("memory_format", FORMATS, ids=str)
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
 @pytest.mark.parametrize("make", ["transposed", "channels last", "expanded", "conjugate", "a part"])
-def test_the_memory_format_is_that_of_empty_like(namespace, make, mode, memory_format):
+def test_memory_format_equals_empty_like(namespace, make, mode, memory_format):
     op = define(namespace, "(Tensor x) -> Tensor")
     op.register_fake(like="x", memory_format=memory_format)
     with mode() as fake:
@@ -254,7 +253,7 @@ def test_the_tag_for_compile_caches_distinguishes_declarations(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Rejected declarations
 
 _ONE = "(Tensor x, int n, Tensor? maybe, Tensor[] xs) -> Tensor"
 _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
@@ -319,7 +318,7 @@ def test_a_function_and_a_declaration_are_refused(namespace):
         op.register_fake(torch.empty_like, like="x")
 
 
-def test_a_shape_that_is_none_is_reported_where_it_is_asked_for(namespace):
+def test_invalid_shape_is_reported_when_it_is_computed(namespace):
     op = define(namespace, "(Tensor x) -> Tensor")
     op.register_fake(shape=lambda x: x.shape[0])
     with pytest.raises(torchop.FakeKernelError, match=r"must return a tuple of ints.* got 2"):

@@ -1,5 +1,3 @@
-"""Fake kernels: arguments, results, and the error without one."""
-
 import gc
 import traceback
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
 from tests._support.common import on_both
-from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta, on_symbols
+from tests.rules.support import assert_only_torchop_rejects, on_fake, on_meta, on_symbols
 from tests.rules.support import cloning as define
 
 EVERYWHERE = pytest.mark.parametrize("run", [on_meta, on_fake, on_symbols])
@@ -33,7 +31,7 @@ def test_fake_kernel_describes_the_output(namespace, run):
 
 
 @EVERYWHERE
-def test_last_fake_kernel_counts(namespace, run):
+def test_last_registered_fake_kernel_applies(namespace, run):
     op = define(namespace)
     op.register_fake(lambda x: x.new_empty(7))
     op.register_fake(lambda x: x.new_empty(9))
@@ -52,7 +50,7 @@ def test_decorator_with_parentheses_is_torchops_own(namespace):
 
 @pytest.mark.parametrize("fake", [lambda: None, lambda x, y: x, lambda x, *, n: x])
 def test_function_without_the_parameters_of_the_operator_is_refused(namespace, fake):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_fake(fake),
         torchop.RuleSignatureError,
@@ -61,7 +59,7 @@ def test_function_without_the_parameters_of_the_operator_is_refused(namespace, f
 
 
 def test_fake_kernel_that_is_no_function_is_refused(namespace):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_fake("same shape"),
         TypeError,
@@ -84,7 +82,7 @@ def test_exception_of_a_fake_kernel_passes_through(namespace, run):
 
 
 @EVERYWHERE
-def test_exception_of_a_fake_kernel_says_whose_it_is(namespace, run):
+def test_exception_of_a_fake_kernel_names_the_operator(namespace, run):
     inner, outer = define(f"{namespace}_inner"), define(namespace)
 
     @inner.register_fake
@@ -143,7 +141,7 @@ def test_missing_fake_kernel_is_reported_once(namespace, capfd):
         pic = torch.ones(3)
     with pytest.raises(torchop.MissingFakeError):
         define(namespace)(pic)
-    assert capfd.readouterr().err == ""  # PyTorch would log what it raises
+    assert capfd.readouterr().err == ""  # PyTorch logs exceptions that it raises itself
 
 
 def test_operator_without_results_needs_no_fake_kernel_on_several_devices(namespace):
@@ -200,7 +198,7 @@ def test_operator_that_only_has_an_effect_needs_no_fake_kernel(namespace, run, e
 
 @EVERYWHERE
 @pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
-def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, run):
+def test_operator_without_results_mutation_or_effect_needs_a_fake_kernel(namespace, run):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> None:
         pass
@@ -211,7 +209,7 @@ def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, 
 
 
 # --------------------------------------------------------------------------------------------------
-# What a fake kernel may return
+# Results of a fake kernel
 
 
 @EVERYWHERE
@@ -295,7 +293,7 @@ def test_a_fake_kernel_that_forgets_the_device_raises(namespace):
 # Libraries
 
 
-def test_fake_kernel_that_may_not_be_replaced_stays(namespace):
+def test_fake_kernel_that_must_not_be_replaced_stays(namespace):
     op = define(namespace)
     op.register_fake(lambda x: x.new_empty(7))
     with pytest.raises(
@@ -305,7 +303,7 @@ def test_fake_kernel_that_may_not_be_replaced_stays(namespace):
     assert on_meta(op).shape == (7,)
 
 
-def test_meta_kernel_of_a_library_may_not_be_replaced_unasked(namespace):
+def test_meta_kernel_of_a_library_is_replaced_only_on_request(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x.new_empty(7), "Meta")
@@ -343,7 +341,7 @@ def test_fake_kernel_lives_as_long_as_its_library(namespace, end):
         assert on_meta(op).shape == (7,)
 
 
-def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
+def test_fake_kernel_source_is_the_functions_location(namespace):
     def fake(x):
         return torch.empty_like(x)
 
@@ -359,29 +357,28 @@ def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Calls that FakeTensor need not look at
+# Calls that bypass FakeTensor's dispatch
 
 
-def ways_past_the_cache(call) -> int:
-    """Count the lookups of FakeTensor's cache."""
+def count_cache_bypasses(call) -> int:
     before = sum(FakeTensorMode.cache_info().bypasses.values())
     call()
     return sum(FakeTensorMode.cache_info().bypasses.values()) - before
 
 
 @TRACED
-def test_a_call_is_not_looked_up_in_a_cache_that_takes_no_operators_of_users(namespace, run):
+def test_call_bypasses_the_fake_tensor_cache(namespace, run):
     def scenario(library, namespace):
         op = define(namespace, library)
         op.register_fake(lambda x: x.new_empty(7))
-        return ways_past_the_cache(lambda: run(op))
+        return count_cache_bypasses(lambda: run(op))
 
     both = on_both(scenario, namespace)
     assert both.ours == 0 < both.stock
 
 
 def watched(namespace):
-    """An operator that doubles, and the calls of its fake kernel."""
+    """Define an operator that doubles, and record the calls of its fake kernel."""
     calls = []
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -392,14 +389,14 @@ def watched(namespace):
     return op, calls
 
 
-def test_a_value_that_the_mode_knows_is_computed_with(namespace):
+def test_known_constant_values_are_propagated(namespace):
     op, calls = watched(namespace)
     with FakeTensorMode():
         assert op(torch.tensor(3.0)).item() == 6.0
     assert calls == []
 
 
-def test_a_mode_that_computes_real_tensors_too_gets_them(namespace):
+def test_real_tensor_propagation_works(namespace):
     op, calls = watched(namespace)
     with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
         mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -410,7 +407,7 @@ def test_a_mode_that_computes_real_tensors_too_gets_them(namespace):
     assert len(calls) == 1
 
 
-def test_a_tensor_of_no_mode_or_another_is_refused_or_converted(namespace):
+def test_tensor_without_fake_mode_or_of_another_mode(namespace):
     op, calls = watched(namespace)
     x = torch.ones(3)
     with FakeTensorMode(), pytest.raises(AssertionError, match="convert all Tensors to FakeTensor"):
@@ -423,7 +420,7 @@ def test_a_tensor_of_no_mode_or_another_is_refused_or_converted(namespace):
     assert [type(x) for x in calls] == [FakeTensor]
 
 
-def test_a_subclass_with_fake_tensors_inside_is_asked_first(namespace):
+def test_torch_dispatch_of_a_subclass_with_fake_tensors_runs_first(namespace):
     op, calls = watched(namespace)
     with FakeTensorMode():
         assert type(op(TwoTensor(torch.empty(3), torch.empty(3)))) is TwoTensor
@@ -441,7 +438,7 @@ def test_a_fake_kernel_registered_on_top_is_run(namespace):
     assert len(calls) == 1
 
 
-def test_a_decomposition_is_asked_where_sizes_are_symbols(namespace):
+def test_decomposition_is_used_for_symbolic_sizes(namespace):
     op, calls = watched(namespace)
     overload = op._opoverload
     torch._decomp.decomposition_table[overload] = lambda x: x.new_empty(9)
@@ -456,7 +453,7 @@ def test_a_decomposition_is_asked_where_sizes_are_symbols(namespace):
     assert calls == []
 
 
-def test_recorded_profiles_are_asked(namespace):
+def test_recorded_profiles_are_used(namespace):
     op, calls = watched(namespace)
     profiles = SimpleNamespace(data={op._opoverload}, generic_fake_kernel=lambda op, mode, x: x)
     with torch._dynamo.config.patch(_custom_ops_profile=profiles):
@@ -473,6 +470,6 @@ def test_a_rule_for_the_mode_is_run_instead(namespace):
             return args[0].new_empty(9)
 
     assert on_fake(op).shape == (9,)
-    op.register_fake(lambda x: x.new_empty(7))  # which leaves it alone
+    op.register_fake(lambda x: x.new_empty(7))  # must not replace the fake kernel
     assert on_fake(op).shape == (9,)
     assert calls == []

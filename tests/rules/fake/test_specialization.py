@@ -1,5 +1,3 @@
-"""Warnings about `int` arguments that compiled programs specialize."""
-
 from __future__ import annotations
 
 import warnings
@@ -26,7 +24,6 @@ def define(namespace: str, arguments: str, name: str = "op") -> Any:
 
 
 def warned(function: Callable[[Tensor], Tensor], backend: str = "eager") -> list[str]:
-    """The schema warnings of calls with four sizes, of which one would do for all."""
     torch._dynamo.reset()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     with warnings.catch_warnings(record=True) as caught:
@@ -75,12 +72,12 @@ def test_calls_through_torch_ops_and_low_level_operators(namespace: str) -> None
         assert len(warned(lambda x: packet(x, x.shape[0]))) == 1
 
 
-def test_constants_and_symbols_are_no_reason_to_warn(namespace: str) -> None:
+def test_constants_and_symbols_do_not_warn(namespace: str) -> None:
     op, symbolic = (
         define(namespace, "Tensor x, int n"),
         define(namespace, "Tensor x, SymInt n", "s"),
     )
-    # The program itself depends on the number, not the schema.
+    # The program itself branches on the number, so the schema is not to blame.
     assert warned(lambda x: op(x, 4) if x.shape[0] == 4 else op(x, 5)) == []
     assert warned(lambda x: op(x, 4)) == []
     assert warned(lambda x: symbolic(x, x.shape[0])) == []

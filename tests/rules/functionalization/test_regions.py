@@ -47,7 +47,6 @@ def _add_to_two(d: Tensor, e: Tensor, x: Tensor) -> None:
 
 
 def _compare(block: Callable[..., Tensor], backend: str, *inputs: Tensor, **options: Any) -> None:
-    """Check results and mutated inputs of a region that is called twice."""
     region = torch.compiler.nested_compile_region(block)
 
     def program(*inputs: Tensor) -> Tensor:

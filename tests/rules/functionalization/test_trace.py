@@ -24,7 +24,6 @@ def _fresh_compiler():
 
 
 def names(namespace: str) -> set[str]:
-    """The operators that the dispatcher knows in a namespace."""
     return {
         name.partition("::")[2]
         for name in torch._C._dispatch_get_all_op_names()
@@ -61,7 +60,7 @@ SCHEMAS = {
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_only_operators_that_need_helpers_have_them(namespace, schema):
+def test_helpers_are_defined_only_if_needed(namespace, schema):
     mutates = {"x"} if "!" in schema else ()
     torchop.custom_op(f"{namespace}::op", lambda *args: None, mutates_args=mutates, schema=schema)
     assert names(namespace) == {"op"} | SCHEMAS[schema]
@@ -74,7 +73,7 @@ def test_helpers_are_deregistered_with_their_operator(namespace):
     assert helper(torch.ones(2), out=out) is None
     assert out.tolist() == [2.0, 2.0]
 
-    again = _scale_out(namespace, 3.0)  # the same place defines it again
+    again = _scale_out(namespace, 3.0)  # defined again by the same line, as in a notebook
     with pytest.raises(torchop.OperatorGoneError, match="was deregistered"):
         helper(torch.ones(2), out=out)
     getattr(torch.ops, namespace).scale__mutable.out(torch.ones(2), out=out)
@@ -95,7 +94,7 @@ def test_helpers_are_deregistered_with_their_operator(namespace):
 
 def test_a_definition_that_fails_leaves_no_helper(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("scale__mutable.out() -> ()")  # the name is taken
+        library.define("scale__mutable.out() -> ()")  # occupies the name of the helper
         with pytest.raises(
             RuntimeError,
             match=r"scale\.out: .* an operator \S*scale__mutable\.out, but another library defined",
@@ -119,7 +118,7 @@ def test_a_compiled_program_runs_a_kernel_that_was_registered_later(namespace):
     assert out.tolist() == [5.0, 5.0]
 
 
-def test_a_rule_of_the_user_for_the_functional_trace_counts(namespace):
+def test_user_rule_for_the_functional_trace_applies(namespace):
     scale = _scale_out(namespace)
     calls: list[Any] = []
 

@@ -52,7 +52,7 @@ WITHOUT_DEVICE = (defaulted, keyword_only_defaulted, optional, optional_keyword_
 
 
 def define(namespace, function, library=torchop):
-    """`ns::op`, whose kernels for the CPU and (never reached here) CUDA return ones and twos."""
+    """Define an operator with a kernel for the CPU, and one for CUDA that is not called."""
     op = library.custom_op(f"{namespace}::op", function, mutates_args=(), device_types="cpu")
     op.register_kernel("cuda")(lambda n, device=None: torch.full((n,), 2.0))
     op.register_fake(lambda n, device=None: torch.empty(n, device=device))
@@ -74,7 +74,7 @@ def test_factory_runs_on_its_default_device(namespace, function):
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
-    assert isinstance(both.stock, (IndexError, ValueError, RuntimeError))  # the last up to 2.12
+    assert isinstance(both.stock, (IndexError, ValueError, RuntimeError))  # RuntimeError up to 2.12
 
 
 def test_factory_takes_the_device_by_keyword_only(namespace):
@@ -87,7 +87,7 @@ def test_factory_takes_the_device_by_keyword_only(namespace):
 
 
 @pytest.mark.parametrize("function", [optional, optional_keyword_only])
-def test_factory_without_a_device_means_what_pytorch_means_under_torch_ops(namespace, function):
+def test_factory_without_a_device_behaves_like_torch_ops(namespace, function):
     op = define(namespace, function)
     with torch.device("meta"):
         assert op(2).device == torch.ops.aten.ones.default([2]).device
@@ -153,7 +153,7 @@ def test_factory_for_some_devices_needs_a_device_argument(namespace, function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tensors in an optional list: the dispatcher computes its keys without them
+# Tensors in an optional list, which the dispatcher ignores when it computes dispatch keys
 
 
 def total(xs: Optional[List[Tensor]] = None) -> Tensor:
@@ -173,7 +173,7 @@ LISTS = pytest.mark.parametrize("function", [total, total_with_gaps])
 
 
 def define_lists(namespace, function, library=torchop, **options):
-    # With a schema, because PyTorch 2.13 does not infer these types.
+    # PyTorch 2.13 cannot infer this schema.
     return library.custom_op(
         f"{namespace}::op", function, mutates_args=(), schema=SCHEMAS[function], **options
     )
@@ -200,7 +200,7 @@ ALONE_OR_NOT = pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, 
 
 
 def doubling(namespace, schema):
-    """An operator that doubles the first tensor of its optional list, and arguments for it."""
+    """Define an operator that doubles the first tensor of a list; return it and its arguments."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda *args: args[-1][0] * 2,
@@ -230,7 +230,7 @@ def test_optional_list_of_a_device_whose_keys_have_no_names_in_python(namespace)
         x = torch.empty(2, device="mtia")
     key = torch._C._parse_dispatch_key("AutocastMTIA")
     assert not hasattr(torch._C.DispatchKey, "AutocastMTIA")
-    # As under torch.autocast("mtia"), which needs the device.
+    # The keys of torch.autocast("mtia"), which itself needs the device.
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded):

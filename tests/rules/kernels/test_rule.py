@@ -1,5 +1,3 @@
-"""Kernels by device."""
-
 import logging
 import threading
 import traceback
@@ -13,7 +11,7 @@ import torchop
 from tests._support.common import on_both
 from tests._support.devices import BACKEND, OTHER, TYPE
 from tests.rules.support import adding_one as define
-from tests.rules.support import assert_only_ours_refuses
+from tests.rules.support import assert_only_torchop_rejects
 
 
 def adding(amount):
@@ -24,7 +22,7 @@ def value(op) -> float:
     return op(torch.zeros(1)).item()
 
 
-def test_kernel_registered_again_for_one_of_several_devices_is_the_one_that_runs(namespace):
+def test_kernel_registered_again_for_one_device_replaces_it(namespace):
     def scenario(library, namespace):
         op = define(namespace, library, device_types=[TYPE, OTHER])
         op.register_kernel(TYPE)(adding(10))
@@ -48,7 +46,7 @@ def test_switching_off_one_of_several_devices_runs_the_original_function(namespa
     assert both.stock == (10, 10)
 
 
-def test_switching_off_another_device_leaves_this_one_alone(namespace):
+def test_disabling_another_devices_kernel_has_no_effect(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
         op.register_kernel([TYPE, OTHER])(adding(10))
@@ -82,7 +80,7 @@ def test_kernel_registered_while_switched_off_stays_off(namespace):
     assert value(op) == 20
 
 
-def test_switch_is_for_the_whole_process(namespace):
+def test_disabling_a_kernel_affects_the_whole_process(namespace):
     op = define(namespace)
     op.register_kernel(TYPE)(adding(10))
     seen = []
@@ -114,7 +112,7 @@ def test_switch_without_effect_is_logged(namespace, caplog, device, enabled, wor
     assert f"{namespace}::op" in caplog.text
 
 
-def test_kernel_of_a_device_goes_before_the_one_for_every_device(namespace):
+def test_kernel_of_a_device_precedes_the_default_kernel(namespace):
     op = define(namespace)
     op.register_kernel(TYPE)(adding(10))
     assert value(op) == 10
@@ -128,13 +126,13 @@ def test_last_kernel_for_every_device_runs(namespace):
     assert value(op) == 20
 
 
-def test_none_among_device_types_stands_for_every_other_device(namespace):
+def test_none_among_device_types_means_every_other_device(namespace):
     op = define(namespace, device_types=OTHER)
     op.register_kernel([OTHER, None])(adding(10))
     assert value(op) == 10
 
 
-def test_every_device_has_a_name_too(namespace):
+def test_default_means_every_device(namespace):
     op = define(namespace, device_types=OTHER)
     op.register_kernel("default")(adding(10))
     assert value(op) == 10
@@ -166,7 +164,7 @@ def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
         op = define(namespace, library)
         op.register_kernel(TYPE)(lambda x, y: x + y)
 
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         scenario,
         torchop.RuleSignatureError,
@@ -177,7 +175,7 @@ def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
 
 
 def test_kernel_that_is_no_function_is_refused(namespace):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_kernel(TYPE)(
             "not a function"
@@ -212,7 +210,7 @@ def test_exception_of_a_kernel_passes_through_and_the_operator_stays_usable(name
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators that somebody else defined
+# Operators of other libraries
 
 
 def test_kernel_for_an_operator_of_a_library(namespace):
@@ -225,7 +223,7 @@ def test_kernel_for_an_operator_of_a_library(namespace):
 
 
 @pytest.mark.parametrize(("first", "second"), [(TYPE, BACKEND), (BACKEND, TYPE)])
-def test_device_type_and_its_dispatch_key_are_one_place(namespace, first, second):
+def test_device_type_and_its_dispatch_key_are_equivalent(namespace, first, second):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         op = getattr(torch.ops, namespace).op
@@ -256,7 +254,7 @@ def test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library():
     assert torch.special.i0e(torch.zeros(1)).item() == pytest.approx(1)
 
 
-def test_an_argument_may_have_the_name_of_what_the_dispatcher_passes(namespace):
+def test_argument_may_be_named_keyset(namespace):
     @torchop.custom_op(f"{namespace}::add_", mutates_args=("x",), tags=())
     def add_(x: Tensor, *, keyset: int) -> None:
         x.add_(keyset)
@@ -268,7 +266,7 @@ def test_an_argument_may_have_the_name_of_what_the_dispatcher_passes(namespace):
     x = torch.zeros(1, dtype=torch.complex64)
     for tensor in (x, x.conj()):
         add_(tensor, keyset=2)
-        with BaseTorchDispatchMode():  # which native calls leave alone
+        with BaseTorchDispatchMode():  # native calls are off under a mode
             add_(tensor, keyset=3)
     assert x.item() == 10
     assert filled(keyset=2, device=torch.device("cpu")).item() == 2

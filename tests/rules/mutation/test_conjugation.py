@@ -1,5 +1,3 @@
-"""Conjugate and negated views as arguments of operators that mutate."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,8 +29,6 @@ def _checked(*tensors: Tensor) -> None:
 
 
 def define(namespace: str, library: Any = torchop) -> dict[str, Callable[..., Any]]:
-    """Operators that do what `x.mul_(y)` does, in every form."""
-
     @library.custom_op(f"{namespace}::plain", mutates_args=("x",))
     def plain(x: Tensor, y: Tensor) -> None:
         _checked(x, y)
@@ -94,7 +90,7 @@ VIEWS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("view", VIEWS)
-def test_what_is_written_goes_through_the_view(namespace, view, form, backend):
+def test_mutation_writes_through_the_view(namespace, view, form, backend):
     write = define(namespace)[form]
 
     def function(x: Tensor, y: Tensor) -> Any:
@@ -111,7 +107,7 @@ def test_what_is_written_goes_through_the_view(namespace, view, form, backend):
 
 
 def test_inductor_writes_through_negated_views(namespace):
-    # Of complex numbers, Inductor 2.13 compiles no operator that mutates, PyTorch's own included.
+    # Inductor 2.13 compiles no operator that mutates complex tensors, not even PyTorch's own.
     write = define(namespace)["plain"]
     x, y = values()
     torch.compile(lambda x, y: write(x, y), fullgraph=True)(x.conj().imag, y.real)
@@ -123,7 +119,7 @@ def test_inductor_writes_through_negated_views(namespace):
 @pytest.mark.parametrize(
     "form", [pytest.param(f, marks=needs_tags if f in ("inplace", "out") else ()) for f in FORMS]
 )
-def test_pytorch_fails_for_what_does_not_return_its_argument(namespace, form):
+def test_pytorch_fails_unless_the_argument_is_returned(namespace, form):
     def scenario(library, namespace):
         x, y = values()
         define(namespace, library)[form](x.conj(), y)
@@ -139,7 +135,7 @@ def test_pytorch_fails_for_what_does_not_return_its_argument(namespace, form):
         assert isinstance(both.stock, RuntimeError)
 
 
-def test_the_very_argument_is_returned_and_its_version_counted_once(namespace):
+def test_argument_itself_is_returned_and_its_version_counted_once(namespace):
     write = define(namespace)["inplace"]
     x, y = values()
     view = x.conj()
@@ -176,7 +172,7 @@ def test_a_view_and_its_base_may_not_both_be_written(namespace):
         r"arguments \(a, b\), and another of them has the same memory.*resolve_conj",
     ):
         both(x, x.conj())
-    assert_close(x, values()[0])  # nothing has been written
+    assert_close(x, values()[0])
     both(x, x.resolve_conj())
 
 

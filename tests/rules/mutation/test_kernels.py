@@ -1,4 +1,4 @@
-"""Version counters of mutated tensors, and views."""
+"""Version counters of mutated tensors and views."""
 
 from typing import List, Optional
 
@@ -85,7 +85,7 @@ def test_a_keyword_only_tensor_counts_up_as_in_pytorch(namespace):
 
     both = on_both(scenario, namespace)
     assert both.ours == both.stock
-    assert both.stock == [2, 2]  # one by copy_
+    assert both.stock == [2, 2]  # one increment comes from `copy_`
 
 
 def test_all_tensors_count_up_if_it_is_unknown_which_are_mutated(namespace):
@@ -109,7 +109,7 @@ def test_version_counts_up_before_the_kernel_runs(namespace):
     assert seen == [1]
 
 
-def test_operator_of_a_library_counts_nothing(namespace):
+def test_operator_of_a_library_counts_no_versions(namespace):
     def scenario(library, namespace):
         home = library.Library(namespace, "FRAGMENT")
         home.define("op(Tensor(a!) x) -> ()")

@@ -1,6 +1,6 @@
-"""Tensors that must not be written raise before the kernel runs.
+"""A mutation that PyTorch forbids raises before the kernel runs.
 
-Every native operator here is the proof that the words, and the cases, are PyTorch's.
+Each test makes the same call with an operator of PyTorch, to compare the messages.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ def _route(route: str) -> Iterator[None]:
 
 @pytest.fixture
 def add_(namespace: str) -> Any:
-    """In place: adds to its first argument."""
-
     @torchop.custom_op(
         f"{namespace}::add_", mutates_args=("x",), schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)"
     )
@@ -50,8 +48,6 @@ def _shape(ctx: Any, inputs: Any, output: Any) -> None:
 
 @pytest.fixture
 def store(namespace: str) -> Any:
-    """Write into a buffer, and return nothing."""
-
     @torchop.custom_op(f"{namespace}::store", mutates_args=("out",))
     def store(x: Tensor, out: Tensor) -> None:
         out.copy_(x)
@@ -61,8 +57,6 @@ def store(namespace: str) -> Any:
 
 @pytest.fixture
 def sincos(namespace: str) -> Any:
-    """Has two outputs of the caller's."""
-
     @torchop.custom_op(
         f"{namespace}::sincos",
         mutates_args=("s", "c"),
@@ -119,16 +113,14 @@ WITHOUT_HISTORY = {
 
 
 @pytest.mark.parametrize("make", WITHOUT_HISTORY.values(), ids=WITHOUT_HISTORY)
-def test_what_autograd_cannot_follow_is_refused_in_native_words(
-    make: Callable[[], Tensor], add_: Any
-) -> None:
+def test_forbidden_mutation_raises_pytorchs_message(make: Callable[[], Tensor], add_: Any) -> None:
     native, ours = make(), make()
     words = refusal(lambda: native.add_(torch.ones(2)))
     message = refusal(lambda: add_(ours, torch.ones(2)))
     assert message.startswith(f"{add_.name}: argument 'x': ")
-    ended = re.compile("Backward0?")  # of the name of a node, which not every release shows
+    ended = re.compile("Backward0?")  # the end of a node's name, which some releases omit
     problem = ended.sub("", message.split("'x': ")[1])
-    assert problem.startswith(ended.sub("", words))  # and then what to do
+    assert problem.startswith(ended.sub("", words))  # the rest of the message says how to fix it
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():
@@ -172,7 +164,7 @@ def test_an_operator_in_another_form_writes_nothing_that_requires_grad(store: An
     assert torch.equal(out, torch.ones(4))
 
 
-def test_a_buffer_that_requires_no_grad_takes_what_does(store: Any) -> None:
+def test_buffer_without_grad_accepts_a_value_with_grad(store: Any) -> None:
     out = torch.zeros(4)
     store(grown(), out)
     assert torch.equal(out, torch.full((4,), 2.0))
@@ -216,7 +208,7 @@ def test_one_tensor_cannot_be_two_outputs(sincos: Any) -> None:
 
 
 def test_an_operator_with_buffers_may_share_their_memory(namespace: str) -> None:
-    # Only its kernel knows in which order it reads and writes.
+    # Only the kernel can know whether its reads and writes overlap.
     @torchop.custom_op(f"{namespace}::shift", mutates_args=("out",))
     def shift(x: Tensor, out: Tensor) -> None:
         out.copy_(x.clone())

@@ -1,4 +1,4 @@
-"""Cached choices of providers, in Python and C++, equal uncached ones. Uses private names."""
+"""Cached choices of a provider, in Python and C++, equal uncached ones. Uses private names."""
 
 import contextlib
 import gc
@@ -34,13 +34,12 @@ def value(op, x=None) -> float:
 
 
 def in_plan(op):
-    """Return the plan's entry for kernels on the CPU."""
     return op._definition.plan[KernelRule].functions[TYPE]
 
 
 @pytest.fixture(params=[pytest.param("C++", marks=needs_native), "Python"])
 def table(request, monkeypatch) -> Iterator[str]:
-    """The tables that are used; the rest of a call is as ever."""
+    """Choose the implementation of the tables."""
     if request.param == "Python":
         others = {**vars(_hooks.extension), "Choice": None}
         monkeypatch.setattr(_hooks, "extension", types.SimpleNamespace(**others))
@@ -48,7 +47,7 @@ def table(request, monkeypatch) -> Iterator[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# What is chosen
+# Choices
 
 SCHEMA = (
     "(Tensor x, Tensor? y, Tensor[] zs, int n, float f, str s, bool b, Scalar c, *, int[] sizes, "
@@ -57,8 +56,6 @@ SCHEMA = (
 
 
 def described(*args, **kwargs) -> str:
-    """Describe everything that `supports` may read."""
-
     def describe(item):
         if isinstance(item, torch.Tensor):
             return [tuple(item.shape), item.stride(), item.dtype, item.device]
@@ -68,14 +65,13 @@ def described(*args, **kwargs) -> str:
 
 
 def accepting(salt: int):
-    """A `supports` that says yes to half of all calls, for reasons that nobody can guess."""
     return lambda *args, **kwargs: (
         random.Random(f"{salt}{described(*args, **kwargs)}").random() < 0.5
     )
 
 
 def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
-    """Calls that often differ from another one by little."""
+    """Generate calls that often differ only slightly from each other."""
     base = torch.zeros(4, 4)
     tensors = [
         *(torch.zeros(2), torch.zeros(3), torch.zeros(2, 1), torch.zeros(1, 2), torch.tensor(0.0)),
@@ -115,7 +111,7 @@ def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
-def test_a_seen_call_gets_the_kernel_that_asking_gives(namespace, table):
+def test_cached_choice_equals_the_uncached_choice(namespace, table):
     chosen = []
 
     def kernel(name):
@@ -144,7 +140,7 @@ def test_a_seen_call_gets_the_kernel_that_asking_gives(namespace, table):
     assert seen == {"first", "second", "reference"}
 
 
-def test_what_is_seen_is_asked_once(namespace, table):
+def test_supports_is_called_once_for_equal_calls(namespace, table):
     asked = []
     op = define(namespace, priority=["fast"])
     op.register_kernel(
@@ -157,7 +153,7 @@ def test_what_is_seen_is_asked_once(namespace, table):
 
 
 def test_tables_are_bounded(namespace, table, monkeypatch):
-    monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # in C++, they are 4096
+    monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # the limit is 4096 in C++
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
     most = 0
@@ -183,7 +179,7 @@ def test_supports_may_call_the_operator(namespace, table):
 
 
 def test_keywords_in_another_order(namespace, table):
-    """Plans pass them in that of the schema, but a table must not rely on that."""
+    """Plans pass keywords in the schema's order, but the table must not rely on it."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, *, g, h: x + 1,
@@ -201,12 +197,12 @@ def test_keywords_in_another_order(namespace, table):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a table forgets for
+# Events that clear a table
 
 
 @pytest.fixture
 def seen(namespace, table):
-    """An operator, whose provider "ten" takes all calls of one dimension; one was seen."""
+    """An operator whose provider "ten" accepts tensors with one dimension, after two calls."""
     op = define(namespace, priority=["ten"])
     op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(op) == value(op) == 10
@@ -249,7 +245,7 @@ def test_deterministic_mode(namespace, table):
 
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
-def test_registrations_and_their_end(seen, namespace):
+def test_registering_and_removing_clears_the_table(seen, namespace):
     seen.register_kernel(TYPE, adding(20), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(seen) == 20
     with torch.library._scoped_library(namespace, "FRAGMENT") as library:
@@ -262,7 +258,7 @@ def test_registrations_and_their_end(seen, namespace):
 
 
 @needs_native
-def test_a_table_goes_with_its_operator(namespace):
+def test_deregistering_an_operator_frees_its_table(namespace):
     def make():
         op = define(namespace, priority=["ten"])
         op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
@@ -270,13 +266,13 @@ def test_a_table_goes_with_its_operator(namespace):
         return weakref.ref(op._definition)
 
     gone = make()
-    define(namespace)  # in its place
+    define(namespace)
     gc.collect()
     assert gone() is None
 
 
 def test_sixteen_threads_while_everything_changes(namespace, table):
-    """A thread inside of its own block gets the provider that it asks for."""
+    """A thread inside of a `priority` block must get the provider of its own block."""
     amounts = {"ten": 10.0, "twenty": 20.0, "reference": 1.0}
     name = f"{namespace}::op"
     made = threading.Lock()
@@ -306,7 +302,7 @@ def test_sixteen_threads_while_everything_changes(namespace, table):
                 if current[0](x)[0].item() not in (*amounts.values(), 30.0):
                     wrong.append((None, found))
             except torchop.OperatorGoneError:
-                pass  # as it is redefined
+                pass
 
     threads = [
         threading.Thread(target=call, args=([*amounts][number % 3], number)) for number in range(16)
@@ -336,8 +332,8 @@ def test_sixteen_threads_while_everything_changes(namespace, table):
 
 
 @needs_native
-def test_an_extension_that_comes_later_chooses():
-    """The first call of a process is chosen in Python: it is what gets the extension."""
+def test_extension_loaded_later_makes_the_choices():
+    """The first call of a process loads the extension, so Python makes its choice."""
     program = """
         import torch, torchop
         from torchop import _hooks
@@ -357,7 +353,7 @@ def test_an_extension_that_comes_later_chooses():
 
 
 class Answering(torch.Tensor):
-    """Says of its shape what is not so, and remembers who asked."""
+    """Reports a wrong shape, and records which functions were called on it."""
 
     asked: ClassVar[list[str]] = []
 
@@ -370,8 +366,8 @@ class Answering(torch.Tensor):
 
 
 @pytest.mark.parametrize("is_native", [False, True])
-def test_a_subclass_does_not_see_that_supports_reads_it(namespace, table, is_native):
-    """Or what it saw would depend on which calls were made before: their answers are kept."""
+def test_subclass_does_not_notice_that_supports_reads_it(namespace, table, is_native):
+    """Otherwise the subclass would see reads in some calls only, because choices are cached."""
     shapes = []
 
     # PyTorch does not look for subclasses in a list that begins with None.

@@ -1,4 +1,4 @@
-"""Priority of providers. Uses private names."""
+"""The priority of providers. Uses private names."""
 
 import asyncio
 import concurrent.futures
@@ -41,7 +41,7 @@ def op(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Without an order, and who gives one
+# Sources of the order, and calls without one
 
 
 def test_an_unselected_provider_changes_nothing(op):
@@ -71,7 +71,7 @@ def test_the_order_of_the_definition_names_providers_that_come_later(namespace):
     assert value(op) == 10
 
 
-def test_the_process_counts_before_the_author_and_a_block_before_the_process(op):
+def test_block_precedes_process_and_process_precedes_author(op):
     op.set_priority(["ten"])
     torchop.set_priority({op.name: ["twenty"]})
     assert value(op) == 20
@@ -82,7 +82,7 @@ def test_the_process_counts_before_the_author_and_a_block_before_the_process(op)
     assert value(op) == 10
 
 
-def test_a_name_counts_before_a_pattern_and_a_longer_pattern_before_a_shorter(namespace, op):
+def test_name_precedes_pattern_and_longer_pattern_precedes_shorter(namespace, op):
     torchop.set_priority({f"{namespace}::*": ["ten"]})
     assert value(op) == 10
     with torchop.priority({f"{namespace}::*": ["ten"], f"{namespace}::o*": ["twenty"]}):
@@ -91,7 +91,7 @@ def test_a_name_counts_before_a_pattern_and_a_longer_pattern_before_a_shorter(na
     assert value(op) == 20
 
 
-def test_an_order_for_a_device_counts_before_one_for_all(op):
+def test_order_for_a_device_precedes_one_for_all(op):
     torchop.set_priority({op.name: ["ten"]})
     torchop.set_priority({op.name: ["twenty"]}, device_types=TYPE)
     assert value(op) == 20
@@ -106,7 +106,7 @@ def test_an_order_that_was_set_before_the_operator_was_defined(namespace):
     assert value(op) == 10
 
 
-def test_the_environment_counts_before_the_process():
+def test_environment_precedes_process():
     program = """
         import torch, torchop
         schema = "(Tensor x) -> Tensor"
@@ -129,7 +129,7 @@ def test_an_environment_that_is_wrong(monkeypatch, op, text):
     monkeypatch.setenv("TORCHOP_PRIORITY", text)
     priority._of_environment.cache_clear()
     try:
-        op.set_priority(["ten"])  # a new plan
+        op.set_priority(["ten"])  # makes a new plan, which reads the environment
         with pytest.raises(ValueError, match=r"TORCHOP_PRIORITY expects orders such as"):
             value(op)
     finally:
@@ -153,7 +153,7 @@ def test_blocks_are_nested_and_restored_after_exceptions(op):
 
 
 @pytest.mark.parametrize("has_block", [False, True])
-def test_a_checkpoint_computes_again_in_the_order_of_its_block(namespace, op, has_block):
+def test_checkpoint_recomputes_with_the_forwards_priority(namespace, op, has_block):
     ran = []
 
     def noting(x):
@@ -211,7 +211,7 @@ def test_a_block_is_for_one_task(op):
 
 
 # --------------------------------------------------------------------------------------------------
-# Filters, fallbacks, and what is said of them
+# Filters, fallbacks and their messages
 
 
 def test_only_batch_invariant_and_only_deterministic_kernels(namespace):
@@ -245,7 +245,7 @@ def test_a_provider_that_is_not_supported_is_reported_once(namespace, caplog):
     asked = []
     op = define(namespace, priority=["absent"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=lambda: bool(asked.append(1)))
-    assert asked == []  # a package registers it where nobody calls
+    assert asked == []  # `supported` must not run at import, when packages register kernels
     match = rf"{namespace}::op: the provider 'absent' is skipped on {TYPE}, because `supported`"
     with pytest.warns(torchop.ProviderWarning, match=match):
         assert value(op) == 1
@@ -320,8 +320,8 @@ def test_the_exception_of_supported_is_the_reason(namespace):
         assert value(op) == 1
 
 
-def test_a_fallback_that_is_intended_is_silent(namespace):
-    for order in (["small", "reference"], []):  # what the two messages advise
+def test_intended_fallback_does_not_warn(namespace):
+    for order in (["small", "reference"], []):  # the two messages suggest these orders
         op = define(namespace, priority=order)
         op.register_kernel(TYPE, adding(10), provider="small", supports=lambda x: len(x) < 10)
         with warnings.catch_warnings():
@@ -352,7 +352,7 @@ def test_warnings_name_each_provider_of_the_order_when_all_decline(namespace):
         assert value(op, torch.zeros(600)) == 1
 
 
-def test_passed_by_is_logged(namespace, caplog):
+def test_skipped_providers_are_logged(namespace, caplog):
     op = define(namespace, priority=["absent", "reference"])
     op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
     names = [n for n in logging.root.manager.loggerDict if "torchop_calls" in n]
@@ -378,7 +378,7 @@ def test_strict_makes_falling_back_an_error(namespace):
     with torchop.priority({op: ["flat"]}, strict=True):
         assert value(op) == 10
         match = rf"torchop.priority can run this call on {TYPE} \(flat: `supports`"
-        for _ in range(2):  # the second time from the table
+        for _ in range(2):  # the second call uses the cached choice
             with pytest.raises(torchop.ProviderError, match=match):
                 op(torch.zeros(1, 1))
         with torchop.priority({op: ["flat", "reference"]}):
@@ -409,7 +409,7 @@ def test_a_kernel_that_is_switched_off_leaves_the_function_of_the_definition(op)
 
 
 # --------------------------------------------------------------------------------------------------
-# Wrong input
+# Invalid orders
 
 
 def test_an_unknown_provider(namespace, op):
@@ -438,7 +438,7 @@ def test_an_unknown_provider(namespace, op):
         ({"lib::op": [1]}, TypeError, "strings, got 1 of type int"),
     ],
 )
-def test_orders_that_are_none(orders, error, words):
+def test_invalid_orders_are_rejected(orders, error, words):
     for act in (torchop.set_priority, torchop.priority):
         with pytest.raises(error, match=words):
             act(orders)
@@ -446,7 +446,7 @@ def test_orders_that_are_none(orders, error, words):
 
 @pytest.mark.parametrize("flag", ["strict", "batch_invariant_only", "profile"])
 @pytest.mark.parametrize("value", ["no", 1, []])
-def test_flags_that_are_none(flag, value):
+def test_invalid_flags_are_rejected(flag, value):
     with pytest.raises(TypeError, match=f"{flag} expects a bool or None, got "):
         torchop.priority(**{flag: value})
 
@@ -466,10 +466,10 @@ def test_a_block_that_is_exited_where_it_was_not_entered(op):
 
 
 # --------------------------------------------------------------------------------------------------
-# Seen
+# Orders in explanations and listings
 
 
-def test_explain_names_the_provider_and_why_others_are_passed_by(namespace):
+def test_explain_names_the_provider_and_why_others_are_skipped(namespace):
     op = define(namespace)
     op.register_kernel(TYPE, adding(10), provider="absent", supported=False)
     op.register_kernel(TYPE, adding(20), provider="flat", supports=lambda x: x.ndim == 1)

@@ -25,8 +25,6 @@ def value(op, *args) -> float:
 
 
 def scaling(namespace, **options):
-    """`ns::op`, which multiplies by a factor; its providers add 10, or 100."""
-
     @torchop.custom_op(f"{namespace}::op", mutates_args=(), **options)
     def op(x: Tensor, factor: float = 2.0, *, count: int = 1) -> Tensor:
         return x * factor * count
@@ -35,11 +33,11 @@ def scaling(namespace, **options):
 
 
 # --------------------------------------------------------------------------------------------------
-# Registering
+# Registration
 
 
 @pytest.mark.parametrize("library", [torchop, torch.library], ids=["torchop", "torch.library"])
-def test_operators_that_torchop_did_not_define_have_none(namespace, library):
+def test_stock_operators_have_no_providers(namespace, library):
     name = f"{namespace}::op"
     with pytest.raises(torchop.OperatorNotFoundError, match=f"^the operator {name} does not exist"):
         torchop.register_kernel(name, TYPE, adding(10), provider="fast")
@@ -82,7 +80,7 @@ def test_options_need_a_provider(namespace):
         ({"supports": 1}, TypeError, "supports"),
     ],
 )
-def test_what_is_said_of_a_provider_is_checked(namespace, options, error, words):
+def test_options_of_a_provider_are_validated(namespace, options, error, words):
     op = define(namespace)
     with pytest.raises(error, match=words):
         op.register_kernel(TYPE, lambda x, **configs: x, provider="fast", **options)
@@ -136,7 +134,7 @@ def test_a_kernel_for_meta_tensors_is_refused(namespace):
 def test_registering_again_replaces_and_another_module_is_reported(namespace):
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, adding(10), provider="fast")
-    op.register_kernel(TYPE, adding(20), provider="fast")  # a notebook cell that runs again
+    op.register_kernel(TYPE, adding(20), provider="fast")  # as if a notebook cell ran again
     assert value(op) == 20
     other = adding(30)
     other.__module__ = "other_package"
@@ -148,7 +146,7 @@ def test_registering_again_replaces_and_another_module_is_reported(namespace):
 
 
 @pytest.mark.parametrize("way", ["close", "collect"])
-def test_a_provider_goes_with_its_library(namespace, way):
+def test_closing_the_library_removes_the_provider(namespace, way):
     op = define(namespace, priority=["fast"])
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.register_kernel(op, TYPE, adding(10), provider="fast", lib=library)
@@ -169,7 +167,7 @@ def test_a_provider_goes_with_its_library(namespace, way):
 
 
 # --------------------------------------------------------------------------------------------------
-# What `supports` sees
+# Arguments of `supports`
 
 
 @pytest.mark.filterwarnings("ignore::torchop.ProviderWarning")
@@ -184,7 +182,7 @@ def test_supports_gets_all_arguments_and_tensors_without_data(namespace):
     op.register_kernel(TYPE, lambda x, factor, *, count: x + 10, provider="fast", supports=supports)
     x = torch.zeros(2, 3)
     assert value(op, x) == 10
-    assert value(op, x.clone()) == 10  # not asked again
+    assert value(op, x.clone()) == 10
     assert value(op, x.t()) == 0
     assert value(op, x, 2.5) == 10
     assert value(op, x.double()) == 10
@@ -228,7 +226,7 @@ def test_supports_may_read_metadata_alone(namespace, supports, read):
         (lambda x: x.nothing, "raised AttributeError: .*nothing"),
     ],
 )
-def test_supports_that_is_wrong(namespace, supports, words):
+def test_invalid_result_of_supports_is_rejected(namespace, supports, words):
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
     with pytest.raises(torchop.ProviderError, match=f"the provider 'fast': supports {words}"):
@@ -243,7 +241,7 @@ def test_slow_supports_warns_once(namespace):
         return True
 
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-    for size in (1, 2, 3, 4):  # a quick one is between the first and the others
+    for size in (1, 2, 3, 4):  # the fast call for size 2 resets the count of slow calls
         assert value(op, torch.zeros(size)) == 10
     words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
     with pytest.warns(torchop.ProviderWarning, match=words):
@@ -297,12 +295,12 @@ def test_structured_arguments(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# The rules of the definition hold for every provider
+# The rules of the operator apply to every provider
 
 
 @pytest.fixture(params=["reference", "by_numpy", "asking"])
 def ruled(request, namespace):
-    """Squares a tensor, with all rules, and with a provider that runs."""
+    """Square a tensor, with every rule, and with the given provider."""
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -419,7 +417,7 @@ def test_calls_stay_native(namespace, asks):
     assert torch.ops.__getattr__(namespace).op(torch.zeros(1)).item() == 10
 
 
-def test_priority_alone_puts_the_function_itself_into_the_plan():
+def test_without_supports_the_plan_contains_the_function_itself():
     program = """
         import torch, torchop
         from torchop._rules.kernels.rule import KernelRule
@@ -465,7 +463,7 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     op = define(namespace, compile="inline", priority=["small"])
 
     def supports(x):
-        return x.shape[0] <= 10  # and not len(x), which asks a symbol for its number
+        return x.shape[0] <= 10  # not `len(x)`, which would specialize a symbolic size
 
     op.register_kernel(TYPE, lambda x: x.sin() + 10, provider="small", supports=supports)
     graphs = []
@@ -482,7 +480,7 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     compiled = torch.compile(lambda x: op(x) * 1, backend=backend, dynamic=True, fullgraph=True)
     assert value(compiled, torch.zeros(5)) == 10
     assert value(compiled, torch.zeros(7)) == 10
-    assert len(graphs) == 1  # a guard on the size, and not one graph for each
+    assert len(graphs) == 1  # one graph with a guard on the size
     assert "aten.sin.default" in graphs[0]
     assert value(compiled, torch.zeros(50)) == 1
     assert value(compiled, torch.zeros(60)) == 1
@@ -508,7 +506,7 @@ def test_a_priority_block_is_not_traced(namespace):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_derived_formula_differentiates_the_reference(namespace, native):
-    """Autograd need not be able to follow what other providers do."""
+    """Autograd may not be able to differentiate the other providers."""
     op = define(namespace, priority=["numpy"])
     op.derive_autograd()
     calls = []

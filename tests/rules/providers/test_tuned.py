@@ -1,4 +1,4 @@
-"""`"tuned"` orders follow tables of measurements. Uses private names."""
+"""The order `"tuned"` is read from tables of measurements. Uses private names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from torchop._rules.providers.measurements import Measured, Measurement
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A cache of its own, and nothing measured in this process."""
     folder = tmp_path / "cache"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
@@ -49,7 +48,7 @@ def scale(namespace: str) -> Any:
 
 
 def measured(op: Any, *names: str, sizes: Any = ((5, 8),), **changes: Any) -> Measurement:
-    """A measurement that says that these kernels were the fastest, in this order."""
+    """Create a measurement in which these kernels were the fastest, in this order."""
     kernels = []
     for us, name in enumerate(names, start=1):
         provider, _, tile = name.partition("=")
@@ -84,7 +83,7 @@ def users(cache: Path, *found: Measurement) -> None:
 
 
 def test_a_call_follows_the_measurement_of_its_sizes(scale, cache):
-    assert provider(scale, torch.ones(6)) == "fast"  # nothing was measured
+    assert provider(scale, torch.ones(6)) == "fast"
     users(
         cache, measured(scale, "tiled=2", "fast"), measured(scale, "reference", sizes=[(9, None)])
     )
@@ -113,7 +112,7 @@ def test_the_config_that_was_the_fastest_runs(namespace, cache):
     for size in (6, 9, 6):
         op(torch.ones(size))
     assert used == [2, 1, 2]
-    # A forged table names a config that the kernel never had.
+    # An edited table contains a config that the kernel never had.
     users(cache, measured(op, "tiled=3", "tiled=1"))
     op(torch.ones(6))
     assert used == [2, 1, 2, 1]
@@ -121,7 +120,7 @@ def test_the_config_that_was_the_fastest_runs(namespace, cache):
 
 def test_filters_supports_and_removed_providers_are_skipped(scale, cache):
     users(cache, measured(scale, "gone", "fast", "tiled=1", sizes=[(2, 2), (2, 2)]))
-    assert provider(scale, torch.ones(2, 2)) == "tiled"  # fast does not take two dimensions
+    assert provider(scale, torch.ones(2, 2)) == "tiled"  # "fast" does not support two dimensions
     with torchop.priority(batch_invariant_only=True):
         assert provider(scale, torch.ones(2, 2)) == "reference"
     with torchop.priority({scale: ["fast"]}):
@@ -136,9 +135,7 @@ def test_filters_supports_and_removed_providers_are_skipped(scale, cache):
         ({}, "the kernel of 'tiled' has changed since they were made"),
     ],
 )
-def test_a_stale_measurement_is_not_used_and_that_is_said_once(
-    scale, cache, changes, problem, caplog
-):
+def test_stale_measurement_is_ignored_and_reported_once(scale, cache, changes, problem, caplog):
     stale = measured(scale, "tiled=1", **changes)
     if not changes:
         stale = stale._replace(kernels=(stale.kernels[0]._replace(digest="old"),))
@@ -146,11 +143,11 @@ def test_a_stale_measurement_is_not_used_and_that_is_said_once(
     with pytest.warns(torchop.ProviderWarning, match=problem) as seen:
         scale(torch.ones(6))
     assert "Measure here: torchop.testing.tune" in str(seen[0].message)
-    scale(torch.ones(7))  # an error would be raised for a second warning
+    scale(torch.ones(7))  # a second warning would raise
     assert provider(scale, torch.ones(6)) == "fast"
 
 
-def test_a_digest_changes_with_what_a_kernel_uses(tmp_path, monkeypatch):
+def test_digest_changes_with_a_kernels_dependencies(tmp_path, monkeypatch):
     def digest_of(helper: str, source: str, text: str) -> str:
         (tmp_path / "kernel.cpp").write_text(source)
         names: dict[str, Any] = {"__name__": "made", "PATH": tmp_path / "kernel.cpp"}
@@ -167,7 +164,7 @@ def test_a_digest_changes_with_what_a_kernel_uses(tmp_path, monkeypatch):
     assert digest_of(*variants[0]) == digest_of(*variants[0])
 
 
-def test_the_users_measurement_counts_before_the_authors(scale, cache, tmp_path):
+def test_users_measurement_precedes_the_authors(scale, cache, tmp_path):
     shipped = tmp_path / "shipped.json"
     measurements.write(
         shipped, [measured(scale, "tiled=1"), measured(scale, "tiled=1", sizes=[(1, 1)])]
@@ -204,7 +201,7 @@ def test_a_table_is_read_as_it_was_written(scale, tmp_path):
     measurements.write(path, found)
     assert measurements.read(path) == found
     assert [m.call for m in found] == ["float32[5..8], 2.0", "float32[9..], 2.0"]
-    assert len(path.read_text().splitlines()) == 7  # one for each kernel and measurement
+    assert len(path.read_text().splitlines()) == 7
     later = measured(scale, "reference")
     assert measurements.merged(found, [later]) == [later, found[1]]
     assert list(tmp_path.glob("table.json.*")) == []
@@ -223,7 +220,7 @@ def test_buckets():
     )
 
 
-def test_set_tuning_refuses_what_it_could_not_use(scale):
+def test_set_tuning_rejects_unusable_values(scale):
     with pytest.raises(ValueError, match=r"buckets for 'y', but the operator takes x, factor"):
         scale.set_tuning(buckets={"y": {}})
     for wrong in ([1, 16], {0: ["a"]}, {0: 3}):
@@ -234,7 +231,7 @@ def test_set_tuning_refuses_what_it_could_not_use(scale):
 
 
 def test_the_order_of_a_graph_follows_the_table(namespace, cache):
-    """A provider that is traced is the one for the sizes, which become guards."""
+    """The trace uses the provider for the traced sizes, and guards on them."""
 
     @torchop.custom_op(
         f"{namespace}::op", mutates_args=(), compile="inline", priority=["tuned", "sine"]

@@ -1,5 +1,3 @@
-"""Residuals that the annotation of a kernel's result declares."""
-
 from __future__ import annotations
 
 import inspect
@@ -57,7 +55,7 @@ def train(op):
 
 
 @pytest.mark.parametrize("kernel", RETURNED, ids=lambda kernel: kernel.__name__)
-def test_callers_see_the_result_alone(namespace, kernel):
+def test_callers_get_the_result_without_residuals(namespace, kernel):
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
     assert inspect.signature(op).return_annotation == RETURNED[kernel]
     assert op.__annotations__["return"] == RETURNED[kernel]
@@ -92,7 +90,7 @@ def test_wrong_types(namespace):
 
 
 @pytest.mark.parametrize("define", [torchop.triton_op, torchop.custom_op])
-def test_what_compilers_trace_has_none(namespace, define):
+def test_traced_operators_have_no_residuals(namespace, define):
     options = {"compile": "inline"} if define is torchop.custom_op else {}
     with pytest.raises(torchop.SchemaError, match=r"residuals and compile.* exclude each other"):
         define(f"{namespace}::op", written, mutates_args=(), **options)

@@ -1,5 +1,3 @@
-"""The class form with residuals and a backward kernel."""
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,9 @@ import torchop
 
 
 class Sine:
-    """A class with the members of PyTorch's first design for them, where they have these names."""
+    """Written for a first proposal of residuals for PyTorch, with the same member names."""
 
-    residuals = {"cosine": Tensor}  # noqa: RUF012  (as a class of the design has it)
+    residuals = {"cosine": Tensor}  # noqa: RUF012  (as in PyTorch's design)
 
     @staticmethod
     def forward(x: Tensor, scale: float = 2.0) -> Tensor:
@@ -38,7 +36,7 @@ def test_a_class_with_residuals(namespace):
         (gradient,) = torch.autograd.grad(function(x).sum(), x)
         assert_close(gradient, 2 * (2 * x).cos().detach())
     assert_close(op(x.detach()), (2 * x).sin().detach())
-    # The backward is an operator too, which compilers do not look into, and has no derivative.
+    # The backward is an operator of its own, which compilers do not trace, without a derivative.
     assert "cosine" in str(getattr(torch.ops, namespace).op__backward_kernel.default._schema)
     (gradient,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
     with pytest.raises(torchop.MissingFormulaError, match="op__backward_kernel"):

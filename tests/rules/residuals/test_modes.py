@@ -14,8 +14,6 @@ import torchop
 
 
 class Mode(TorchDispatchMode):
-    """Passes everything on that has no rule."""
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
 
@@ -44,7 +42,7 @@ def gradient_under_mode(op):
 
 @pytest.fixture(params=["before", "after"])
 def register(request):
-    """Register a rule before the training form is there, or after."""
+    """Register a rule before or after the operator with residuals is created."""
 
     def register(namespace, cls, rule):
         op = torchop.custom_op(f"{namespace}::op", cube, mutates_args=())
@@ -93,7 +91,7 @@ def test_a_rule_that_runs_no_kernel_is_refused(namespace, register):
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_rule_that_calls_the_operator_twice_is_refused(namespace, register, last):
-    """Nobody can tell whose result it returns, and the residuals of the other one are wrong."""
+    """The residuals of the discarded call would be used for the gradient."""
 
     def rule(mode, func, types, args, kwargs):
         results = [func(args[0] + step, **kwargs) for step in (int(last), int(not last))]

@@ -1,5 +1,3 @@
-"""Native calls that record residuals: from the function of the author to the node."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,7 +13,7 @@ pytestmark = needs_native
 
 
 def define(namespace, kernel, schema, setup_context, residuals=None):
-    """The cube of x, with what its derivative needs as residuals; its next call is native."""
+    """Define the cube of x, with residuals for its derivative. Its next call is native."""
     op = torchop.custom_op(
         f"{namespace}::op",
         kernel,
@@ -99,8 +97,8 @@ def test_every_kind_of_operator(namespace, case):
     assert torchop.testing.saved_bytes(op, x) == 16
 
 
-def test_calls_that_save_at_other_places_guard_their_residuals_too(namespace):
-    """Residuals refuse second derivatives wherever they are among the saved tensors."""
+def test_residuals_saved_at_other_positions_are_guarded(namespace):
+    """Residuals reject second derivatives at any position among the saved tensors."""
     places = []
 
     def save_somewhere(ctx, inputs, output, residuals):
@@ -125,7 +123,7 @@ def test_calls_that_save_at_other_places_guard_their_residuals_too(namespace):
             gradient.backward()
 
 
-def test_what_no_kernel_can_make_is_refused(namespace):
+def test_residuals_that_no_kernel_can_return_are_rejected(namespace):
     empty = type(torchop.residuals(1))
     op = define(namespace, lambda x: empty(), "(Tensor x) -> Tensor", save)
     with pytest.raises((torchop.ResultError, AttributeError), match=r"residuals\(\.\.\.\)|output"):
@@ -184,8 +182,8 @@ def test_a_kernel_that_calls_itself_without_gradients(namespace):
     assert not torchop.records_gradient()
 
 
-def test_what_threads_record_outlives_the_operators_with_residuals():
-    """Calls of others look there too, also once no plan of an operator with residuals is left."""
+def test_thread_records_outlive_operators_with_residuals():
+    """Other calls still read the thread's records after the last such operator is freed."""
     done = run_forked("""
         import gc, sys
         import torch, torchop

@@ -1,4 +1,4 @@
-"""The training form of operators with residuals."""
+"""Calls of operators with residuals that record a gradient."""
 
 import contextlib
 import functools
@@ -42,7 +42,7 @@ def backward(ctx, grad):
 
 
 class LogSumExp:
-    """A log-sum-exp with the softmax as a residual, which counts what its kernel was told."""
+    """A log-sum-exp with the softmax as a residual. It stores values of `records_gradient`."""
 
     def __init__(self, name, *, formula=backward, setup_context=save, **options):
         self.told = []
@@ -80,7 +80,6 @@ def gradient_of(function, x):
 
 
 def graphs(function, x, *, training):
-    """The overloads in the graphs of one compiled call: forward, and backward if there is one."""
     found = []
 
     def compiler(graph, examples):
@@ -94,7 +93,7 @@ def graphs(function, x, *, training):
     return found
 
 
-def test_callers_see_the_result_alone(lse):
+def test_callers_get_the_result_without_residuals(lse):
     x = torch.randn(2, 3)
     assert str(inspect.signature(lse.op)) == "(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor"
     assert lse.op.schema.returns[0].type.kind() == "TensorType"
@@ -102,9 +101,9 @@ def test_callers_see_the_result_alone(lse):
     assert_close(lse.op.__wrapped__(x), x.logsumexp(-1))
 
 
-def test_a_kernel_knows_whether_a_gradient_is_recorded(lse):
+def test_kernel_can_check_whether_a_gradient_is_recorded(lse):
     x = leaf_of([1.0, 2.0])
-    for _ in range(3):  # the first call that records is made by the dispatcher
+    for _ in range(3):  # the first call that records a gradient uses the dispatcher
         assert_close(gradient_of(lse.op, x), x.softmax(-1))
     assert lse.taken() == [True] * 3
     lse.op(x.detach())
@@ -153,7 +152,7 @@ def test_a_kernel_inside_of_another_is_not_recorded(namespace, lse):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_kernel_without_residuals_inside_of_another_records_nothing(namespace, native, trains):
-    """It is asked about its own call, also if that records a gradient, and in its fake kernel."""
+    """`records_gradient` is False in the inner call, even if a gradient is recorded."""
     told = []
 
     def inner(x: Tensor) -> Tensor:
@@ -214,7 +213,7 @@ def test_a_kernel_that_raises_leaves_nothing_behind(namespace):
     assert told == [True, False, True] * 2
 
 
-def test_a_formula_that_does_not_ask_costs_nothing(namespace):
+def test_formula_without_residuals_has_no_cost(namespace):
     op = LogSumExp(
         f"{namespace}::plain",
         formula=lambda ctx, grad: (grad.unsqueeze(-1) * ctx.saved_tensors[0].softmax(-1), None),
@@ -313,7 +312,7 @@ def test_forms_of_a_family(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Compiled programs and exports
+# Compiled and exported programs
 
 
 def test_training_graphs_have_the_training_form(lse):
@@ -325,7 +324,7 @@ def test_training_graphs_have_the_training_form(lse):
     assert_close(x.grad, 4 * (2 * x).softmax(-1))
 
 
-def test_inference_graphs_have_the_operator_alone(lse):
+def test_inference_graphs_contain_the_plain_operator(lse):
     op = getattr(torch.ops, lse.op.name.partition("::")[0])
     with torch.no_grad():
         (forward,) = graphs(lambda x: lse.op(x) * 2, torch.randn(4, 3), training=False)
@@ -372,7 +371,7 @@ def test_a_policy_decides_whether_a_compiled_checkpoint_recomputes(lse, policy):
 @pytest.mark.parametrize("kind", ["list", "function"])
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
 def test_the_policy_of_a_region_names_the_operator(namespace, kind, backend):
-    # With a name of its own, because PyTorch's caches of graphs know an operator by its name.
+    # A new name for each case, because PyTorch's caches identify an operator by its name.
     lse = LogSumExp(f"{namespace}::{kind}_{backend}")
     seen = set()
 
@@ -467,8 +466,8 @@ def test_a_second_derivative_through_a_residual_is_refused(lse, before):
         twice(x.detach())
 
 
-def test_a_residual_that_hides_on_the_context_is_refused(namespace):
-    """Nothing would guard it in a second derivative; a mask has none."""
+def test_residual_stored_as_a_ctx_attribute_is_rejected(namespace):
+    """A residual that is only stored as an attribute of ctx cannot reject second derivatives."""
 
     def kernel(x: Tensor) -> Tensor:
         return torchop.residuals(x.clone(), x > 0, x * 2)
@@ -623,7 +622,7 @@ def test_wrong_residuals(namespace, case):
     for _ in range(2):
         with pytest.raises(error, match=f"{namespace}::op.*{message}"):
             op(leaf_of([1.0, 2.0]))
-    op(torch.ones(2))  # nobody asks for them
+    op(torch.ones(2))  # without a gradient, residuals are not checked
 
 
 def test_residuals_that_share_memory_with_results(namespace):
@@ -679,10 +678,10 @@ def test_wrong_declarations(namespace, case):
 
 
 # --------------------------------------------------------------------------------------------------
-# Surroundings
+# Calls from inside other calls and contexts
 
 
-def test_a_provider_without_residuals_is_refused_where_they_are_wanted(lse):
+def test_provider_without_residuals_is_rejected_if_they_are_needed(lse):
     lse.op.register_kernel(TYPE, lambda x, scale: x.logsumexp(-1), provider="bare")
     lse.op.set_priority(["bare"])
     lse.op(torch.ones(2))

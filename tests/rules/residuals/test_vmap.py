@@ -1,4 +1,4 @@
-"""The vmap rule of an operator with residuals, where a call records a gradient."""
+"""The vmap rule of an operator with residuals, in calls that record a gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tapes:
 
 
 class LogSumExp:
-    """A log-sum-exp over the last dimension, which counts the calls of its kernel and its rule."""
+    """A log-sum-exp over the last dimension, which records the calls of its kernel and rule."""
 
     def __init__(self, namespace: str) -> None:
         self.kernels: list[tuple[int, ...]] = []
@@ -73,7 +73,8 @@ def plain(x: Tensor) -> Tensor:
 
 
 X = torch.arange(24.0).reshape(2, 3, 4).sin()
-# What is computed of a function, and whether the rule is told that a gradient is recorded.
+# Maps the name of a transform to a function that applies it, and to the values that
+# `records_gradient` returns inside of the vmap rule.
 TRANSFORMS: dict[str, Any] = {
     "vmap": (lambda f: vmap(f), [False]),
     "vmap of grad": (lambda f: vmap(vmap(grad(f))), [True, True]),
@@ -206,7 +207,7 @@ def test_a_rule_without_residual_dimensions_is_rejected(namespace, rule, calls, 
     assert not torchop.records_gradient()
     torchop.register_vmap(f"{made.name}__with_residuals", "sequential")
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
-    # What the author registered stays.
+    # The rule that the author registered stays.
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
 
@@ -248,7 +249,7 @@ def wrong_dimension(op, x):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_wrong_dimension_of_a_residual_is_refused(namespace, rule, message, compiled):
-    """Autograd would sum over the batch, so the gradients would be wrong."""
+    """Autograd would sum the gradient over the batch."""
     made = LogSumExp(namespace)
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     function = vmap(grad(made.op))

@@ -1,5 +1,3 @@
-"""Meshes of simulated ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -12,13 +10,11 @@ from tests.rules.user.sharding import ranks
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """A mesh of two simulated ranks."""
     with ranks.simulated_mesh((2,)) as mesh:
         yield mesh
 
 
 @pytest.fixture
 def square() -> Iterator[Any]:
-    """A mesh of two by two simulated ranks."""
     with ranks.simulated_mesh((2, 2)) as mesh:
         yield mesh

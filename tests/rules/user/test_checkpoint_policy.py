@@ -1,4 +1,4 @@
-"""Checkpoint policies, as selective activation checkpointing follows them. Uses private names."""
+"""Checkpoint policies for selective activation checkpointing. Uses private names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ VALUES = {"checkpoint_policy": "save"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
 
-POLICIES = list(CheckpointPolicy)[:4]  # the others move memory, which there is none of here
+# The other policies offload memory to the CPU.
+POLICIES = list(CheckpointPolicy)[:4]
 calls: list[str] = []
 
 
@@ -44,7 +45,7 @@ def define(namespace: str, policy: Any = None) -> CustomOp[..., Tensor]:
 
 
 def train(sine: Callable[..., Tensor], region: Any, backend: str | None = None) -> int:
-    """Count the kernel calls of a step: 1 if the result is saved, otherwise 2."""
+    """Count the kernel's calls in a training step: 1 if the result is saved, otherwise 2."""
 
     def step(x: Tensor) -> Tensor:
         return checkpoint(
@@ -64,13 +65,14 @@ def train(sine: Callable[..., Tensor], region: Any, backend: str | None = None) 
 
 
 def preferring(policy: CheckpointPolicy) -> Callable[..., CheckpointPolicy]:
-    """A region's policy for all its operators."""
     return lambda ctx, op, *args, **kwargs: policy
 
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
-def test_a_policy_decides_what_a_region_leaves_open(namespace: str, backend: str | None) -> None:
-    # With names of their own, because PyTorch's caches of graphs know an operator by its name.
+def test_operators_policy_applies_if_the_region_has_none(
+    namespace: str, backend: str | None
+) -> None:
+    # Three different names, because PyTorch's caches identify an operator by its name.
     assert train(define(namespace), [], backend) == 2
     assert train(define(f"{namespace}_save", "save"), [], backend) == 1
     assert train(define(f"{namespace}_recompute", "recompute"), [], backend) == 2
@@ -78,7 +80,9 @@ def test_a_policy_decides_what_a_region_leaves_open(namespace: str, backend: str
 
 @pytest.mark.parametrize("own", POLICIES, ids=lambda policy: policy.name)
 @pytest.mark.parametrize("region", POLICIES, ids=lambda policy: policy.name)
-def test_who_decides(namespace: str, own: CheckpointPolicy, region: CheckpointPolicy) -> None:
+def test_precedence_of_policies(
+    namespace: str, own: CheckpointPolicy, region: CheckpointPolicy
+) -> None:
     deciding = own
     if region.name.startswith("MUST") and not own.name.startswith("MUST"):
         deciding = region
@@ -91,14 +95,14 @@ def test_a_policy_may_depend_on_the_call(namespace: str) -> None:
 
     @sine.register_checkpoint_policy
     def policy(ctx: Any, x: Tensor, times: int) -> Any:
-        assert ctx.is_recompute in (False, True)  # until 2.12, both ask
+        assert ctx.is_recompute in (False, True)  # until 2.12, both runs ask the policy
         return "save" if times > 1 else CheckpointPolicy.PREFER_RECOMPUTE
 
     assert train(sine, []) == 2
     assert train(functools.partial(sine, times=2), []) == 1
 
 
-def test_other_operators_of_the_region_are_left_alone(namespace: str) -> None:
+def test_policy_does_not_affect_other_operators_of_the_region(namespace: str) -> None:
     sine, seen = define(namespace, "save"), []
 
     def region(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -110,7 +114,7 @@ def test_other_operators_of_the_region_are_left_alone(namespace: str) -> None:
     assert "aten.exp.default" in seen
 
 
-def test_an_effect_is_kept_with_any_policy(namespace: str) -> None:
+def test_effect_is_not_repeated_under_any_policy(namespace: str) -> None:
     sine = define(namespace, "recompute")
     sine.register_effect("ordered")
     assert train(sine, [], "aot_eager") == 1
@@ -146,7 +150,7 @@ def test_compile_caches_see_a_policy(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["keep", 3, True])
-def test_what_is_no_policy_is_refused(namespace: str, wrong: Any) -> None:
+def test_invalid_policy_is_rejected(namespace: str, wrong: Any) -> None:
     with pytest.raises(
         torchop.RuleSignatureError,
         match=r"::sine: a checkpoint policy must be 'save', 'recompute', a",
@@ -166,7 +170,7 @@ def test_a_policy_takes_the_context_and_the_arguments(namespace: str) -> None:
 
 
 @pytest.mark.skipif(not checkpointing.POLICY_MODES, reason="this PyTorch asks for no policies")
-def test_the_helper_operator_uses_the_policy_again_after_its_own_ended(namespace: str) -> None:
+def test_helper_operator_uses_the_policy_after_its_own_was_removed(namespace: str) -> None:
     define(namespace, "save").derive_autograd()
     (mode, *_) = checkpointing.POLICY_MODES
     name = f"{namespace}::sine__training"

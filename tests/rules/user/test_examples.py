@@ -1,5 +1,3 @@
-"""Examples: sample inputs that an operator carries with it."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -61,7 +59,7 @@ def test_an_example_is_a_call(scale: Any, example: Any, message: str) -> None:
         scale.examples()
 
 
-def test_what_makes_examples_is_a_function_of_nothing(scale: Any) -> None:
+def test_examples_function_takes_no_arguments(scale: Any) -> None:
     with pytest.raises(torchop.RuleSignatureError, match="yields examples must be a function"):
         scale.register_examples([(torch.ones(1),)])
     with pytest.raises(torchop.RuleSignatureError, match=r"yields examples is called with \(\)"):

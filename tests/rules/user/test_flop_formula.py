@@ -1,5 +1,3 @@
-"""FLOP formulas, as `torch.utils.flop_counter.FlopCounterMode` counts them."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +38,7 @@ def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
 X, WEIGHT = torch.ones(2, 3), torch.ones(3, 5)
 
 
-def test_the_counter_counts_what_the_formula_says(namespace: str) -> None:
+def test_counter_uses_the_formula(namespace: str) -> None:
     project = define(namespace)
     assert counted(project, X, WEIGHT) == 0
     assert project.register_flop_formula(flops) is flops
@@ -147,7 +145,7 @@ def test_a_call_that_saves_residuals_counts_like_the_others(namespace: str) -> N
     assert counter.get_total_flops() == 3
 
 
-def test_nothing_stays_in_the_registry(namespace: str) -> None:
+def test_deregistered_operators_leave_the_registry(namespace: str) -> None:
     project = define(namespace)
     project.register_flop_formula(flops)
     with FlopCounterMode(display=False) as started_before:
@@ -162,11 +160,11 @@ def test_nothing_stays_in_the_registry(namespace: str) -> None:
     assert all(namespace not in str(packet) for packet in flop_registry)
 
 
-def test_a_formula_goes_with_its_library(namespace: str) -> None:
+def test_closing_the_library_removes_the_formula(namespace: str) -> None:
     project = define(namespace)
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.get_rule("flop_formula").register(project, flops, lib=library)
-    # An overload that PyTorch itself adds changes the hash under which it keeps the formula.
+    # The new overload changes the packet's hash, under which PyTorch stores the formula.
     stock = torch.library.Library(namespace, "FRAGMENT")
     stock.define("project.other(Tensor x) -> Tensor")
     library.close()

@@ -1,5 +1,3 @@
-"""Inverses: of one operator and of several, wherever their own operators work."""
-
 from __future__ import annotations
 
 import functools
@@ -97,14 +95,14 @@ def test_arguments_that_are_missing_or_too_many(scale: Any, shift: Any) -> None:
         torchop.inverse(scale)(X, to=1.0)
 
 
-def test_the_last_registration_counts(shift: Any) -> None:
+def test_last_registration_applies(shift: Any) -> None:
     before = torchop.inverse(shift)
     shift.register_inverse(lambda output, by: output * 0)
     assert torch.equal(torchop.inverse(shift)(X, 1.0), torch.zeros(2))
     assert torch.equal(before(X, 1.0), X - 1), "it is what was registered when it was asked for"
 
 
-def test_a_right_inverse_is_another_thing(namespace: str) -> None:
+def test_right_inverse_is_not_an_inverse(namespace: str) -> None:
     @torchop.operator(f"{namespace}::first")
     class first:
         @staticmethod
@@ -125,7 +123,7 @@ def test_a_right_inverse_is_another_thing(namespace: str) -> None:
         torchop.inverse(first)
 
 
-def test_there_must_be_one(namespace: str, scale: Any) -> None:
+def test_missing_inverse_raises(namespace: str, scale: Any) -> None:
     with pytest.raises(
         MissingRuleError, match=r"aten::relu has no inverse\. .*\.register\('aten::relu', fn\)"
     ):
@@ -149,7 +147,7 @@ def test_a_sequence_is_undone_from_the_last_to_the_first(scale: Any, shift: Any)
     assert torch.equal(torchop.inverse([])(X), X), "nothing is undone by nothing"
 
 
-def test_a_partial_is_undone_with_what_it_binds(shift: Any) -> None:
+def test_partial_is_undone_with_its_bound_arguments(shift: Any) -> None:
     partial = functools.partial(shift, by=3.0)
     assert torch.equal(torchop.inverse(partial)(partial(X)), X)
     assert torch.equal(torchop.inverse(functools.partial(partial, by=1.0))(X), X - 1)
@@ -157,7 +155,9 @@ def test_a_partial_is_undone_with_what_it_binds(shift: Any) -> None:
         torchop.inverse(functools.partial(shift, X))
 
 
-def test_what_cannot_be_composed_is_refused(namespace: str, scale: Any, shift: Any) -> None:
+def test_operators_that_cannot_be_composed_are_rejected(
+    namespace: str, scale: Any, shift: Any
+) -> None:
     with pytest.raises(
         torchop.RuleSignatureError,
         match=r"::shift: the argument 'by' has no value in a sequence.*partial\(op, by=\.\.\.\)",
@@ -180,7 +180,7 @@ def test_what_cannot_be_composed_is_refused(namespace: str, scale: Any, shift: A
 
 
 # --------------------------------------------------------------------------------------------------
-# What can be registered
+# Registration
 
 
 def test_an_inverse_takes_the_output_and_the_rest(shift: Any, namespace: str) -> None:
@@ -193,14 +193,14 @@ def test_an_inverse_takes_the_output_and_the_rest(shift: Any, namespace: str) ->
 
 
 @pytest.mark.parametrize("schema", ["() -> Tensor", "(Tensor x) -> ()", "(*, int n) -> Tensor"])
-def test_there_must_be_something_to_undo(namespace: str, schema: str) -> None:
+def test_undoing_nothing_raises(namespace: str, schema: str) -> None:
     torchop.define(f"{namespace}::op", schema)
     with pytest.raises(torchop.SchemaError, match=r"so the operator must have both\. Got "):
         torchop.get_rule("inverse").register(f"{namespace}::op", lambda *args: None)
 
 
 # --------------------------------------------------------------------------------------------------
-# Wherever operators work
+# Inverses under modes, transforms and compilers
 
 
 def test_inside_a_compiled_function(scale: Any, shift: Any) -> None:

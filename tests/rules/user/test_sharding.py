@@ -1,5 +1,3 @@
-"""Sharding rules and the placements that they declare."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -150,8 +148,8 @@ def test_reductions(namespace: str, mesh: Any) -> None:
         value = op(on_mesh(mesh, X, "S1"))
         assert words(value) == ("P" if how == "sum" else f"Partial({how})")
         assert_right(value, function(X, dim=-1))
-        # The parts of 7 are unequal, and those of 1 empty: an average of averages is none, and the
-        # maximum of nothing does not exist.
+        # With 7 columns the shards have different sizes, so the average of their averages is wrong.
+        # With 1 column a shard is empty and has no maximum. DTensor must gather the columns first.
         assert_right(op(on_mesh(mesh, X[:, :7], "S1")), function(X[:, :7], dim=-1))
         assert_right(op(on_mesh(mesh, X[:, :1], "S1")), function(X[:, :1], dim=-1))
 

@@ -1,7 +1,7 @@
 """Requirements for every rule that torchop ships.
 
-The test of a file in `_rules/user` has a table `VALUES`: for each rule of that file, something to
-register for an operator `(Tensor x) -> Tensor`.
+The test of each file in `_rules/user` has a table `VALUES`. It maps each rule of the file to
+something that can be registered for an operator `(Tensor x) -> Tensor`.
 
 Uses private names.
 """
@@ -44,18 +44,16 @@ for name in MODULES:
 
 
 def rules_of(module: ModuleType) -> list[str]:
-    """The names of the rules that a file makes."""
     return [value.name for value in vars(module).values() if isinstance(value, torchop.Rule)]
 
 
 def listed(text: str) -> list[str]:
-    """The rules in the reference's table."""
     section = text.partition("\n## Rules outside the dispatcher\n")[2]
     return re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", section.partition("\n## ")[0], re.MULTILINE)
 
 
 # --------------------------------------------------------------------------------------------------
-# The lists
+# Lists of all rules
 
 
 def test_the_table_has_the_rules_of_all_files() -> None:
@@ -103,8 +101,9 @@ def op(namespace: str) -> Any:
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_its_name_means_nothing_else(rule: str) -> None:
-    assert rule not in MEMBERS or rule == "examples"  # which has the member `valid` beside it
+def test_rule_name_has_no_other_meaning(rule: str) -> None:
+    # Classes use `examples` together with the member `valid`.
+    assert rule not in MEMBERS or rule == "examples"
     assert rule not in ATTRIBUTES
     assert not is_device_type(rule)
 
@@ -124,7 +123,7 @@ def test_the_method_is_documented_and_typed(rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_the_handle_registers_it_and_shows_it(op: Any, rule: str) -> None:
+def test_handle_registers_the_rule_and_shows_it(op: Any, rule: str) -> None:
     assert not torchop.get_rule(rule).has(op)
     assert getattr(op, PREFIX + rule)(VALUES[rule]) is VALUES[rule]
     assert torchop.get_rule(rule).has(op)
@@ -144,7 +143,7 @@ def test_the_method_is_a_decorator_for_functions(op: Any, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_it_is_a_member_of_classes(namespace: str, rule: str) -> None:
+def test_rule_is_a_class_member(namespace: str, rule: str) -> None:
     value = VALUES[rule]
     members = {
         "schema": "(Tensor x) -> Tensor",
@@ -156,7 +155,7 @@ def test_it_is_a_member_of_classes(namespace: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_operators_of_others_have_it(namespace: str, rule: str) -> None:
+def test_rule_works_for_stock_operators(namespace: str, rule: str) -> None:
     torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
     with torchop.Library(namespace, "FRAGMENT") as library:
         torchop.get_rule(rule).register(f"{namespace}::op", VALUES[rule], lib=library)
@@ -165,14 +164,14 @@ def test_operators_of_others_have_it(namespace: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_what_is_no_value_is_refused(op: Any, rule: str) -> None:
+def test_invalid_value_is_rejected(op: Any, rule: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{op.name}: "):
         op.register(rule, 3.5)
     assert not torchop.get_rule(rule).has(op)
 
 
 @pytest.mark.parametrize("rule", TABLE)
-def test_an_operator_without_one_has_a_default_or_an_error_that_says_so(op: Any, rule: str) -> None:
+def test_operator_without_value_has_a_default_or_raises(op: Any, rule: str) -> None:
     words = rule.replace("_", " ")
     with contextlib.suppress(torchop.MissingRuleError):
         assert torchop.get_rule(rule).lookup(op) is not None

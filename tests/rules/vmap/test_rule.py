@@ -1,5 +1,3 @@
-"""vmap rules: arguments, results, and calls without a rule."""
-
 import warnings
 from typing import List, Optional
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 import torchop
 from tests._support.common import on_both
-from tests.rules.support import assert_only_ours_refuses
+from tests.rules.support import assert_only_torchop_rejects
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -30,7 +28,7 @@ def rule(info, in_dims, x, n=2):
 # Registration
 
 
-def test_last_rule_counts(namespace):
+def test_last_registered_rule_applies(namespace):
     op = define(namespace)
     op.register_vmap(rule)
     assert torch.equal(torch.vmap(op)(X), X * 2)
@@ -38,7 +36,7 @@ def test_last_rule_counts(namespace):
     assert torch.equal(torch.vmap(op)(X), X * 5)
 
 
-def test_decorator_does_not_lose_the_function(namespace):
+def test_decorator_returns_the_function(namespace):
     def scenario(library, namespace):
         return define(namespace, library).register_vmap()(rule)
 
@@ -51,7 +49,7 @@ def test_decorator_does_not_lose_the_function(namespace):
     "wrong", [lambda x, n: x, lambda info, in_dims: None, lambda info, in_dims, x, *, n: x]
 )
 def test_function_with_other_parameters_is_refused(namespace, wrong):
-    assert_only_ours_refuses(
+    assert_only_torchop_rejects(
         namespace,
         lambda library, namespace: define(namespace, library).register_vmap(wrong),
         torchop.RuleSignatureError,
@@ -67,7 +65,7 @@ def test_operator_with_keyword_only_tensors_takes_no_rule(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a rule sees
+# Arguments of a rule
 
 
 @pytest.mark.parametrize(
@@ -114,13 +112,13 @@ def test_rule_sees_keyword_only_arguments(namespace):
     assert torch.equal(torch.vmap(op)(X), X * 2)
 
 
-def test_rule_is_not_asked_where_nothing_is_mapped_over(namespace):
+def test_rule_is_not_called_without_mapped_arguments(namespace):
     op = define(namespace)
     op.register_vmap(lambda info, in_dims, x, n: (_ for _ in ()).throw(AssertionError))
     assert torch.equal(torch.vmap(lambda x: x + op(X[0]))(X), X + X[0] * 2)
 
 
-def test_nested_vmap_asks_the_rule_at_each_level(namespace):
+def test_nested_vmap_calls_the_rule_at_each_level(namespace):
     levels = []
     op = define(namespace)
 
@@ -158,7 +156,7 @@ def test_exception_of_a_rule_passes_through_and_the_operator_stays_usable(namesp
 
 
 # --------------------------------------------------------------------------------------------------
-# What a rule may return
+# Results of a rule
 
 
 @pytest.mark.parametrize("out_dim", [0, 1, -1, None])
@@ -216,7 +214,7 @@ def test_list_of_outputs_is_mapped_over(namespace, dims):
         ((X[:1], 0), r"out_dims=0 for an output of shape \[1, 3\] in a batch of size 2"),
     ],
 )
-def test_wrong_result_of_a_rule_names_the_operator_and_what_is_wrong(namespace, returned, words):
+def test_wrong_result_of_a_rule_names_the_operator_and_the_mistake(namespace, returned, words):
     op = define(namespace)
     op.register_vmap(lambda info, in_dims, x, n: returned)
     with pytest.raises(torchop.ResultError, match=f"{namespace}::op: .*{words}"):
@@ -283,7 +281,7 @@ def test_operator_without_a_rule_runs_once_for_each_element(namespace):
         return x * 2
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the performance; not on every version
+        warnings.simplefilter("ignore")  # some releases warn about performance
         assert torch.equal(torch.vmap(op)(X), X * 2)
     assert shapes == [(3,), (3,)]
 
@@ -309,7 +307,7 @@ def test_calls_that_need_a_rule_raise_the_fix(namespace, schema, packet):
         torch.vmap(call)(X.clone())
 
 
-def test_missing_rule_of_an_operator_that_a_rule_calls_is_not_that_of_the_caller(namespace):
+def test_missing_rule_of_a_called_operator_is_not_blamed_on_the_caller(namespace):
     inner = torchop.custom_op(
         f"{namespace}::op_inner",
         lambda x: [x + 1],

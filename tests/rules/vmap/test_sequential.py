@@ -29,7 +29,7 @@ def define(namespace, **options):
 # Registration
 
 
-def test_it_is_registered_on_the_handle_and_by_name(namespace):
+def test_sequential_is_registered_on_the_handle_and_by_name(namespace):
     op = define(namespace)
     assert repr(op).endswith("; vmap (sequential)>")
     assert torchop.register_vmap(f"{namespace}::op", "sequential") is None
@@ -140,7 +140,7 @@ def test_results_that_do_not_fit_together_are_refused(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Together with other transforms, and with compilers
+# Other transforms and compilers
 
 
 def test_nested(namespace):
@@ -197,7 +197,7 @@ def in_place(add_, x):
 
 
 def twice(x):
-    """Return the rows twice: on 2.11, Dynamo cannot trace a last chunk of another size."""
+    """Double the rows, because Dynamo 2.11 cannot trace a last chunk of another size."""
     return torch.cat([x, x])
 
 
@@ -216,7 +216,7 @@ DYNAMIC = {
 
 @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("case", DYNAMIC)
-def test_it_compiles_with_dynamic_sizes(namespace, case, dynamic):
+def test_sequential_rule_compiles_with_dynamic_sizes(namespace, case, dynamic):
     ops = SimpleNamespace(
         op=define(namespace), scaled=define_scaled(namespace), add_=define_inplace(namespace)
     )
@@ -327,7 +327,7 @@ def test_mutated_lists_with_results(namespace):
     assert torch.equal(b, X.t())
 
 
-def test_what_elements_share_is_not_written(namespace):
+def test_memory_shared_by_elements_is_not_written(namespace):
     add_ = define_inplace(namespace)
     x = torch.zeros(4)
     with pytest.raises(torchop.MutationError, match="argument 'x' is written, but vmap does not"):
@@ -367,14 +367,14 @@ def define_random(namespace):
     return noise
 
 
-def test_randomness_is_what_the_caller_of_vmap_said(namespace):
+def test_randomness_follows_the_callers_vmap_argument(namespace):
     noise = define_random(namespace)
     zeros = torch.zeros(50)
     with pytest.raises(RuntimeError, match=f"{namespace}::noise was called in vmap, and draws"):
         torch.vmap(noise)(zeros)
     assert torch.vmap(noise, randomness="same")(zeros).unique().numel() == 1
     assert torch.vmap(noise, randomness="different")(zeros).unique().numel() > 40
-    # Just as when nothing is mapped over.
+    # Also without a mapped input.
     unmapped = torch.vmap(lambda x: noise(zeros[0]), randomness="different")(zeros)
     assert unmapped.unique().numel() > 40
     unmapped = torch.vmap(lambda x: noise(zeros[0]), randomness="same")(zeros)
@@ -390,7 +390,7 @@ def test_a_rule_that_replaces_sequential_controls_the_randomness(namespace):
 
 @pytest.mark.parametrize("inner", ["same", "different"])
 @pytest.mark.parametrize("outer", ["same", "different"])
-def test_randomness_of_nested_maps_is_that_of_a_native_operator(namespace, outer, inner):
+def test_randomness_of_nested_maps_equals_pytorchs_operators(namespace, outer, inner):
     def distinct(function):
         mapped = torch.vmap(torch.vmap(function, randomness=inner), randomness=outer)
         return mapped(torch.zeros(4, 5)).unique().numel()
@@ -398,7 +398,7 @@ def test_randomness_of_nested_maps_is_that_of_a_native_operator(namespace, outer
     assert distinct(define_random(namespace)) == distinct(torch.rand_like)
 
 
-def test_a_generator_among_the_arguments_is_what_is_drawn_from(namespace):
+def test_generator_argument_is_used(namespace):
     @torchop.custom_op(
         f"{namespace}::f",
         mutates_args=(),

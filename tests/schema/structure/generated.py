@@ -1,4 +1,4 @@
-"""Hypothesis strategies for structures: classes of every kind, inside one another, with values."""
+"""Hypothesis strategies for nested classes of every kind, with values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mode(enum.Enum):
 
 
 class Structured(NamedTuple):
-    """An annotation, values of it, and whether tensors are in there."""
+    """An annotation, a strategy for its values, and whether they contain tensors."""
 
     annotation: Any
     values: SearchStrategy[Any]
@@ -66,8 +66,8 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
     elif kind == "slots":
         cls = dataclasses.make_dataclass(name, fields.items(), slots=True)
     else:
-        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # known here only
-    # Where pickle looks for it.
+        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # a dynamic NamedTuple
+    # Pickle looks the class up here.
     cls.__module__ = __name__
     setattr(sys.modules[__name__], name, cls)
     return cls
@@ -75,7 +75,7 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
 
 @st.composite
 def structures(draw: DrawFn, depth: int = 2) -> Structured:
-    """A class with fields, some of which are structures themselves, or may be None."""
+    """Generate a class with fields, which may be structures or optional."""
     kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple"]))
     fields: dict[str, Structured] = {}
     for index in range(draw(st.integers(1, 4))):
@@ -93,7 +93,7 @@ def structures(draw: DrawFn, depth: int = 2) -> Structured:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values are equal in every part, and of the same types."""
+    """Return whether two values have the same types and are equal in every part."""
     if type(left) is not type(right) and not isinstance(right, Tensor):
         return False
     if dataclasses.is_dataclass(right):

@@ -1,5 +1,3 @@
-"""Structured types for the tests of arguments, and the comparison of their values."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Structured arguments: the schema, and the objects that kernels get."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +24,7 @@ from tests.schema.structure.structures import (
     with_calls,
 )
 
-# What is written, the arguments of the schema, and values that must arrive as they are.
+# For each case: the annotation, its arguments in the schema, and values that kernels must get.
 TYPES: dict[str, tuple[Any, str, list[Any]]] = {
     "dataclass": (Frozen, "*, float a_scale, SymInt a_count=3", [Frozen(1.5, 2)]),
     "nested": (
@@ -101,7 +99,7 @@ TYPES: dict[str, tuple[Any, str, list[Any]]] = {
 
 
 @pytest.mark.parametrize("kind", list(TYPES))
-def test_a_kernel_gets_what_the_caller_passed(namespace: str, kind: str) -> None:
+def test_kernel_gets_the_callers_objects(namespace: str, kind: str) -> None:
     annotation, written, values = TYPES[kind]
     seen: list[Any] = []
     op = torchop.custom_op(f"{namespace}::op", recorder(annotation, seen), mutates_args=())
@@ -155,13 +153,13 @@ def test_a_file_holds_plain_values(namespace: str, kind: str, tmp_path: Path) ->
     assert same(seen[0], values[-1])
 
 
-def test_defaults_are_those_of_the_function(namespace: str) -> None:
+def test_kernel_gets_the_functions_defaults(namespace: str) -> None:
     seen: list[Any] = []
 
     def function(
         x: Tensor,
         inner: Frozen = Frozen(9.0),  # noqa: B008
-        names: list[str] = ["a"],  # noqa: B006  (what is tested)
+        names: list[str] = ["a"],  # noqa: B006  (this is tested)
         sizes: tuple[int, int] = (3, 4),
         limit: float = float("inf"),
         mode: Mode = Mode.CUBIC,
@@ -175,9 +173,9 @@ def test_defaults_are_those_of_the_function(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
     expected = (Frozen(9.0), ["a"], (3, 4), float("inf"), Mode.CUBIC, {"n": 1}, None, Point(4))
     op(torch.ones(1))
-    op.overload(torch.ones(1))  # those of the schema
+    op.overload(torch.ones(1))
     assert [same(found, expected) for found in seen] == [True, True]
-    # A kernel may write into its list; the next call gets one of its own.
+    # A kernel may mutate its list, because each call gets a new one.
     seen[1][1].append("b")
     op.overload(torch.ones(1))
     assert seen[2][1] == ["a"]
@@ -198,7 +196,7 @@ def test_a_value_that_equals_the_default_of_the_schema_reaches_every_kernel(
         seen.append((inner.count, sizes))
         return x.clone()
 
-    op(torch.ones(1), Frozen(1.0, 3), (3, 4))  # both are what the schema has
+    op(torch.ones(1), Frozen(1.0, 3), (3, 4))
     op(torch.ones(1), Frozen(1.0, 3))
     with torchop.native.disabled():
         op(torch.ones(1), Frozen(1.0, 3), (3, 4))

@@ -1,4 +1,4 @@
-"""Rules of users, called with the structures that their operator takes."""
+"""User-defined rules get the structures of their operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported programs outlive the classes that they were made with."""
+"""Exported programs work after their classes got new fields."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Old:
 
 @dataclasses.dataclass(frozen=True)
 class New:
-    mode: str = "sum"  # in front of what there was
-    weight: Tensor = None  # type: ignore[assignment]  # a field with a default stands before it
+    mode: str = "sum"  # a new field before the old ones
+    weight: Tensor = None  # type: ignore[assignment]  # required after a field with a default
     scale: float = 5.0
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
     limit: float = float("inf")
@@ -48,7 +48,7 @@ def define(namespace: str, config: Any, kernel: Kernel, **options: Any) -> Any:
 def export(
     namespace: str, config: Any, kernel: Kernel, value: Callable[[Tensor], Any], file: Path
 ) -> None:
-    """Save a program that calls the operator with a value; the operator is gone afterwards."""
+    """Save a program that calls the operator, and deregister the operator."""
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = define(namespace, config, kernel, lib=library)
 
@@ -79,15 +79,17 @@ def test_a_field_with_a_default_can_be_added(namespace: str, tmp_path: Path) -> 
     )
 
 
-def test_a_file_leaves_out_what_equalled_the_default(namespace: str, tmp_path: Path) -> None:
-    # As with every operator of PyTorch: a default that changes, changes what old files mean.
+def test_saved_program_omits_fields_that_equalled_the_default(
+    namespace: str, tmp_path: Path
+) -> None:
+    # As for all operators of PyTorch, changing a default changes the meaning of saved programs.
     file = tmp_path / "default.pt2"
     export(namespace, Old, lambda x, cfg: x * cfg.scale, Old, file)
     define(namespace, New, lambda x, cfg: x * cfg.scale)
     assert torch.export.load(file).module()(torch.ones(2)).tolist() == [5, 5]
 
 
-def test_a_field_without_a_default_is_missed_by_name(namespace: str, tmp_path: Path) -> None:
+def test_missing_field_without_a_default_is_named(namespace: str, tmp_path: Path) -> None:
     @dataclasses.dataclass
     class Longer:
         count: int

@@ -1,4 +1,4 @@
-"""Generated structures, called, compiled, exported, pickled: the kernel gets the same objects."""
+"""In all ways to call an operator, the kernel gets the same generated structures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> N
             seen.clear()
             op(torch.ones(1), value)
             op(cfg=value, x=torch.ones(1), n=2)
-            # What a config is after a trip through a file, and what a graph would call.
+            # Calls with an unpickled value, and with the flat arguments as in a graph.
             op(torch.ones(1), pickle.loads(pickle.dumps(value)))
             args, kwargs = op._definition.structure.flat_arguments(torch.ones(1), value)
             op.overload(*args, **kwargs)
@@ -52,15 +52,12 @@ def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> N
 
 
 def compiled(op: Any, value: Any) -> Any:
-    """Return a function that calls the operator from a compiled graph."""
     torch._dynamo.reset()
     program = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
     return lambda x: program(x, value)
 
 
 def exported(op: Any, value: Any) -> Any:
-    """Return a function that calls the operator from a saved and loaded program."""
-
     class Model(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return op(x, value) + 1  # type: ignore[no-any-return]

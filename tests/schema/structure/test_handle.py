@@ -1,5 +1,3 @@
-"""The handle of an operator that takes structures."""
-
 from __future__ import annotations
 
 from typing import Any, Literal, Optional
@@ -44,13 +42,13 @@ def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
 Table = dict[str, int]
 
 
-def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
+def test_parameters_may_have_names_of_builtins(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(
         x: Tensor,
         type: Literal["a", "b"],
         list: tuple[int, ...] = (1,),
-        dict: Table = {"first": 1},  # noqa: B006  (nobody changes it)
+        dict: Table = {"first": 1},  # noqa: B006  (never mutated)
         tuple: Optional[Frozen] = None,
         result: Frozen = Frozen(1.0),  # noqa: B008
         names: list[str] = ["n"],  # type: ignore[valid-type]  # noqa: B006
@@ -64,7 +62,7 @@ def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["_operator", "_check_float", "_Frozen", "type"])
-def test_a_function_may_be_called_like_what_its_call_uses(namespace: str, name: str) -> None:
+def test_function_may_have_any_name_used_by_generated_code(namespace: str, name: str) -> None:
     def function(x: Tensor, cfg: Frozen) -> Tensor:
         return x * cfg.scale
 

@@ -1,4 +1,4 @@
-"""Names chosen by users are values, not source text. Uses private names."""
+"""Names chosen by users are never executed as source text. Uses private names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOSTILE = (
 
 
 class Text(str):
-    """A string that writes itself as something else, and passes for an identifier."""
+    """A string that claims to be an identifier, but whose `repr` and `str` are code."""
 
     def __repr__(self) -> str:
         return RUN
@@ -50,21 +50,20 @@ class Text(str):
         return True
 
 
-# The letters are those of `st.text()`, for which Hypothesis would encode each of them first.
+# The alphabet of `st.text()`, whose default Hypothesis would check by encoding each character.
 letters = st.characters(exclude_categories=["Cs"])
 names = st.one_of(st.sampled_from(HOSTILE), st.text(letters, max_size=4))
 fields_of_classes = st.lists(st.one_of(names, names.map(Text)), min_size=1, max_size=3, unique=True)
 
 
 class Made(NamedTuple):
-    """An annotation, and a value of it."""
-
     annotation: Any
     value: Any
 
 
 def renamed(cls: Any, name: str) -> Any:
-    with contextlib.suppress(ValueError, UnicodeEncodeError):  # a NUL, a lone surrogate
+    # Python rejects a NUL and a lone surrogate.
+    with contextlib.suppress(ValueError, UnicodeEncodeError):
         cls.__name__ = name
     cls.__module__ = __name__
     return cls
@@ -99,7 +98,7 @@ def an_enum(name: str, fields: list[str], is_other: bool) -> Made:
     try:
         cls: Any = enum.Enum("E", {f"{field}": number for number, field in enumerate(fields)})
         next(iter(cls))
-    except (TypeError, ValueError, StopIteration):  # an Enum has rules of its own
+    except (TypeError, ValueError, StopIteration):  # an Enum rejects some of the names
         cls = enum.Enum("E", {"size": 1})
     return Made(renamed(cls, name), next(iter(cls)))
 
@@ -114,7 +113,6 @@ KINDS: tuple[Callable[[str, list[str], bool], Made], ...] = (
 
 
 def contents(value: Any) -> Any:
-    """Return a comparable form of a value."""
     if isinstance(value, (dict, tuple, enum.Enum)):
         return value
     if hasattr(value, "__slots__"):
@@ -139,7 +137,7 @@ def test_names_are_no_part_of_the_source(
     kernel.__name__ = function
     kernel.__annotations__["cfg"] = annotation
     library = torchop.Library(namespace, "FRAGMENT")
-    with library, contextlib.suppress(torchop.SchemaError):  # of a name that no schema can hold
+    with library, contextlib.suppress(torchop.SchemaError):  # some names are invalid in any schema
         op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
         assert op(torch.ones(1), value).item() == 2
         assert type(seen[0]) is type(value)
@@ -182,7 +180,7 @@ def test_a_parameter_has_a_name_that_source_can_hold(namespace: str, name: str) 
         return args[0] * 2  # type: ignore[no-any-return]
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    with contextlib.suppress(ValueError, IndexError):  # a SchemaError is one too
+    with contextlib.suppress(ValueError, IndexError):  # SchemaError is a ValueError
         parameter = inspect.Parameter(name, kind, annotation=Tensor)
         function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter], return_annotation=Tensor

@@ -1,5 +1,3 @@
-"""Opaque objects inside and outside structures."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Rejected signatures define nothing."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -125,7 +123,7 @@ def test_tensors_of_a_structure_by_keyword_only_are_refused(namespace: str) -> N
         torchop.custom_op(f"{namespace}::op", function, mutates_args=())
 
 
-def test_infer_schema_says_what_a_schema_alone_can(namespace: str) -> None:
+def test_infer_schema_rejects_structures_with_an_explanation(namespace: str) -> None:
     def function(x: Tensor, cfg: Frozen) -> Tensor: ...
 
     with pytest.raises(SchemaError, match=r"unsupported type .*Frozen.*one argument per field"):

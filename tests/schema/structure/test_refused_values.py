@@ -1,4 +1,4 @@
-"""Values of structured arguments that are refused, with their path inside the structure."""
+"""Errors about values of structured arguments name the path to the value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Everything:
     mode: Any = Mode.LINEAR
     kind: Any = "up"
     box: Any = (1, 2)
-    point: Any = Point(1)  # noqa: RUF009  (nobody can change it)
+    point: Any = Point(1)  # noqa: RUF009  (immutable)
     table: Any = dataclasses.field(default_factory=lambda: {"a": 1.0})
     rows: Any = dataclasses.field(default_factory=lambda: [[1]])
 
@@ -83,7 +83,7 @@ def test_an_error_names_the_path_inside_the_structure(namespace: str, what: str)
         op(torch.ones(1), Everything(**changes))
 
 
-def test_a_subclass_would_come_out_as_its_base_and_is_refused(namespace: str) -> None:
+def test_subclass_is_rejected_because_it_would_become_its_base(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, cfg: Plain) -> Tensor:
         return x.clone()
@@ -127,14 +127,14 @@ def test_flat_values_are_checked_too(
         op.overload(torch.ones(1), **flat)
 
 
-def test_an_object_of_a_class_that_pytorch_passes_on_is_checked(namespace: str) -> None:
+def test_object_of_an_opaque_class_is_checked(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(2, generator=generator)
 
     assert re.search(r"Tensor x, (torch\._C\.)?Generator generator", op._schema)
     op(torch.ones(1), torch.Generator())
-    # Before 2.13 the schema language has a type for it, and PyTorch checks it.
+    # Before 2.13, generators are a schema type, which PyTorch checks itself.
     message = r"generator: expected torch.*Generator, got int|'Generator'.*found type 'int'"
     with pytest.raises(ArgumentError, match=message):
         op(torch.ones(1), 3)  # type: ignore[arg-type]

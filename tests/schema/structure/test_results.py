@@ -1,5 +1,3 @@
-"""Structured results."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -62,7 +60,7 @@ FORMS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def fake_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """These functions compute nothing that depends on data, so they describe themselves."""
+    """Use the function itself as the fake kernel, because it does not read data."""
     return lambda x, given=True: function(torch.empty_like(x), given)
 
 
@@ -90,7 +88,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_a_call_returns_what_the_function_returns(namespace: str, form: str, given: bool) -> None:
+def test_call_returns_the_functions_result(namespace: str, form: str, given: bool) -> None:
     op, function = define(namespace, form)
     x = torch.arange(3.0)
     for _ in range(2):
@@ -194,7 +192,7 @@ def test_a_missing_fake_kernel_is_shown_as_its_author_has_to_write_it(
 
 
 # --------------------------------------------------------------------------------------------------
-# What is refused
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -235,12 +233,13 @@ class Endless:
     rest: Endless
 
 
-def test_a_result_with_code_of_its_own_is_made_again_by_it(namespace: str) -> None:
+def test_result_class_with_custom_init_is_rebuilt_by_it(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Validated:
         return Validated(x * 3)
 
-    op.register_autograd(lambda ctx, grad: grad.values * 3)  # which __post_init__ has no part in
+    # The formula gets the gradients without running `__post_init__`.
+    op.register_autograd(lambda ctx, grad: grad.values * 3)
     x = torch.ones(2, requires_grad=True)
     result = op(x)
     assert result.rows == 2
@@ -259,9 +258,7 @@ def test_a_result_with_code_of_its_own_is_made_again_by_it(namespace: str) -> No
         ),
     ],
 )
-def test_a_result_that_cannot_be_made_again_is_refused(
-    namespace: str, cls: type, message: str
-) -> None:
+def test_result_that_cannot_be_rebuilt_is_rejected(namespace: str, cls: type, message: str) -> None:
     def function(x: Tensor) -> Any: ...
 
     function.__annotations__["return"] = cls

@@ -1,4 +1,4 @@
-"""The calls that operators with an effect note."""
+"""Programs that call operators with an effect, and the list of these calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ compiled_with = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 
 
 def trained(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Any]]:
-    """The gradient, and the calls of forward and backward."""
     CALLS.clear()
     x = torch.linspace(0.1, 0.5, 3, requires_grad=True)
     function(x).sum().backward()

@@ -1,5 +1,3 @@
-"""Operators with an effect, which record their calls."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ def _no_calls() -> Iterator[None]:
 
 @pytest.fixture
 def cached() -> Iterator[None]:
-    """Let compilers remember graphs, in files of this test."""
+    """Enable the compilers' caches, in an empty folder."""
     with (
         torch._inductor.utils.fresh_cache(),
         torch._inductor.config.patch(fx_graph_cache=True),
@@ -36,8 +34,6 @@ def cached() -> Iterator[None]:
 
 @pytest.fixture
 def log(namespace: str) -> Any:
-    """Return nothing, and needs no other registration."""
-
     @torchop.custom_op(f"{namespace}::log", mutates_args=(), effects="ordered")
     def log(x: Tensor, label: int) -> None:
         CALLS.append(label)
@@ -47,8 +43,6 @@ def log(namespace: str) -> Any:
 
 @pytest.fixture
 def logged(namespace: str) -> Any:
-    """Return what it logs, and can be trained through."""
-
     @torchop.custom_op(f"{namespace}::logged", mutates_args=(), effects="ordered")
     def logged(x: Tensor, label: int) -> Tensor:
         CALLS.append(label)

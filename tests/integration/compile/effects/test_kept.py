@@ -18,11 +18,11 @@ from tests.integration.compile.effects.calls import CALLS, compiled_with, nested
 
 
 @compiled_with
-def test_every_call_is_kept_in_order_in_inference(log: Any, logged: Any, backend: str) -> None:
+def test_inference_makes_every_call_in_order(log: Any, logged: Any, backend: str) -> None:
     @torch.compile(backend=backend, fullgraph=True)
     def function(x: Tensor) -> Tensor:
         log(x, 1)
-        logged(x, 2)  # the result is not used
+        logged(x, 2)  # the result is unused, so a compiler might remove the call
         y = x + 1
         log(y, 3)
         log(y, 3)
@@ -33,7 +33,7 @@ def test_every_call_is_kept_in_order_in_inference(log: Any, logged: Any, backend
 
 
 @compiled_with
-def test_every_call_is_kept_in_order_around_a_backward(
+def test_training_makes_every_call_in_order(
     log: Any, logged: Any, namespace: str, backend: str
 ) -> None:
     through = torchop.custom_op(f"{namespace}::through", lambda x: x.clone(), schema=SAME, **PURE)
@@ -83,7 +83,8 @@ def test_a_checkpointed_call_happens_once_when_compiled(
         return x
 
     expected, calls = trained(function)
-    assert calls == [1, 2, 3] * 2 * blocks  # eager mode computes a block again, and so calls again
+    # In eager mode, a checkpoint runs its block again in the backward.
+    assert calls == [1, 2, 3] * 2 * blocks
     gradient, compiled = trained(torch.compile(function, backend=backend, fullgraph=True))
     assert compiled == [1, 2, 3] * blocks
     assert_close(gradient, expected)
@@ -132,7 +133,7 @@ def test_a_policy_decides_about_calls_in_eager_mode(logged: Any) -> None:
 
 @compiled_with
 @pytest.mark.parametrize("outputs", ["several", "list", "none without tensors"])
-def test_calls_of_every_shape_are_kept(namespace: str, backend: str, outputs: str) -> None:
+def test_calls_with_every_signature_are_made(namespace: str, backend: str, outputs: str) -> None:
     def several(xs: list[Tensor], n: int, *, m: int = 3) -> tuple[Tensor, Tensor]:
         CALLS.append((n, m))
         return xs[0] + 1, xs[1] * 2
@@ -158,7 +159,7 @@ def test_calls_of_every_shape_are_kept(namespace: str, backend: str, outputs: st
 
     expected = [1.0, 1.0] if kernel is nothing else [4.0, 4.0]
     function(torch.ones(2))
-    CALLS.clear()  # the fake kernel is the kernel here
+    CALLS.clear()  # tracing ran the kernel, which is also the fake kernel here
     assert function(torch.ones(2)).tolist() == expected
     assert CALLS == [(1, 3), (2, 4)]
 
@@ -166,7 +167,7 @@ def test_calls_of_every_shape_are_kept(namespace: str, backend: str, outputs: st
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
-def test_an_exported_program_keeps_the_calls_when_it_is_saved_and_loaded(
+def test_saved_and_loaded_program_makes_the_calls(
     log: Any, logged: Any, strict: bool, decomposed: bool
 ) -> None:
     class Model(torch.nn.Module):
@@ -188,7 +189,7 @@ def test_an_exported_program_keeps_the_calls_when_it_is_saved_and_loaded(
 
 
 @compiled_with
-def test_transforms_and_other_regions_keep_the_calls(log: Any, backend: str) -> None:
+def test_transforms_and_other_regions_make_the_calls(log: Any, backend: str) -> None:
     def regions(x: Tensor) -> Tensor:
         log(x, 1)
         with torch.no_grad():
@@ -204,13 +205,13 @@ def test_transforms_and_other_regions_keep_the_calls(log: Any, backend: str) -> 
 
 @compiled_with
 @pytest.mark.filterwarnings("ignore:Please add support for subgraph args")
-def test_a_nested_region_keeps_the_calls_in_inference(log: Any, backend: str) -> None:
+def test_nested_region_makes_the_calls_in_inference(log: Any, backend: str) -> None:
     function = torch.compile(nested_regions(log), backend=backend, fullgraph=True)
     assert_close(function(torch.ones(2)), torch.ones(2).sin().sin())
     assert CALLS == [1, 1]
 
 
-def test_caches_of_graphs_keep_the_calls(cached: None, log: Any) -> None:
+def test_cached_graphs_make_the_calls(cached: None, log: Any) -> None:
     def function(x: Tensor) -> Tensor:
         log(x, 1)
         return x + 1
@@ -222,9 +223,7 @@ def test_caches_of_graphs_keep_the_calls(cached: None, log: Any) -> None:
 
 
 @compiled_with
-def test_calls_are_dropped_where_it_is_said_that_nothing_is_lost(
-    namespace: str, backend: str
-) -> None:
+def test_unused_calls_declared_without_effect_are_dropped(namespace: str, backend: str) -> None:
     @torchop.custom_op(f"{namespace}::check", mutates_args=(), effects="none")
     def check(x: Tensor) -> None:
         CALLS.append(1)

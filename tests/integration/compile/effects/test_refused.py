@@ -1,4 +1,4 @@
-"""Calls of an operator with an effect that a compiler or vmap would drop or repeat are refused."""
+"""torchop rejects a call with an effect if a compiler or vmap would drop or repeat it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ IN_A_GRAPH = "::log has an effect, but PyTorch drops effectful calls from a grap
 @compiled_with
 @pytest.mark.parametrize("called_before", [False, True])
 @pytest.mark.parametrize("inside", INSIDE.values(), ids=INSIDE)
-def test_a_call_in_a_graph_that_would_drop_it_is_refused(
+def test_call_that_a_graph_would_drop_is_rejected(
     log: Any, backend: str, inside: Any, called_before: bool
 ) -> None:
     def function(x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def test_a_call_in_a_graph_that_would_drop_it_is_refused(
     assert CALLS == []
 
 
-# From the third call on, PyTorch would lose the gradient.
+# With three or more calls, PyTorch would lose the gradient.
 @pytest.mark.parametrize(
     ("backend", "calls"), [("aot_eager", 2), ("inductor", 2), ("aot_eager", 3)]
 )
@@ -114,7 +114,7 @@ def test_vmap_is_refused(request: pytest.FixtureRequest, name: str, compiled: bo
 
 
 @pytest.mark.parametrize("first", ["effect", "rule"])
-def test_a_vmap_rule_decides_what_an_effect_means(namespace: str, first: str) -> None:
+def test_vmap_rule_decides_about_calls_with_an_effect(namespace: str, first: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: CALLS.append(len(x)), schema="(Tensor x) -> ()", **NO_EFFECT
     )
@@ -138,7 +138,7 @@ def test_vmap_maps_again_when_the_effect_is_taken_back(logged: Any) -> None:
     assert CALLS == [1, 1, 1]
 
 
-def test_vmap_over_what_is_not_batched_calls_once(log: Any) -> None:
+def test_vmap_without_batched_arguments_calls_once(log: Any) -> None:
     y = torch.ones(2)
     torch.vmap(lambda x: (log(y, 1), x)[1])(torch.ones(3, 2))
     assert CALLS == [1]

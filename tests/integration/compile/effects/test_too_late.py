@@ -1,4 +1,4 @@
-"""An effect is declared before a compiler asks for it, or refused. Uses private names."""
+"""An effect cannot be declared after a compiler used the operator. Uses private names."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_effect_is_refused_after_the_operator_was_compiled(namespace: str) ->
     with pytest.raises(torchop.TracingError, match=f"{namespace}::op: a compiler has already") as e:
         op.register_effect(torchop.EffectType.ORDERED)
     assert 'custom_op(..., effects="ordered")' in str(e.value)
-    op.register_effect(None)  # says nothing new
+    op.register_effect(None)  # no change, so no error
     assert "effect" not in repr(op)
 
 
@@ -69,7 +69,7 @@ def test_the_remedy_for_an_operator_that_a_compiler_would_remove_works(namespace
 def test_an_effect_is_removed_after_the_operator_was_compiled(namespace: str) -> None:
     op = _define(namespace, effects="ordered")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # nothing is compiled: there is nothing to tell
+        warnings.simplefilter("error")  # no warning, because nothing has been compiled
         op.register_effect(None)
         op.register_effect("ordered")
     _compile(op)
@@ -116,12 +116,13 @@ def test_a_definition_with_another_effect_is_refused_too(namespace: str) -> None
     _compile(op)
     with pytest.raises(torchop.TracingError, match="traced the operator without an effect"):
         _define(namespace, effects="ordered")
-    assert op(torch.ones(1)).item() == 1  # it is still the one that was there
+    assert op(torch.ones(1)).item() == 1  # the first definition is still registered
     _define(namespace)
 
 
 def test_torch_library_returns_a_graph_without_the_effect(cached: None, namespace: str) -> None:
-    # What the refusal is for: a reset alone does not help, because the cache knows but the name.
+    # This is why torchop raises: even after a reset, the cache returns the old graph, because its
+    # key includes only the operator's name.
     @torch.library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         CALLS.append(1)

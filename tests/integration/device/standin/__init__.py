@@ -1,13 +1,12 @@
-"""A simulated device with two indices, `standin:0` and `standin:1`, in host memory.
+"""A simulated device type with two devices, `standin:0` and `standin:1`, in host memory.
 
-`load` registers it with PyTorch, as a plug-in for a device does (the key PrivateUse1), after which
-`torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process has one backend
-of that kind, and keeps it. See `tests/integration/device/conftest.py` for how tests use it.
+`load` registers it with PyTorch, in the way of a plug-in for a real device (PrivateUse1). Then
+`torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process can register only
+one such device type, and cannot remove it. `tests/integration/device/conftest.py` explains its use.
 
-What it has: memory that only copies may read; streams and events, which note the order of things;
-a device guard; generators; pinned memory; autocast; statistics of memory, and its end on request;
-graphs that are captured and replayed; an operator without a kernel runs on the CPU. `csrc` has a
-file for each.
+The files of `csrc` implement protected memory with statistics and limits, streams and events, a
+device guard, generators, pinned memory, autocast, capture and replay of graphs, and a fallback that
+runs operators on the CPU.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ _module: ModuleType
 
 
 def load() -> None:
-    """Make the device known to PyTorch; compiles it before, if need be (20 seconds).
+    """Register the device type, after compiling it if necessary (20 seconds).
 
-    Operators that it has no kernel for run on the CPU; with `STANDIN_FALLBACK=pytorch`, only those
-    of PyTorch, as on a GPU, and with `STANDIN_FALLBACK=0`, none. With `STANDIN_PROTECT=0`, the host
-    can read its memory, and nothing is spent on that.
+    Operators without a kernel for it run on the CPU. With `STANDIN_FALLBACK=pytorch`, only
+    PyTorch's own do, as on a GPU; with `STANDIN_FALLBACK=0`, none do. `STANDIN_PROTECT=0` makes its
+    memory readable for the host, which is faster.
     """
     global _native, _module
-    # It makes tensors while it is imported, which modes and default devices would intercept.
+    # This module of PyTorch creates tensors on import. Import it now, because modes and default
+    # devices would intercept these tensors later.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch, for itself
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own code
         importlib.import_module("torch._decomp.decompositions_for_jvp")
     torch.utils.rename_privateuse1_backend("standin")
     _native = load_extension()
@@ -56,10 +56,10 @@ def load() -> None:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, what happened on the devices, in order.
+    """Yield a list that contains, after the block, the operations of the devices, in order.
 
-    Lines are such as `aten::add.Tensor on 1.0` (device 1, stream 0), `record an event on 0.3`,
-    `keep memory for 0.3` and `host waits: read a value`.
+    Lines look like `aten::add.Tensor on 1.0` (device 1, stream 0), `record an event on 0.3`, `keep
+    memory for 0.3` and `host waits: read a value`.
     """
     lines: list[str] = []
     _native.trace(True)
@@ -71,7 +71,7 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, why the host waited for a device: each time."""
+    """Yield a list that contains, after the block, why the host waited for a device."""
     waits: list[str] = []
     with trace() as lines:
         yield waits
@@ -79,24 +79,23 @@ def host_waits() -> Iterator[list[str]]:
 
 
 def note(line: str) -> None:
-    """Add a line to the trace, so that a kernel of a test shows in it."""
+    """Add a line to the trace, for example from a kernel of a test."""
     _native.note(line)
 
 
 def current_place() -> str:
-    """Return the current device and stream of this thread, such as `1.0`."""
     return _native.current_place()
 
 
 @contextlib.contextmanager
 def capture(pool: int = 0) -> Iterator[Any]:
-    """A block that is captured into a graph, on the current stream; yields the graph.
+    """Capture the block into a graph, and yield the graph.
 
-    The default stream cannot be captured, so that one of its own takes its place. As on CUDA, some
-    things are refused meanwhile, such as waiting of the host, reading the state of a generator, and
-    copying from memory that is not pinned; what it allocates is of a private pool, or of that of
-    another graph. `graph.replay()` does the work of the block again, in the same memory. If some of
-    that was given back, it raises an exception, where CUDA would use it.
+    The block runs on a stream of its own if the current stream is the default one, which cannot be
+    captured. As on CUDA, some operations raise in the block: waits of the host, reading the state
+    of a generator, and copies from unpinned memory. The block allocates from a private pool or from
+    `pool` of another graph. `graph.replay()` repeats the work in the same memory, and raises if any
+    of it was freed; CUDA would overwrite it.
     """
     graph = _native.Graph()
     stream = torch.accelerator.current_stream()
@@ -107,7 +106,9 @@ def capture(pool: int = 0) -> Iterator[Any]:
         try:
             yield graph
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # of work that was not joined
+            # An error about streams that did not join the capture would hide the original
+            # exception.
+            with contextlib.suppress(RuntimeError):
                 graph.end()
             raise
         graph.end()
@@ -115,11 +116,12 @@ def capture(pool: int = 0) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def memory_limit(room: int) -> Iterator[None]:
-    """A block in which the devices have room for so many bytes more than they hold now.
+    """Limit the devices to `room` more bytes in the block.
 
-    An allocation beyond that raises `torch.OutOfMemoryError`. Memory comes in pages of 4 KiB.
+    An allocation beyond the limit raises `torch.OutOfMemoryError`. Each allocation takes whole
+    pages of 4 KiB.
     """
-    gc.collect()  # or what is freed in the block would be room as well
+    gc.collect()  # otherwise garbage freed in the block would make room for more
     _native.limit_memory(room)
     try:
         yield
@@ -129,7 +131,7 @@ def memory_limit(room: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_fallback() -> Iterator[None]:
-    """A block in which the CPU stands in for no operator that the device has no kernel for."""
+    """Turn off the CPU fallback in the block, so operators without a device kernel raise."""
     was_on = _native.set_fallback(False)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Compiles the device, once for each PyTorch, Python and state of the sources, and loads it.
+"""Compile the device's extension, once for each PyTorch, Python and state of the sources.
 
 Uses private names.
 """
@@ -17,19 +17,19 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def compiled() -> Path:
-    """The extension in the cache of the tests, compiled if it is not there yet."""
+    """Return the path of the compiled extension, after compiling it if necessary."""
     target = files.cache_folder() / f"standin-{recipe.make_recipe(SOURCES).key}.so"
     if not target.exists():
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")
-        # All sources as one: most of the time goes into PyTorch's headers.
+        # One translation unit, because most of the time goes into PyTorch's headers.
         text = "".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp")))
         command = [
             *recipe.find_compiler(),
             *recipe.compile_flags(),
-            "-O0",  # it compiles in half the time
+            "-O0",  # halves the time to compile
             *recipe.include_flags(),
-            # The libraries behind the source may be named by their paths, and are no C++.
+            # The libraries after the source may be file paths, and must not be compiled as C++.
             *("-o", str(unfinished), "-x", "c++", "-", "-x", "none"),
             *recipe.library_flags(),
             *recipe.link_flags(),
@@ -40,7 +40,6 @@ def compiled() -> Path:
 
 
 def load() -> ModuleType:
-    """Load the extension, which registers the device with PyTorch."""
     spec = importlib.util.spec_from_file_location("_standin", compiled())
     assert spec is not None
     assert spec.loader is not None

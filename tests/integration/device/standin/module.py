@@ -1,5 +1,3 @@
-"""`torch.standin`: the functions that PyTorch requires from the module of a device type."""
-
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +10,6 @@ Device = torch.device | str | int | None
 
 
 def make_module(native: ModuleType) -> ModuleType:
-    """The module for the extension `native`."""
     module = ModuleType("torch.standin")
     for function in (*_functions(native), *_random_numbers(native)):
         setattr(module, function.__name__, function)

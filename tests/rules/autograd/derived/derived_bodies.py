@@ -1,5 +1,3 @@
-"""Operator bodies for derived formulas, and their inputs."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -13,8 +11,6 @@ import torchop
 
 
 class Body(NamedTuple):
-    """A function, and inputs for it."""
-
     function: Callable[..., Any]
     inputs: Callable[[], tuple[Any, ...]]
 
@@ -161,9 +157,9 @@ BODIES = {
 
 
 def operator(name: str, body: Callable[..., Any]) -> Any:
-    """An operator of a body, with a fake kernel and a derived formula."""
     op = torchop.custom_op(name, body, mutates_args=())
-    # A fake kernel knows no values: what depends on some is described by its first branch.
+    # A fake kernel cannot read values, so a body that branches on values has a fake kernel of its
+    # own.
     op.register_fake(_FAKE.get(body.__name__, body))
     op.derive_autograd()
     return op
@@ -176,7 +172,7 @@ _FAKE: dict[str, Callable[..., Any]] = {
 
 
 def spread(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[..., tuple[Any, ...]]]:
-    """The differentiable tensors of some inputs, and what puts others in their place."""
+    """Return the differentiable tensors, and a function that puts others in their place."""
     tensors: list[Tensor] = []
 
     def take(value: Any) -> Any:
@@ -198,6 +194,5 @@ def spread(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[..., tuple[Any
 
 
 def differentiable_outputs(result: Any) -> list[Tensor]:
-    """The tensors of a result that can have a gradient."""
     values = result if isinstance(result, (tuple, list)) else [result]
     return [value for value in values if value.is_floating_point()]

@@ -1,5 +1,3 @@
-"""Deriving formulas in tests, and bodies for many of them."""
-
 import torch
 from torch import Tensor
 

@@ -11,7 +11,7 @@ each_body = pytest.mark.parametrize("name", BODIES)
 
 
 def prepared(namespace, name):
-    """A body, its operator, the tensors of its inputs, and a function from these to arguments."""
+    """Return a body, its operator, its input tensors, and a function from tensors to arguments."""
     body = BODIES[name]
     return body, operator(f"{namespace}::{name}", body.function), *spread(body.inputs())
 
@@ -33,7 +33,7 @@ def _same_inputs():
 
 
 @each_body
-def test_gradients_are_those_of_the_body_called_plainly(namespace, name):
+def test_gradients_equal_those_of_the_plain_body(namespace, name):
     body, op, tensors, arrange = prepared(namespace, name)
     assert_close(
         gradients(op, tensors, arrange), gradients(body.function, tensors, arrange), rtol=0, atol=0
@@ -41,7 +41,7 @@ def test_gradients_are_those_of_the_body_called_plainly(namespace, name):
 
 
 @each_body
-def test_first_and_second_derivatives_are_those_of_finite_differences(namespace, name):
+def test_first_and_second_derivatives_match_finite_differences(namespace, name):
     _, op, tensors, arrange = prepared(namespace, name)
 
     def function(*inputs):
@@ -51,7 +51,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(namespace,
     assert gradgradcheck(function, tensors, fast_mode=True)
 
 
-# Compiling each body takes most of the time, so a usual run compiles every third one.
+# Compiling takes most of the time, so a normal run compiles every third body.
 @pytest.mark.parametrize(
     "name",
     [
@@ -59,7 +59,7 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(namespace,
         for number, name in enumerate(BODIES)
     ],
 )
-def test_compiled_gradients_are_those_of_finite_differences(namespace, name):
+def test_compiled_gradients_match_finite_differences(namespace, name):
     body, op, tensors, arrange = prepared(namespace, name)
     torch._dynamo.reset()
 

@@ -1,5 +1,3 @@
-"""Deriving a formula, rejected operators, and helper operators."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ def test_the_handle_says_that_its_formula_is_derived(namespace):
     assert "autograd derived" in repr(derived(f"{namespace}::f", sine))
 
 
-def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
+def test_derived_and_registered_formulas_replace_each_other(namespace):
     op = derived(f"{namespace}::f", sine)
     x = leaf_of(0.5)
     op.register_autograd(lambda ctx, grad: 7 * grad)
@@ -64,7 +62,7 @@ def test_an_operator_that_mutates_is_refused(namespace):
     assert "derived" not in repr(f)
 
 
-def test_a_form_of_a_family_is_refused_and_goes_through_the_functional_operator(namespace):
+def test_forms_use_the_functional_derived_formula_and_reject_their_own(namespace):
     op = derived(f"{namespace}::f", sine)
     in_place = op.derive_inplace()
     with pytest.raises(GradientError, match=r"Derive the formula of the functional operator"):
@@ -117,7 +115,7 @@ def test_a_name_that_is_taken_is_not_replaced(namespace):
         op.derive_autograd()
     assert_close(users_op(torch.ones(1)), torch.ones(1).sin())
     with pytest.raises(AttributeError):
-        getattr(torch.ops, namespace).f__training  # noqa: B018  # looked up for the error
+        getattr(torch.ops, namespace).f__training  # noqa: B018  # reading it raises
     assert "derived" not in repr(op)
 
 

@@ -1,4 +1,4 @@
-"""Derived backward under a transform or mode that differs from the forward's."""
+"""The derived backward runs under another transform or mode than the forward."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def gradient_of_a_cotangent(function):
     return torch.autograd.grad(pull(cotangent)[0].sum(), cotangent)
 
 
-def gradient_of_what_a_transform_captured(function):
+def gradient_of_a_captured_tensor(function):
     x, y = leaves()
     _, pull = vjp(lambda x: function(x, y), x.detach())
     return torch.autograd.grad(pull(torch.ones(2))[0].sum(), y)
@@ -84,12 +84,12 @@ def in_inference_mode(function):
         second_gradient_of,
         constants_of,
         gradient_of_a_cotangent,
-        gradient_of_what_a_transform_captured,
+        gradient_of_a_captured_tensor,
         of_a_batch,
         in_inference_mode,
     ],
 )
-def test_gradients_are_those_of_the_body(op, body, scenario):
+def test_gradients_equal_the_bodys(op, body, scenario):
     torch.manual_seed(3)
     expected = scenario(body)
     torch.manual_seed(3)
@@ -106,7 +106,7 @@ def tensors(values):
 
 
 def test_a_body_whose_second_run_has_another_shape_is_refused(namespace):
-    """The engine would sum the gradient over what it takes for a broadcast."""
+    """Otherwise autograd would sum the gradient as if it had been broadcast."""
     sizes = [3, 1]
 
     def changing(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Saved tensors and reuse of graphs with derived formulas. Uses private names."""
+"""Saved tensors, and repeated use of graphs with derived formulas. Uses private names."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_an_input_that_no_output_depends_on_has_zeros(namespace):
     for x in (leaf_of(1.0, 2.0), leaf_of(-1.0, -2.0), leaf_of(100.0, 100.0)):
         y = leaf_of(3.0, 4.0)
         result = op(x, y)
-        assert result.requires_grad  # whatever the data say
+        assert result.requires_grad  # for any data, although some branches return a constant
         result.sum().backward()
         assert_close(x.grad, x.detach().exp() if 0 < x.sum() < 100 else torch.zeros_like(x))
         assert_close(y.grad, y.detach().exp() if x.sum() < 0 else torch.zeros_like(y))
@@ -117,7 +117,7 @@ def test_the_kernel_of_the_device_is_differentiated(namespace):
 
 
 @pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
-def test_defaults_are_those_of_the_schema(namespace):
+def test_body_gets_the_schemas_defaults(namespace):
     op = derived(f"{namespace}::f", lambda x, n=7: x * n, schema="(Tensor x, int n=3) -> Tensor")
     x = leaf_of(1.0)
     assert torch.autograd.grad(op(x), x)[0].item() == 3

@@ -1,4 +1,4 @@
-"""Derived formulas in native calls, compared with calls through the dispatcher.
+"""Native and dispatched calls with derived formulas.
 
 Uses private names.
 """
@@ -59,14 +59,13 @@ def derived(
     schema = schema or SCHEMAS.get(body)
     op = torchop.custom_op(f"{namespace}::{name}", body, mutates_args=(), schema=schema)
     op.derive_autograd()
-    # The first call that records a gradient makes the class of the nodes.
+    # The first call that records a gradient creates the class of the nodes.
     first = leaf_of([1.0, 2.0], [3.0, 4.0])
     op(first, [first]) if body is weigh else op(first)
     return op
 
 
-def both_ways(op: Any, scenario: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The results of a scenario, natively and through the dispatcher."""
+def both_paths(op: Any, scenario: Callable[[Any], Any]) -> tuple[Any, Any]:
     torch.manual_seed(3)
     with counting(op) as calls:
         native = scenario(op)
@@ -78,7 +77,7 @@ def both_ways(op: Any, scenario: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def assert_same(op: Any, scenario: Callable[[Any], Any]) -> Any:
-    native, dispatched = both_ways(op, scenario)
+    native, dispatched = both_paths(op, scenario)
     torch.testing.assert_close(native, dispatched, rtol=0, atol=0)
     return native
 
@@ -90,7 +89,7 @@ def message_of(run: Callable[[], Any]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients, and the graph
+# Gradients and the graph
 
 
 def tensors(*needs: bool) -> list[Tensor]:
@@ -111,7 +110,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False)])
-def test_gradients_are_those_of_the_dispatcher(namespace, call, needs):
+def test_gradients_equal_the_dispatchers(namespace, call, needs):
     op = derived(namespace, weigh)
 
     def scenario(op: Any) -> Any:
@@ -125,7 +124,7 @@ def test_gradients_are_those_of_the_dispatcher(namespace, call, needs):
             (total.sum() + sine.sum()).backward()
         return [total.detach(), index, [x.grad for x in inputs]], described, index.requires_grad
 
-    native, dispatched = both_ways(op, scenario)
+    native, dispatched = both_paths(op, scenario)
     torch.testing.assert_close(native[0], dispatched[0], rtol=0, atol=0)
     assert native[1:] == dispatched[1:]
 
@@ -185,12 +184,12 @@ def _checkpoints(op: Any) -> Any:
     [_write_an_input, _use_a_graph_twice, _hooks, _checkpoints],
     ids=lambda s: s.__name__,
 )
-def test_autograd_treats_the_call_as_that_of_the_dispatcher(namespace, scenario):
-    native, dispatched = both_ways(derived(namespace, weigh), scenario)
+def test_autograd_treats_native_and_dispatched_calls_alike(namespace, scenario):
+    native, dispatched = both_paths(derived(namespace, weigh), scenario)
     assert native == dispatched
 
 
-def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace):
+def test_kernel_changes_to_a_list_do_not_affect_the_backward(namespace):
     def body(x: Tensor, sizes: list[int]) -> Tensor:
         sizes.append(7)
         return x * len(sizes)
@@ -211,7 +210,7 @@ def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Random numbers, and autocast
+# Random numbers and autocast
 
 
 def _saves_state(y: Tensor) -> bool:
@@ -219,7 +218,7 @@ def _saves_state(y: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("p", [0.5, 0.0])
-def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, p):
+def test_backward_reuses_random_numbers_and_keeps_the_stream(namespace, p):
     op = derived(namespace, drop)
 
     def scenario(op: Any) -> Any:
@@ -234,7 +233,7 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
     assert_same(op, scenario)
 
 
-def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monkeypatch):
+def test_call_is_dispatched_during_graph_capture(namespace, monkeypatch):
     op = derived(namespace, drop)
     current = replay.ambient_state
     monkeypatch.setattr(
@@ -252,7 +251,7 @@ def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monk
         op(x)
 
 
-def test_autocast_is_that_of_the_forward(namespace):
+def test_backward_restores_the_forwards_autocast(namespace):
     op = derived(namespace, matmul)
 
     def scenario(op: Any) -> Any:
@@ -274,7 +273,7 @@ def test_autocast_is_that_of_the_forward(namespace):
 # Errors
 
 
-def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(namespace):
+def test_effect_declared_later_raises_before_the_kernel_runs(namespace):
     runs = []
 
     def body(x: Tensor) -> Tensor:
@@ -293,7 +292,7 @@ def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(name
     assert not runs
 
 
-def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
+def test_error_of_the_kernel_leaves_no_state(namespace):
     def body(x: Tensor) -> Tensor:
         if x.sum() > 100:
             raise ValueError("too much")
@@ -309,7 +308,7 @@ def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
     assert x.grad is None
 
 
-def test_lists_that_the_body_returns_are_those_of_the_dispatcher(namespace):
+def test_lists_returned_by_the_body_equal_the_dispatchers(namespace):
     parts: list[Tensor] = []
 
     def body(x: Tensor) -> list[Tensor]:
@@ -324,11 +323,11 @@ def test_lists_that_the_body_returns_are_those_of_the_dispatcher(namespace):
         assert type(result) is list
         return [part.grad_fn.name() for part in result]
 
-    native, dispatched = both_ways(op, scenario)
+    native, dispatched = both_paths(op, scenario)
     assert native == dispatched
 
 
-def test_integers_and_what_no_gradient_reaches(namespace):
+def test_integers_and_unused_outputs(namespace):
     def body(x: Tensor) -> tuple[Tensor, Tensor, int]:
         return x.argmax(), torch.ones(3), 7
 
@@ -340,7 +339,7 @@ def test_integers_and_what_no_gradient_reaches(namespace):
         constant.sum().backward()
         return index.requires_grad, constant.grad_fn.name(), number, x.grad.tolist()
 
-    native, dispatched = both_ways(op, scenario)
+    native, dispatched = both_paths(op, scenario)
     assert native == dispatched
 
 
@@ -356,4 +355,4 @@ def test_a_number_that_is_a_tensor_is_not_one_of_the_outputs(namespace):
         constant.sum().backward()
         return total, x.grad.tolist()
 
-    assert both_ways(op, scenario) == ((3.0, [0.0, 0.0]), (3.0, [0.0, 0.0]))
+    assert both_paths(op, scenario) == ((3.0, [0.0, 0.0]), (3.0, [0.0, 0.0]))

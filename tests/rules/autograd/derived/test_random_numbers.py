@@ -1,5 +1,3 @@
-"""Random numbers and autocast in the backward of a derived formula."""
-
 import functools
 
 import pytest
@@ -13,7 +11,7 @@ from tests.rules.autograd.derived.support import derived, dropout
 
 
 @pytest.mark.parametrize("is_default", [True, False])
-def test_a_seed_of_the_forward_that_is_set_again_is_left_for_others(namespace, is_default):
+def test_backward_does_not_advance_a_reseeded_generator(namespace, is_default):
     def noisy(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         return x * torch.rand(x.shape, generator=generator)
 
@@ -79,7 +77,7 @@ def test_selective_checkpointing_may_save_the_operator(namespace):
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.filterwarnings("ignore:Detected that context_fn")
-def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, compiled):
+def test_checkpointed_operator_reuses_its_random_numbers(namespace, compiled):
     calls = []
 
     def body(x: Tensor) -> Tensor:
@@ -108,13 +106,13 @@ def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, compiled):
         if compiled:
             torch._dynamo.reset()
             function = torch.compile(function, backend="aot_eager", fullgraph=True)
-        # On CUDA, compiled checkpoints draw other numbers than eager ones, unless told otherwise.
+        # On CUDA, compiled checkpoints by default draw other numbers than eager ones.
         with torch._inductor.config.patch(fallback_random=TYPE != "cpu"):
             assert torch.equal(train(function), train(region))
             train(function)
         return len(calls)
 
-    # For the gradients of two calls; nothing else runs again, unless it is not saved.
+    # Two calls run again for their gradients, and two more if a checkpoint recomputes them.
     assert calls_of_training([op.overload]) == 2
     assert calls_of_training([]) == 4
     op.register_checkpoint_policy("save")

@@ -144,14 +144,14 @@ def test_a_compiled_graph_may_return_an_output_without_gradients(namespace):
     x = leaf_of(0.5, 1.5)
     torch._dynamo.reset()
     function = torch.compile(lambda x: op(x)[:2], fullgraph=True, backend="aot_eager")
-    first, _ = function(x)  # a compiler passes zeros for the others
+    first, _ = function(x)  # a compiler passes zeros as the gradients of the other outputs
     assert_close(torch.autograd.grad(first.sum(), x)[0], torch.full_like(x, 2))
     first, (_, left) = function(x)
     with pytest.raises(GradientError, match="output 2 depends on the inputs"):
         torch.autograd.grad((first + left).sum(), x)
 
 
-def test_outputs_that_are_detached_on_purpose_are_no_mistake(namespace):
+def test_outputs_detached_on_purpose_are_accepted(namespace):
     def with_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.exp(), x.detach().mean()
 
@@ -161,7 +161,7 @@ def test_outputs_that_are_detached_on_purpose_are_no_mistake(namespace):
     assert_close(x.grad, x.detach().exp())
 
 
-def test_a_constant_chosen_by_a_detached_value_is_no_mistake(namespace):
+def test_constant_chosen_by_a_detached_value_is_accepted(namespace):
     def body(x: Tensor) -> Tensor:
         return x * 2 if x.detach().abs().sum() > 1 else torch.zeros_like(x)
 

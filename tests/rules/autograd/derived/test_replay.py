@@ -1,4 +1,4 @@
-"""Saving and restoring the ambient state of a body. Uses private names."""
+"""Saving and restoring random numbers and other state. Uses private names."""
 
 import contextlib
 import functools
@@ -16,13 +16,13 @@ from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state, packed_size
 
 X = torch.ones(2)
-# A definition is named in errors about graphs that are captured, which these tests do not do.
+# The first argument, a definition, is only used in errors about graph capture.
 replayed = functools.partial(replay.replayed, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_number_that_the_generator_keeps_is_a_part_of_its_state(dtype: torch.dtype) -> None:
-    """Numbers of a normal distribution are made in pairs, and the second one waits."""
+def test_number_cached_by_the_generator_is_part_of_the_state(dtype: torch.dtype) -> None:
+    """`randn` computes numbers in pairs, and the generator stores the second one."""
 
     def draw() -> Tensor:
         return torch.randn(1, dtype=dtype)
@@ -36,7 +36,7 @@ def test_a_number_that_the_generator_keeps_is_a_part_of_its_state(dtype: torch.d
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_present_state_is_put_back_where_a_body_draws(fails: bool) -> None:
+def test_current_state_is_restored_after_a_body_draws(fails: bool) -> None:
     before, packed = torch.get_rng_state(), ambient_state([X]).packed
     drawn: list[Tensor] = []
 
@@ -51,7 +51,7 @@ def test_the_present_state_is_put_back_where_a_body_draws(fails: bool) -> None:
     assert torch.equal(drawn[0], torch.rand(3))
 
 
-def test_the_stream_is_put_back_after_an_error():
+def test_random_state_is_restored_after_an_error():
     packed = ambient_state([X]).packed
     torch.rand(5)
     state = torch.get_rng_state()
@@ -96,7 +96,7 @@ def autocast():
 
 
 @pytest.mark.cuda
-def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
+def test_generators_of_the_inputs_devices_are_restored():
     x = torch.ones(2, device="cuda")
     packed = ambient_state([x]).packed
     assert ambient_state([x], in_graph=True).packed.numel() == packed_size([x])
@@ -107,7 +107,7 @@ def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
-def test_the_tag_of_random_operators_keeps_a_state_that_the_body_puts_back(namespace):
+def test_nondeterministic_tag_saves_a_state_that_the_body_restores(namespace):
     @torchop.custom_op(
         f"{namespace}::drop", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
     )
@@ -136,7 +136,7 @@ def default_dtype(dtype):
 @pytest.mark.parametrize("in_forward", [True, False])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward, dtype):
+def test_backward_uses_the_forwards_default_dtype(namespace, native, in_forward, dtype):
     def body(x: torch.Tensor) -> torch.Tensor:
         return (x * torch.rand(8)).float()
 
@@ -156,7 +156,7 @@ def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward,
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
-def test_the_default_device_is_that_of_the_forward(namespace, in_forward):
+def test_backward_uses_the_forwards_default_device(namespace, in_forward):
     devices = []
 
     def body(x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_the_default_device_is_that_of_the_forward(namespace, in_forward):
     with contextlib.nullcontext() if in_forward else torch.device("meta"):
         torch.autograd.grad(result, x, torch.ones((), device="cpu"))
         assert torch.empty(1).device.type == ("cpu" if in_forward else "meta")
-    assert set(devices) == {"cpu"}  # the call itself is made below the mode of a default device
+    assert set(devices) == {"cpu"}  # the forward runs below the mode of the default device
 
 
 def restores(x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def restores_by_the_generator(x: torch.Tensor) -> torch.Tensor:
 
 
 def reads(x: torch.Tensor) -> torch.Tensor:
-    # Where the generator is in its sequence: the numbers of the next draw, without one.
+    # Depends on the state of the generator without advancing it.
     other = torch.Generator()
     other.set_state(torch.get_rng_state())
     return x * torch.rand(8, generator=other)
@@ -233,8 +233,6 @@ def test_calls_share_a_state_until_numbers_are_drawn(namespace):
 
 
 class _Elsewhere(torch.Tensor):
-    """A subclass that reports a wrong device."""
-
     is_cpu = False
 
 
@@ -285,7 +283,7 @@ def test_a_plain_state_is_packed_as_in_python(values, autocast):
         "a subclass",
     ],
 )
-def test_what_may_hold_other_devices_is_left_to_python(values):
+def test_arguments_that_may_contain_other_devices_are_packed_in_python(values):
     assert _pack_plain(values) is None
 
 

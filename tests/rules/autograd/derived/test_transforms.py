@@ -1,5 +1,3 @@
-"""Derived formulas under the transforms of torch.func."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +44,7 @@ def test_a_batch_without_elements_has_gradients_without_elements(namespace):
         assert [grad.shape for grad in grads] == [(size, 2), (size, 2)]
 
 
-def test_forward_mode_goes_over_the_derived_backward(namespace):
+def test_forward_mode_differentiates_the_derived_backward(namespace):
     op = derived(f"{namespace}::f", lambda x: x**3, schema="(Tensor x) -> Tensor")
     op.register_jvp(
         lambda ctx, tangent: 3 * ctx.saved_tensors[0] ** 2 * tangent,
@@ -85,6 +83,6 @@ def test_gradients_of_each_element_of_a_batch(namespace, has_rule):
 
     assert_close(both(lambda x, w: op(x, w)[0]), both(branches))
 
-    weight.requires_grad_()  # and once more, around it
+    weight.requires_grad_()  # also differentiate the whole expression
     ours = torch.autograd.grad(both(lambda x, w: op(x, w)[0])[0].sum(), weight)
     assert_close(ours, torch.autograd.grad(both(branches)[0].sum(), weight))

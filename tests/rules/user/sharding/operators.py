@@ -1,5 +1,3 @@
-"""Operators with fake kernels, for the tests of sharding rules."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +13,6 @@ X = torch.arange(32.0).reshape(4, 8).cos()
 def define(
     namespace: str, schema: str, function: Callable[..., Any], fake: Any, **options: Any
 ) -> Any:
-    """`ns::op` with a fake kernel."""
     op = torchop.custom_op(f"{namespace}::op", function, schema=schema, **options)
     op.register_fake(fake)
     return op

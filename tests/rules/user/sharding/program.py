@@ -1,10 +1,10 @@
-"""Calls on DTensors in real processes, each compared with the call on one.
+"""Compare calls on DTensors in several processes with calls in one.
 
     torchrun --standalone --nproc-per-node 2 program.py FOLDER
 
-The tests start the ranks themselves, which takes less time. In the folder, which must be new, it
-writes `FOLDER/outcomes.json`: for each case, "" or what was wrong, and the cases by decorator
-whose number of processes is another one are left out.
+The tests start the ranks without torchrun, which is faster. The program writes
+`FOLDER/outcomes.json`, with "" or an error for each case. The folder must be new. Cases for another
+number of processes are skipped.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The operators
+# Operators
 
 
 @torchop.custom_op("ranks::sine", mutates_args=())
@@ -270,11 +270,10 @@ REDUCTIONS = {
 
 
 # --------------------------------------------------------------------------------------------------
-# The cases: each with the number of processes that runs it
+# Cases, each with the number of processes that it needs
 
 
 def trained(function: Any, values: list[Any]) -> list[Tensor]:
-    """The result, and the gradients of what requires them."""
     result = function(*values)
     result.sin().sum().backward()
     return [result.detach(), *(v.grad for v in values if v.requires_grad)]
@@ -351,7 +350,7 @@ def add_trained(name: str) -> None:
         compare(mesh, op, plain, values, placed[:2], compiled)
 
     CASES[name] = 0, run
-    if name != "matmul":  # which `checked_compiled` compiles
+    if name != "matmul":  # `checked_compiled` compiles it
         CASES[f"{name}_compiled"] = 2, run_compiled
 
 
@@ -385,7 +384,7 @@ def lists_and_two_results(mesh: Any) -> None:
 
 
 @case(0)
-def what_is_written(mesh: Any) -> None:
+def mutated_arguments(mesh: Any) -> None:
     acc = on(mesh, X, "S0")
     add(acc, on(mesh, X, "S1"))
     same(acc, X * 2, "S0")
@@ -396,7 +395,7 @@ def what_is_written(mesh: Any) -> None:
 
 
 @case(2)
-def what_is_written_compiled(mesh: Any) -> None:
+def mutated_arguments_compiled(mesh: Any) -> None:
     def step(acc: Tensor, x: Tensor) -> Tensor:
         add(acc, x)
         inc_(acc)
@@ -450,7 +449,7 @@ def checked_in_real_processes(mesh: Any) -> None:
 def checked_compiled(mesh: Any) -> None:
     from torchop.testing import OpCheckError, check_sharding
 
-    # More placements than Dynamo compiles one function for.
+    # Test more placements than Dynamo's limit of recompilations.
     leaves = X.clone().requires_grad_(), X.t().clone().requires_grad_()
     report = check_sharding(mm, leaves, mesh=(2,), backend="aot_eager", limit=10)
     assert report.placements == 10, report
@@ -474,7 +473,7 @@ def random_numbers(mesh: Any) -> None:
     assert all(torch.equal(each, numbers) for each in replicated)
     shards = seeded(noise, on(mesh, X, "S0")).full_tensor()
     assert torch.equal(shards[:2], shards[2:])
-    # PyTorch's own operators do so too, on CPUs.
+    # On CPUs, PyTorch's own operators draw the same numbers on each rank, too.
     assert torch.equal(seeded(torch.rand_like, on(mesh, X, "S0")).full_tensor(), shards)
     of_rank = torch.Generator().manual_seed(dist.get_rank())
     shards = noise(on(mesh, X, "S0"), generator=of_rank).full_tensor()
@@ -483,7 +482,7 @@ def random_numbers(mesh: Any) -> None:
 
 @case(2)
 def attention_over_heads(mesh: Any) -> None:
-    """The log-sum-exp of a rank is that of its heads, and its backward needs no other."""
+    """Each rank computes its heads without communication, forward and backward."""
     attention = runpy.run_path(str(EXAMPLES / "attention_with_residuals.py"))["attention"]
     heads = torch.arange(48.0).reshape(2, 2, 3, 4)
     values = {"q": heads.sin(), "k": heads.cos(), "v": heads / 48}
@@ -499,7 +498,7 @@ def collectives_of_real_processes(mesh: Any) -> None:
 
 
 class Block(nn.Module):
-    """Layer norm, two linear maps by our operator, a sine, and one with a residual."""
+    """Layer norm, two linear maps by our operator, a sine, and an operator with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -522,7 +521,6 @@ def rows_of_rank() -> Tensor:
 
 
 def steps(module: nn.Module, rows: Any) -> list[Tensor]:
-    """Two steps of training; the parameters after them."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
@@ -545,7 +543,7 @@ def fsdp2(mesh: Any) -> None:
 
 @case(2)
 def compiled_fsdp2_and_ddp(mesh: Any) -> None:
-    """FSDP2 and DDP hooks wait for the residuals of a compiled block."""
+    """The hooks of FSDP2 and DDP must wait until the residuals of a compiled block were used."""
     from torch.distributed.fsdp import fully_shard
 
     right = steps(block(), X)
@@ -588,7 +586,8 @@ def tensor_parallel(mesh: Any) -> None:
             "down": RowwiseParallel(use_local_output=True),
         }
         module = parallelize_module(module, flat, plan)
-        # Our operator, behind it, runs on shards if that returns DTensors.
+        # Without local outputs, the first layer returns a DTensor, so the operator after it runs on
+        # shards.
         assert isinstance(module.up(X), DTensor) is not local
         value = module(X)
         same(value, expected.detach())
@@ -673,7 +672,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # at the interpreter's end, threads of gloo that are at work abort the process
+    os._exit(0)  # a normal exit would abort, because threads of gloo are still running
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Simulated ranks for tests, and tensors that are placed on them by a word. Uses private names."""
+"""Simulated ranks, and tensors whose placements are given as words. Uses private names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACEMENTS: dict[str, Placement] = {
 
 
 def on_mesh(mesh: Any, tensor: Tensor, words: str = "R") -> DTensor:
-    """A tensor placed on a mesh: `words` has one for each dimension, or one for all."""
+    """Place a tensor on a mesh, with a word for each dimension of the mesh, or one for all."""
     placements = [PLACEMENTS[word] for word in words.split()]
     placements = placements * mesh.ndim if len(placements) == 1 else placements
     value: DTensor = placed(tensor, mesh, placements)
@@ -35,18 +35,16 @@ def on_mesh(mesh: Any, tensor: Tensor, words: str = "R") -> DTensor:
 
 
 def words(value: Any) -> str:
-    """The placements of a DTensor."""
     named = {repr(placement): word for word, placement in PLACEMENTS.items()}
     return " ".join(named.get(repr(p), repr(p)) for p in value.placements)
 
 
 def gathered(value: Any) -> Tensor:
-    """The whole of a DTensor, about which all ranks agree."""
+    """Return the full tensor, after checking that all ranks have the same."""
     return whole(value.full_tensor())
 
 
 def assert_right(value: Any, expected: Tensor, placed: str | None = None) -> None:
-    """Return whether a DTensor is what a plain call returned, and where it is."""
     assert isinstance(value, DTensor)
     torch.testing.assert_close(gathered(value.detach()), expected)
     assert value.shape == expected.shape

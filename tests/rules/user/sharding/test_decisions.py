@@ -1,4 +1,4 @@
-"""DTensor decides for the placements that it would choose among all that a rule accepts.
+"""Given a subset of the placements that a rule accepts, DTensor makes the same decision.
 
 Uses private names.
 """
@@ -28,7 +28,7 @@ from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_strategies import Redistributable, decisive_specs, op_specs
 from torchop._rules.user.sharding.rule import SHARDING
 
-# The arguments of an operator, its rule, and the shapes that the tensors of a call may have.
+# The arguments of an operator, its rule, and possible shapes of the tensors in a call.
 RULES: dict[str, tuple[str, Any, tuple[tuple[tuple[int, ...], ...], ...]]] = {
     "pointwise": (
         "Tensor a, Tensor b, Tensor c",
@@ -56,12 +56,10 @@ PLACEMENTS = (Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partia
 
 
 class Question(NamedTuple):
-    """A call about which DTensor has to decide."""
-
     rule: str
     shapes: tuple[tuple[int, ...], ...]
     mesh: tuple[int, ...]
-    placements: list[tuple[Any, ...]]  # of each tensor
+    placements: list[tuple[Any, ...]]
 
 
 @st.composite
@@ -117,7 +115,7 @@ def schema_of(op: Any, question: Question, mesh: Any) -> Any:
 
 
 def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
-    """The placements that DTensor decides for; or the error of the rule."""
+    """Return the placements that DTensor chooses, or the error of the rule."""
     rule, engine = SHARDING.lookup(op), propagator()
     wrapped = engine._wrap_with_op_strategy(op_schema)
 
@@ -129,7 +127,8 @@ def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
             specs = op_specs(op, rows, wrapped, Redistributable.ARGUMENTS)
         else:
             specs = decisive_specs(op, rows, wrapped)
-    except (torchop.ShardingError, AssertionError) as error:  # for a keyword that was not moved
+    # A keyword argument with a wrong placement.
+    except (torchop.ShardingError, AssertionError) as error:
         return (str(error),)
     chosen = _select_min_cost_strategy(OpStrategy(specs), op_schema)
     outputs = chosen.output_specs
@@ -142,7 +141,7 @@ def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("shape", MESHES)
-def test_the_decision_is_that_among_all_placements(
+def test_decision_equals_the_one_among_all_placements(
     ops: dict[str, Any], shape: tuple[int, ...]
 ) -> None:
     @stable
@@ -159,7 +158,7 @@ def test_the_decision_is_that_among_all_placements(
 def test_a_call_that_moves_nothing_computes_no_cost(
     ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DTensor caches a plan for each cost that it computes, without a limit."""
+    """DTensor caches a plan for each cost that it computes, in a cache without a limit."""
     asked = []
     original = dtensor_moves.Inputs.costs
 

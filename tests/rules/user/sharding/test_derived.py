@@ -1,4 +1,4 @@
-"""Gradients of calls on DTensors: of formulas, and by transposition of the sharding rule.
+"""Gradients of calls on DTensors, by formulas and by transposing the sharding rule.
 
 Uses private names.
 """
@@ -103,7 +103,6 @@ seen_shapes: list[tuple[int, ...]] = []
 
 
 def with_everything(namespace: str) -> Any:
-    """A backward kernel that takes all there is: arguments, the output and the residual."""
     residuals = {"product": Tensor}
     op = torchop.custom_op(
         f"{namespace}::op", layer_with_product, mutates_args=(), residuals=residuals
@@ -156,7 +155,7 @@ def gradients(mesh: Any, function: Any, placed: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("kind", DEFINERS)
-def test_gradients_are_those_of_one_device(
+def test_gradients_equal_those_of_one_device(
     namespace: str, mesh: Any, kind: str, placed: str
 ) -> None:
     op = DEFINERS[kind](namespace)
@@ -181,7 +180,7 @@ def test_a_backward_kernel_runs_on_the_shards_of_its_forward(
 
 
 def squares(namespace: str, rule: Any, **options: Any) -> Any:
-    """A square whose slope is a residual, and whose formula says where that is."""
+    """Define a square whose slope is a residual, with a formula that declares its placement."""
 
     def square(x: Tensor) -> Tensor:
         return torchop.residuals(x * x, 2 * x)
@@ -219,7 +218,7 @@ placed: list[str] = []
         (lambda x: "a b -> a b; a b", "S1", "S1"),
     ],
 )
-def test_residuals_are_where_the_rule_says(
+def test_residuals_have_the_rules_placements(
     namespace: str, mesh: Any, rule: Any, x: str, slope: str
 ) -> None:
     op = squares(namespace, rule)
@@ -230,10 +229,8 @@ def test_residuals_are_where_the_rule_says(
     torch.testing.assert_close(gathered(value.grad), 2 * X)
 
 
-def test_a_sum_that_is_pending_in_the_result_is_none_in_a_residual(
-    namespace: str, mesh: Any
-) -> None:
-    """The residual of a linear operator is not linear, and what is not reduced is whole."""
+def test_pending_sum_of_the_result_does_not_apply_to_residuals(namespace: str, mesh: Any) -> None:
+    """The residual has no pending sum, because it is not linear in x."""
 
     def total(x: Tensor) -> Tensor:
         return torchop.residuals(x.sum(-1), x.cos().amax(-1))

@@ -22,7 +22,7 @@ def accumulate(acc: Tensor, x: Tensor) -> None:
     acc.add_(x)
 
 
-def test_what_is_written_is_not_moved(namespace: str, mesh: Any) -> None:
+def test_mutated_arguments_are_not_redistributed(namespace: str, mesh: Any) -> None:
     schema = "(Tensor(a!) acc, Tensor x) -> ()"
     ours = define(namespace, schema, accumulate, lambda acc, x: None, mutates_args=("acc",))
     ours.register_sharding("..., ... ->")
@@ -99,7 +99,7 @@ def test_shapes_that_depend_on_values(namespace: str, mesh: Any) -> None:
     assert stock(x, [7]).shape != (4, 15), "PyTorch's rule is right now"
 
 
-def test_a_rule_that_is_registered_again_counts_at_once(namespace: str, mesh: Any) -> None:
+def test_rule_registered_again_applies_immediately(namespace: str, mesh: Any) -> None:
     op = sine(namespace)
     x = on_mesh(mesh, X, "S0")
     with torchop.Library(namespace, "FRAGMENT") as library:
@@ -116,9 +116,9 @@ def test_a_rule_that_is_registered_again_counts_at_once(namespace: str, mesh: An
     assert words(last) == "S0", "PyTorch's rule counts at once now"
 
 
-def test_it_counts_in_other_threads_too(namespace: str) -> None:
-    # PyTorch's cache belongs to a thread, which another one cannot clear. A fake group, because
-    # simulated ranks belong to a thread as well.
+def test_rule_registered_again_applies_in_other_threads(namespace: str) -> None:
+    # PyTorch's cache is per thread, and cannot be cleared from another thread. Use a fake process
+    # group, because simulated ranks are per thread as well.
     source = """
         import sys, threading, queue, torch, torchop
         import torch.distributed as dist
@@ -152,7 +152,7 @@ def test_it_counts_in_other_threads_too(namespace: str) -> None:
 
 
 def test_tensors_by_keyword_are_moved(namespace: str, mesh: Any) -> None:
-    # torchop's custom_op refuses them; other packages have them.
+    # torchop's custom_op rejects keyword-only tensors, but other packages use them.
     name = f"{namespace}::op"
     torchop.define(name, "(Tensor x, *, Tensor scale, Tensor? bias=None) -> Tensor")
 
@@ -171,7 +171,7 @@ def test_tensors_by_keyword_are_moved(namespace: str, mesh: Any) -> None:
             assert_right(op(x, scale=keyword, bias=vector), X * scale + bias)
 
 
-def test_a_name_that_looks_like_that_of_an_in_place_operator(namespace: str, mesh: Any) -> None:
+def test_name_that_looks_like_an_in_place_operator(namespace: str, mesh: Any) -> None:
     op = torchop.custom_op(
         f"{namespace}::op_", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
@@ -197,7 +197,7 @@ def test_arguments_that_pytorch_cannot_hash(namespace: str, mesh: Any) -> None:
 
 
 def test_strided_shards_stay(namespace: str, square: Any) -> None:
-    # What FSDP2 makes of the parameters of a module that is tensor parallel.
+    # The placement that FSDP2 uses for the parameters of a tensor-parallel module.
     from torch.distributed.tensor.placement_types import _StridedShard
 
     op = torchop.custom_op(

@@ -1,4 +1,4 @@
-"""Forms on DTensors, by the rule of their functional operator; on simulated ranks.
+"""In-place and out= forms on DTensors use the rule of their functional operator.
 
 Uses private names.
 """
@@ -47,7 +47,7 @@ def test_forms_have_the_rule_of_their_operator(namespace: str, mesh: Any) -> Non
         assert_right(out, X.softmax(-1), "S0")
 
 
-def test_what_a_form_writes_is_not_moved(namespace: str, mesh: Any) -> None:
+def test_mutated_arguments_of_forms_are_not_redistributed(namespace: str, mesh: Any) -> None:
     op = softmax(namespace)
     op.register_sharding("... d -> ... d", whole="d")
     expected = (
@@ -104,7 +104,7 @@ def test_an_in_place_form_has_the_gradient_of_its_operator(namespace: str, mesh:
         assert_right(x.grad, plain.grad)  # type: ignore[arg-type]
 
 
-def test_rules_of_forms_come_and_go_with_that_of_the_operator(namespace: str, mesh: Any) -> None:
+def test_rules_of_forms_follow_the_operators_rule(namespace: str, mesh: Any) -> None:
     op = softmax(namespace)
     x = on_mesh(mesh, X, "S0")
     expected = (

@@ -1,4 +1,4 @@
-"""Rules that are ATen operators: the operator is sharded like these by DTensor.
+"""Sharding rules that name an ATen operator, whose rule DTensor then uses.
 
 Uses private names.
 """
@@ -46,7 +46,7 @@ def weighted(namespace: str) -> Any:
 
 
 def assert_same(op: Any, like: Any, tensors: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Whether a call has the results and the placements of the same call of an ATen operator."""
+    """Check that a call has the same results and placements as a call of an ATen operator."""
     results, expected = op(*tensors, *args, **kwargs), like(*tensors, *args, **kwargs)
     if isinstance(results, Tensor):
         results, expected = (results,), (expected,)
@@ -83,7 +83,8 @@ def test_a_product_on_two_dimensions_of_a_mesh(namespace: str, square: Any) -> N
     w = X.t().contiguous()
     each = [" ".join(pair) for pair in itertools.product(("R", "S0", "S1"), repeat=2)]
     for number, (first, second) in enumerate(itertools.product(each, each)):
-        if number % 3 != 0:  # each placement is there as the first and as the second
+        # Every third pair still has each placement as the first and as the second.
+        if number % 3 != 0:
             continue
         tensors = [on_mesh(square, X, first), on_mesh(square, w, second)]
         assert_same(op, aten.mm.default, tensors)
@@ -104,7 +105,7 @@ def test_lists_of_tensors(namespace: str, mesh: Any) -> None:
         assert_same(op, aten.cat.default, [xs], dim)
 
 
-def test_sizes_in_arguments_are_those_of_a_shard(namespace: str, mesh: Any) -> None:
+def test_size_arguments_are_local_to_a_shard(namespace: str, mesh: Any) -> None:
     op = define(
         namespace,
         "(Tensor x, SymInt[] size) -> Tensor",
@@ -237,7 +238,7 @@ def test_a_rule_that_replaces_the_one_of_dtensor_is_used(namespace: str, mesh: A
     assert words(op(x, 2)[0]) == "S0"
 
 
-def test_a_rule_does_not_lead_back_to_its_operator() -> None:
+def test_rule_must_not_refer_to_its_own_operator() -> None:
     with torchop.Library("aten", "IMPL") as library:
         register_sharding(aten.sin.default, aten.cos.default, lib=library)
         for op in (aten.sin.default, aten.cos.default):

@@ -80,6 +80,6 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("text", "options", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_rule_is_refused(text: Any, options: dict[str, Any], message: str) -> None:
+def test_invalid_rule_is_rejected(text: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(torchop.ShardingRuleError, match=message):
         sharding(text, **options)

@@ -1,4 +1,4 @@
-"""Calls on DTensors in two and in four processes, as `program` makes them."""
+"""Run the cases of `program` in two and in four processes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests._support.forking import run_compiling
 from tests.rules.user.sharding import program
 
-LIMIT = 600  # seconds, of which a quiet machine needs 30
+LIMIT = 600  # in seconds; an idle machine needs 30
 PROGRAM = Path(program.__file__)
 
-# What torchrun would do, without importing PyTorch and DTensor for each rank. The program imports
-# torchop in each, and defines the operators.
+# Fork the ranks, like torchrun, but import PyTorch and DTensor only once. Each rank imports torchop
+# and defines the operators.
 RANKS = """
     import os, runpy, signal, sys
     import torch.distributed.tensor
@@ -36,7 +36,7 @@ RANKS = """
         ended, status = os.wait()
         ranks.remove(ended)
         if status:
-            for rank in ranks:  # they would wait for the one that is gone
+            for rank in ranks:  # the other ranks would wait for the failed one
                 os.kill(rank, signal.SIGKILL)
             sys.exit(f"A rank ended with {os.waitstatus_to_exitcode(status)}.")
 """
@@ -54,7 +54,8 @@ def outcomes(
         root = PROGRAM.parents[4]
         arguments = [PROGRAM, folder, processes, LIMIT, root / "src", root]
         ended = run_compiling(RANKS, *map(str, arguments), timeout=LIMIT + 60)
-        if ended.returncode != 0:  # for all cases: no other test is to wait for it again
+        # A failure of the program fails all cases, so no other test runs it again.
+        if ended.returncode != 0:
             return dict.fromkeys(cases(processes), (ended.stdout + ended.stderr)[-8000:])
         written: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
         return written

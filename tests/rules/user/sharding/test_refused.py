@@ -30,7 +30,7 @@ def test_an_operator_without_a_rule(namespace: str, mesh: Any) -> None:
     assert_right(op(x, x), X * 2, "S0")
 
 
-def test_operators_of_others_say_what_they_said(namespace: str, mesh: Any) -> None:
+def test_errors_of_other_operators_are_unchanged(namespace: str, mesh: Any) -> None:
     stock = torch.library.custom_op(
         f"{namespace}::stock", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

@@ -46,7 +46,7 @@ def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
 
 def test_a_rule_for_an_operator_of_pytorch_replaces_the_one_of_dtensor(mesh: Any) -> None:
     def placements() -> list[str]:
-        # The first decision is cached by DTensor before there is another rule.
+        # DTensor caches this decision, and must drop it when the rule is registered.
         return [words(result) for result in torch.topk(on_mesh(mesh, X, "S0"), 1)]
 
     before = placements()
@@ -105,7 +105,7 @@ def test_importing_torchop_imports_no_dtensor() -> None:
     assert assert_clean(run_forked(source)).splitlines() == ["True False", "False"]
 
 
-def test_a_redefinition_starts_anew(namespace: str, mesh: Any) -> None:
+def test_redefinition_drops_the_sharding_rule(namespace: str, mesh: Any) -> None:
     op = sine(namespace)
     op.register_sharding("pointwise")
     x = on_mesh(mesh, X, "S0")

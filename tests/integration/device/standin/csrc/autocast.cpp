@@ -1,4 +1,4 @@
-// autocast.cpp: autocast for the device: which operators of PyTorch get lower precision.
+// autocast.cpp: the operators of PyTorch that autocast runs in lower precision on this device.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -8,7 +8,7 @@ TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());
 }
 
-// The macro names it `m`.
+// PyTorch's KERNEL_PRIVATEUSEONE macro requires the name `m`.
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
   KERNEL_PRIVATEUSEONE(mm, lower_precision_fp)
   KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)

@@ -1,8 +1,9 @@
-// capture.h: which streams are captured, and the graph that their work becomes.
+// capture.h: simulates the capture of a CUDA graph.
 //
-// As on CUDA, work of other streams is done meanwhile, but is no part of the graph; a stream joins
-// when it waits for an event of one that is captured, and the first one has to wait for it in the
-// end. Unlike there, captured work is done at once, too.
+// Work on other streams also runs during a capture, but does not become part of the graph. A stream
+// joins the capture when it waits for an event of a captured stream, and the original stream must
+// wait for each joined stream before the capture ends. Unlike on CUDA, captured work also runs
+// immediately.
 #pragma once
 
 #include <functional>
@@ -19,19 +20,18 @@
 
 namespace standin {
 
-// A device and one of its streams.
 using StreamPlace = std::pair<c10::DeviceIndex, c10::StreamId>;
 
 inline std::string name_of(const StreamPlace& place) {
   return std::to_string(int(place.first)) + "." + std::to_string(place.second);
 }
 
-// What is done again by each replay.
+// Work that each replay repeats.
 using Work = std::function<void()>;
 
 class Capture {
  public:
-  // Starts to capture a stream. What is allocated there meanwhile is of the pool.
+  // Start capturing a stream. Memory that it allocates during the capture belongs to `pool`.
   void begin(StreamPlace origin, uint64_t pool) {
     TORCH_CHECK(
         origin.second != 0,
@@ -49,7 +49,7 @@ class Capture {
     is_capturing = true;
   }
 
-  // Ends it; returns the work.
+  // End the capture and return the recorded work.
   std::vector<Work> end(StreamPlace current) {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(is_capturing, "standin: no graph is being captured");
@@ -76,7 +76,7 @@ class Capture {
     return includes(place) ? pool_ : 0;
   }
 
-  // Notes work that was done on a stream.
+  // Record work that has run on a stream.
   void note(StreamPlace place, Work work) {
     if (!is_capturing)
       return;
@@ -85,12 +85,12 @@ class Capture {
       work_.push_back(std::move(work));
   }
 
-  // Of an event that is recorded on a stream: the capture it is of, 0 if of none.
+  // The capture that an event on this stream would belong to, or 0.
   uint64_t number_of(StreamPlace place) {
     return includes(place) ? number_ : 0;
   }
 
-  // A stream waits for an event of another one.
+  // Handle that `waiting` waits for an event that was recorded on `other` in capture `number`.
   void wait(StreamPlace waiting, StreamPlace other, uint64_t number) {
     if (!is_capturing)
       return;
@@ -117,11 +117,12 @@ class Capture {
   uint64_t pool_ = 0;
   uint64_t number_ = 0;
   std::set<StreamPlace> streams_;
-  std::set<StreamPlace> unjoined_; // joined the capture, and nobody has waited for them
+  // Streams that joined the capture, but that no captured stream has waited for.
+  std::set<StreamPlace> unjoined_;
   std::vector<Work> work_;
 };
 
-// As the trace, it is never destroyed.
+// Never destroyed, because backward threads may use it while the process exits.
 inline Capture& capture() {
   static auto* only = new Capture();
   return *only;

@@ -1,9 +1,9 @@
-// fallback.cpp: all other operators, which run on the CPU: a device may have that, or not.
+// fallback.cpp: runs operators without a kernel for the device on the CPU.
 //
-// PyTorch's own fallback copies the arguments, and results lose their strides. So here, the kernels
-// of PyTorch for the CPU get the memory of the device itself. Operators of others are left to that
-// fallback, because they may keep what they are called with, which the host cannot read later, and
-// may record gradients, which go through its copies.
+// PyTorch's own fallback (at::native::cpu_fallback) copies the arguments, so results lose their
+// strides. For operators of PyTorch, this fallback passes the device's memory to the CPU kernels
+// instead. Custom operators still use PyTorch's fallback: they may keep their arguments, which the
+// host could not read after the call, and may record gradients, which must include the copies.
 #include "fallback.h"
 
 #include <optional>
@@ -40,7 +40,7 @@ void each_tensor(c10::ArrayRef<c10::IValue> values, Visitor&& visit) {
   }
 }
 
-// A value with another tensor in place of each that it has.
+// Return the value with each of its tensors replaced by `change(tensor)`.
 template <class Change>
 c10::IValue with_tensors(const c10::IValue& value, Change&& change) {
   if (value.isTensor())
@@ -66,7 +66,7 @@ void change_last(Stack& stack, size_t count, Change&& change) {
     *value = change(*value);
 }
 
-// Operators that take tensors of several devices: indices may be on the host, and copies go there.
+// Operators that accept tensors of several devices, such as copies, and indexing with CPU indices.
 bool mixes_devices(const std::string& name) {
   for (const char* word : {"index", "copy", "_to_"}) {
     if (name.find(word) != std::string::npos)
@@ -75,8 +75,8 @@ bool mixes_devices(const std::string& name) {
   return false;
 }
 
-// The device that the tensors of a call are on, all but scalars of the host. The kernels of a real
-// device refuse two; those of the CPU would not notice.
+// Return the device of a call's tensors, ignoring scalar tensors on the CPU. Kernels of a real
+// device reject tensors of two devices; the CPU kernels here would not detect them.
 std::optional<Device> common_device(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   std::optional<Device> common;
   each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -97,7 +97,7 @@ std::optional<Device> common_device(const std::string& name, c10::ArrayRef<c10::
   return common;
 }
 
-// Whether the host has to read values before it can go on.
+// Return whether the operator makes the host wait for values.
 bool reads_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
 }
@@ -106,7 +106,7 @@ size_t bytes_of(const at::Tensor& tensor) {
   return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-// The tensors of a call as the CPU has them.
+// CPU tensors that share their memory with a call's device tensors.
 class HostTensors {
  public:
   at::Tensor of(const at::Tensor& tensor) {
@@ -117,7 +117,7 @@ class HostTensors {
     return view;
   }
 
-  // Moves what a kernel resized to the device.
+  // Move storages that the kernel resized back to the device, and copy changed sizes and strides.
   void write_back() {
     for (Shared& shared : memories_) {
       if (shared.host.data() != shared.device.data())
@@ -130,7 +130,7 @@ class HostTensors {
     }
   }
 
-  // The tensor of the device that is the same as one of the CPU, which a kernel returned.
+  // Return the device tensor for a CPU tensor that a kernel returned.
   at::Tensor on_device(const at::Tensor& result, Device device) const {
     if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided)
       return result;
@@ -159,7 +159,7 @@ class HostTensors {
   }
 
  private:
-  // The memory of some of the tensors.
+  // A storage of the device, and the CPU storage for the same memory.
   struct Shared {
     c10::Storage device, host;
     std::optional<Opened> opened;
@@ -200,10 +200,11 @@ class HostTensors {
   }
 
   std::vector<Shared> memories_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_; // of the device and of the CPU
+  // Each pair is a device tensor and its CPU view.
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 
-// An argument as the CPU takes it.
+// Return an argument with devices, generators and tensors replaced by those of the CPU.
 c10::IValue host_argument(const c10::IValue& value, HostTensors& tensors) {
   if (value.isDevice() && value.toDevice().type() == kStandin)
     return c10::Device(c10::kCPU);
@@ -212,7 +213,7 @@ c10::IValue host_argument(const c10::IValue& value, HostTensors& tensors) {
   return with_tensors(value, [&](const at::Tensor& tensor) { return tensors.of(tensor); });
 }
 
-// What each replay does again, of a call that has been made: `arguments` are the CPU's.
+// Return the work with which a replay repeats a call; `arguments` are already on the CPU.
 Work work_of(
     const c10::OperatorHandle& op,
     Stack arguments,
@@ -248,8 +249,9 @@ Work work_of(
   };
 }
 
-// The operator that does on the CPU what the call asks for. Convolutions have one for the devices
-// of plug-ins, which the CPU has no kernel for, and in backward it takes no sizes of the bias.
+// Return the operator to run on the CPU. Convolutions on PrivateUse1 use the `_overrideable`
+// operators, which the CPU does not implement, and whose backward lacks the argument for the sizes
+// of the bias.
 c10::OperatorHandle operator_of_host(const c10::OperatorHandle& op, Stack* stack) {
   const std::string& name = op.operator_name().name;
   const bool is_backward = name == "aten::convolution_backward_overrideable";
@@ -257,7 +259,7 @@ c10::OperatorHandle operator_of_host(const c10::OperatorHandle& op, Stack* stack
     return op;
   if (is_backward) {
     const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    const int64_t channels = arguments[0].toTensor().size(1); // of the output
+    const int64_t channels = arguments[0].toTensor().size(1); // the channels of the output
     const auto after_weight = stack->end() - ptrdiff_t(arguments.size()) + 3;
     stack->insert(after_weight, c10::List<int64_t>({channels}));
   }
@@ -305,7 +307,8 @@ void run_on_host(const c10::OperatorHandle& called, Stack* stack) {
 
 } // namespace
 
-// They have kernels for every device, which refuse, so that no fallback is asked.
+// PyTorch registers kernels for these operators that raise on every device, so the fallback would
+// not be called.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : {"convolution_overrideable", "convolution_backward_overrideable"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());

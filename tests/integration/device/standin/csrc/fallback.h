@@ -1,15 +1,14 @@
-// fallback.h: all other operators, which run on the CPU: a device may have that, or not.
+// fallback.h: runs operators without a kernel for the device on the CPU.
 #pragma once
 
 namespace standin {
 
-// Registers it as the kernel of each operator of PyTorch that has one for the CPU, and none that
-// the device could use. So those of others are refused without a kernel for the device, as on a
-// GPU.
+// Register the fallback for each operator of PyTorch that has a CPU kernel but none that the device
+// can use. Custom operators then fail without a kernel for the device, as on a GPU.
 void add_kernels();
 
-// Registers it with the dispatcher, or takes it back; returns whether it was there. Without it, an
-// operator that has no kernel for the device says so.
+// Add or remove the fallback for all operators, and return whether it was registered before.
+// Without it, operators that lack a kernel for the device raise.
 bool set_fallback(bool is_on);
 
 } // namespace standin

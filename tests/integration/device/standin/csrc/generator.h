@@ -1,4 +1,4 @@
-// generator.h: random numbers of the device, drawn by a generator of the CPU.
+// generator.h: a random number generator for the device, implemented with one of the CPU.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ class Generator final : public c10::GeneratorImpl {
       : c10::GeneratorImpl({kStandin, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         numbers_(at::detail::createCPUGenerator()) {}
 
-  // The same seed as before is passed over in a capture, where CUDA's refuses any other.
+  // During a capture, CUDA's generator accepts the seed it already has, and rejects others.
   void set_current_seed(uint64_t seed) override {
     if (!is_capturing)
       return numbers_.set_current_seed(seed);
@@ -40,7 +40,8 @@ class Generator final : public c10::GeneratorImpl {
     TORCH_CHECK(!is_capturing, "Cannot call Generator::set_state during graph capture of standin");
     numbers_.unsafeGetGeneratorImpl()->set_state(state);
   }
-  // CUDA's refuses this and the above, too: what a graph draws, only its replays know.
+  // CUDA's generator also rejects this during a capture, because its state advances with each
+  // replay.
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     TORCH_CHECK(!is_capturing, "Cannot call Generator::get_state during graph capture of standin");
     return numbers_.unsafeGetGeneratorImpl()->get_state();

@@ -1,4 +1,4 @@
-// graph.h: a graph of captured work, which replays do again in the same memory.
+// graph.h: a captured graph, whose replays write into the same memory.
 #pragma once
 
 #include <vector>
@@ -16,7 +16,7 @@ class Graph {
     reset();
   }
 
-  // Captures the current stream, with memory of its own or of the pool of another graph.
+  // Capture the current stream, with a new memory pool, or with `pool` of another graph.
   void begin(uint64_t pool) {
     reset();
     pool_ = pool != 0 ? pool : new_pool();
@@ -49,7 +49,7 @@ class Graph {
     return ++made;
   }
 
-  // How many graphs use a pool, after a change.
+  // Add `change` to the number of graphs that use a pool, and return the new number.
   static int users(uint64_t pool, int change) {
     static auto* mutex = new std::mutex();
     static auto* counts = new std::map<uint64_t, int>();

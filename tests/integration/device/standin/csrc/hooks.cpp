@@ -1,4 +1,4 @@
-// hooks.cpp: what PyTorch asks of a device type, and registering the answers.
+// hooks.cpp: implements and registers PyTorch's hooks for a device type.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #if __has_include(<ATen/core/GraphImplInterface.h>) // since 2.13
 #include <ATen/core/GraphImplInterface.h>
@@ -74,7 +74,7 @@ REGISTER_HOST_ALLOCATOR(kStandin, &pinned_allocator)
 }();
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
-// `torch.accelerator.Graph`.
+// Implements `torch.accelerator.Graph`.
 struct GraphImpl final : at::GraphImplInterface {
   explicit GraphImpl(const at::GraphImplArgs&) {}
 
@@ -108,7 +108,7 @@ struct GraphImpl final : at::GraphImplInterface {
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 namespace at {
-// The name is that of the device type, in capitals.
+// PyTorch looks the implementation up by the name of the device type, in capitals.
 REGISTER_GRAPH_IMPL(STANDIN, standin::GraphImpl)
 } // namespace at
 #endif

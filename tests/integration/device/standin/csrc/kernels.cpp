@@ -1,4 +1,5 @@
-// kernels.cpp: the operators without which a device has no tensors: making, viewing, copying them.
+// kernels.cpp: the operators that every device must implement: creating, viewing and copying
+// tensors.
 #include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
@@ -50,7 +51,7 @@ at::Tensor empty_strided(
       size, stride, &device_allocator, keys, c10::dtype_or_default(dtype));
 }
 
-// A gradient that is zero, as autograd makes it: it has no memory.
+// A zero gradient as autograd creates it, without memory.
 at::Tensor zeros_without_memory(
     at::IntArrayRef size,
     std::optional<at::ScalarType> dtype,
@@ -69,8 +70,8 @@ at::Tensor zeros_without_memory(
 
 // --- Copies
 
-// Two copies do not wait: one inside of a device, and one with `non_blocking`, unless it is to
-// memory that the host could then read too early.
+// The host does not wait for a copy within a device. With `non_blocking`, it also does not wait for
+// a copy from the host, or for a copy to pinned memory.
 void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (StandsIn::is_on() || from.is_cpu() == to.is_cpu())
     return;
@@ -85,7 +86,7 @@ void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  // A tensor of this size keeps its strides, as with every resize_ of PyTorch.
+  // PyTorch's resize_ also keeps the strides if the size stays the same.
   if (to.sizes() != from.sizes())
     to.resize_(from.sizes());
   return copy_from(from, to, /*non_blocking=*/false);
@@ -97,7 +98,7 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   return OnHost(tensor).tensor().item();
 }
 
-// --- Changing what a tensor is
+// --- Changing a tensor's metadata
 
 const at::Tensor& resize_(
     const at::Tensor& self,
@@ -187,7 +188,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar_dense);
 
-  // They move nothing, so those of the CPU do.
+  // The CPU's kernels fit, because they move no data.
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", at::native::view);
   library.impl("_reshape_alias", at::native::_reshape_alias);
@@ -202,8 +203,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_stream);
 }
 
-// A copy copies what such a view stands for. PyTorch's fallbacks would copy the view first, for
-// which they would call this again, without end.
+// Resolve conjugate and negative views while copying. PyTorch's fallbacks would first copy the
+// view, which would call them again, in an endless recursion.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

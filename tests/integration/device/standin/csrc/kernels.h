@@ -1,4 +1,4 @@
-// kernels.h: what the kernels of the device share: the host's view of a tensor, and copies.
+// kernels.h: helpers of the kernels: CPU views of device tensors, and copies.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,19 +7,18 @@
 
 namespace standin {
 
-// A tensor of the CPU in the memory of another one, which it does not keep; `storage` is the
-// host's for the memory that the tensor is a view of.
+// A CPU tensor for the memory of a device tensor, without ownership. `storage` is the CPU storage
+// for the memory of `tensor`.
 at::Tensor host_view(const at::Tensor& tensor, c10::Storage storage);
 c10::Storage host_storage(const c10::Storage& storage);
 
-// Where a tensor lies. A graph keeps no memory but that of its pool, so it has to be the same block
-// when the graph is replayed.
+// The memory block of a tensor in a graph. A graph owns only the memory of its pool, so another
+// block may be at the address of the tensor when the graph is replayed; `open` detects this.
 class Place {
  public:
   explicit Place(const c10::Storage& storage)
       : address_(storage.data()), serial_(memory().serial_of(address_)) {}
 
-  // Opens it for a replay.
   Opened open() const {
     TORCH_CHECK(
         memory().serial_of(address_) == serial_,
@@ -32,7 +31,7 @@ class Place {
   Serial serial_;
 };
 
-// The same memory as a tensor on the CPU, which can be used as long as this lives.
+// A CPU tensor for the memory of a tensor, valid while this object lives.
 class OnHost {
  public:
   explicit OnHost(const at::Tensor& tensor)
@@ -49,8 +48,8 @@ class OnHost {
   at::Tensor tensor_;
 };
 
-// While a kernel for the CPU stands in for one of the device, its copies are no copies of the
-// program, and the host does not wait for them.
+// Active while a CPU kernel runs in place of a kernel of the device. The copies that it makes are
+// not the program's, so they are not traced, and the host does not wait for them.
 class StandsIn {
  public:
   StandsIn() : before_(std::exchange(is_on_, true)) {}
@@ -69,7 +68,7 @@ class StandsIn {
   bool before_;
 };
 
-// Copies between two devices, or a device and the host.
+// Copy between two devices, or between a device and the host.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking);
 
 } // namespace standin

@@ -1,8 +1,8 @@
-// memory.h: the memory of the devices. It is the host's, and only copies may read or write it.
+// memory.h: the memory of the devices, which is host memory that only copies may access.
 //
-// The pages of a block are closed (PROT_NONE) except while an `Opened` names it. So a kernel of
-// PyTorch for the CPU that gets a tensor of these devices ends the process, as it would on a real
-// one; an emulation in ordinary memory would let it pass.
+// The pages of a block are inaccessible (PROT_NONE) unless an `Opened` object refers to it. So the
+// process crashes if a CPU kernel gets a tensor of these devices, as it would with a real device.
+// With ordinary memory, the mistake would go unnoticed.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,7 +23,7 @@
 
 namespace standin {
 
-// Opening and closing pages takes microseconds, which benchmarks do without.
+// Benchmarks turn the protection off, because changing it takes microseconds.
 inline bool protects_memory() {
   static const bool protects = [] {
     const char* value = std::getenv("STANDIN_PROTECT");
@@ -32,12 +32,13 @@ inline bool protects_memory() {
   return protects;
 }
 
-// The place of a block in the order in which they were taken, as addresses are used again.
+// A block's number in the order of allocation. Addresses cannot identify blocks, because they are
+// reused.
 using Serial = uint64_t;
 
 class Memory {
  public:
-  // No bytes have no address, as in PyTorch's other allocators.
+  // Empty allocations return nullptr, as in PyTorch's other allocators.
   void* take(size_t size, DeviceIndex device) {
     if (size == 0)
       return nullptr;
@@ -70,12 +71,12 @@ class Memory {
     const auto block = blocks_.find(static_cast<char*>(start));
     count(devices_.at(block->second.device), -1, block->second.size);
     if (block->second.pool != 0)
-      block->second.is_free = true; // a graph may write there each time it is replayed
+      block->second.is_free = true; // a graph may write there in each replay
     else
       unmap(block);
   }
 
-  // The graphs of a pool are gone, so that what is free in it goes, too.
+  // Free the unused blocks of a pool after its last graph was destroyed.
   void release_pool(uint64_t pool) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto block = blocks_.begin(); block != blocks_.end();) {
@@ -94,7 +95,6 @@ class Memory {
     return devices_.at(device).stats;
   }
 
-  // Calls `change(stat)` for each statistic of a device.
   template <class Change>
   void change_stats(DeviceIndex device, Change&& change) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -104,21 +104,21 @@ class Memory {
         change(stat);
   }
 
-  // A device has room for so many bytes more; without a number, for all that the host has.
+  // Limit each device to `room` more bytes, or remove the limits.
   void limit(std::optional<size_t> room) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Device& device : devices_)
       device.limit = room.has_value() ? device.allocated() + *room : unlimited;
   }
 
-  // The block that an address lies in, 0 if it is none of ours.
+  // The serial number of the block at this address, or 0.
   Serial serial_of(const void* address) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto block = find(address);
     return block == blocks_.end() ? 0 : block->second.serial;
   }
 
-  // Opens the block that an address lies in; nullptr if it is none of ours.
+  // Make the block at this address accessible, and return its start, or nullptr without a block.
   char* open(const void* address) {
     if (!protects_memory())
       return nullptr;
@@ -143,11 +143,11 @@ class Memory {
 
   struct Block {
     size_t size;
-    int opened; // by how many, at once
+    int opened; // how many `Opened` objects refer to the block
     Serial serial;
     DeviceIndex device;
-    uint64_t pool; // of the graph that is captured when it is taken; otherwise 0
-    bool is_free;  // in its pool
+    uint64_t pool; // of the graph that was being captured at the allocation, or 0
+    bool is_free;  // freed, but kept in the pool
   };
   using Blocks = std::map<char*, Block>;
 
@@ -192,13 +192,13 @@ class Memory {
   std::array<Device, device_count> devices_;
 };
 
-// Tensors may be freed while the process ends, so it is never destroyed.
+// Never destroyed, because tensors may be freed while the process exits.
 inline Memory& memory() {
   static auto* only = new Memory();
   return *only;
 }
 
-// The block that an address lies in can be read and written as long as this lives.
+// Keeps the memory block at an address accessible while this object lives.
 class Opened {
  public:
   explicit Opened(const void* address) : start_(memory().open(address)) {}
@@ -230,7 +230,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t) override {} // it keeps nothing for later
+  void emptyCache(c10::MempoolId_t) override {} // nothing is cached
   void recordStream(const c10::DataPtr&, Stream user) override {
     trace().note("keep memory for " + name_of(user));
   }
@@ -252,7 +252,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 
 inline DeviceAllocator device_allocator;
 
-// Memory of the host that a copy to the device need not wait for: just a list of its addresses.
+// Allocates pinned host memory, which here is just memory whose address is in a list.
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
@@ -268,7 +268,7 @@ class PinnedAllocator final : public at::HostAllocator {
     default_copy_data(to, from, count);
   }
 
-  // It keeps nothing for later, and counts nothing.
+  // Nothing is cached or counted.
   bool record_event(void*, void*, Stream) override {
     return true;
   }

@@ -1,4 +1,4 @@
-// module.cpp: what Python sees.
+// module.cpp: the Python module.
 #include <torch/csrc/utils/pybind.h>
 
 #include "fallback.h"

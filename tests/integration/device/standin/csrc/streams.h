@@ -1,5 +1,4 @@
-// streams.h: the devices, and their streams and events: which are current, and in which order they
-// were used.
+// streams.h: devices, streams and events, which only record the order in which they are used.
 #pragma once
 
 #include <array>
@@ -20,11 +19,11 @@ using c10::Stream;
 constexpr c10::DeviceType kStandin = c10::DeviceType::PrivateUse1;
 constexpr DeviceIndex device_count = 2;
 
-// Of this thread, as on CUDA: a thread starts on the first device, on the default streams.
+// Thread-local, as on CUDA: a thread starts with the first device and the default streams.
 inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::array<c10::StreamId, device_count> current_streams{};
 
-// PyTorch writes -1 for the device that is current.
+// PyTorch passes -1 for the current device.
 inline DeviceIndex index_of(DeviceIndex index) {
   TORCH_CHECK(index < device_count, "standin: invalid device ordinal ", int(index));
   return index < 0 ? current_device : index;
@@ -38,7 +37,7 @@ inline std::string name_of(const Stream& stream) {
   return name_of(place_of(stream));
 }
 
-// Where work of this thread goes now, on a device.
+// The current stream of this thread on a device.
 inline StreamPlace current_place_of(DeviceIndex device) {
   return {device, current_streams[device]};
 }
@@ -47,12 +46,12 @@ inline StreamPlace current_stream() {
   return current_place_of(current_device);
 }
 
-// The same in words, such as "1.0".
+// For example "1.0".
 inline std::string current_place() {
   return name_of(current_stream());
 }
 
-// An event: on which stream it was recorded last, and in which capture, 0 for none.
+// The stream that last recorded the event, and the number of the capture, or 0 outside of one.
 struct Event {
   StreamPlace place;
   uint64_t capture;
@@ -118,7 +117,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const Stream& waited) const override {
     note_host_wait("synchronize stream " + name_of(waited));
   }
-  // An override since 2.13.
+  // Overrides a virtual function since 2.13.
   bool isStreamCapturing(const Stream& stream) const {
     return capture().includes(place_of(stream));
   }
@@ -152,7 +151,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     delete static_cast<Event*>(event);
   }
 
-  // What a tensor's memory is kept for.
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream& user) const override {
     trace().note("keep memory for " + name_of(user));
   }

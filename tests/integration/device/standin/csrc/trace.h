@@ -1,8 +1,7 @@
-// trace.h: what happens on the device and for how long nobody could tell: a list of lines, in
-// order.
+// trace.h: records the operations of the devices, in order.
 //
-// The work itself is done at once, on the host. So nothing here runs late, and what a test can see
-// of streams, devices and waits is what was noted.
+// Operations run immediately, on the host, so streams and waits have no effect. Tests can only
+// check them in the trace.
 #pragma once
 
 #include <atomic>
@@ -15,7 +14,7 @@
 
 namespace standin {
 
-// Lines that say so begin with this.
+// The prefix of lines about waits.
 constexpr const char* host_waits = "host waits: ";
 
 class Trace {
@@ -27,7 +26,7 @@ class Trace {
     lines_.push_back(std::move(line));
   }
 
-  // Starts, or stops; returns the lines since the last time.
+  // Start or stop tracing, and return the lines since the last call.
   std::vector<std::string> turn(bool on) {
     std::lock_guard<std::mutex> lock(mutex_);
     is_on_ = on;
@@ -40,15 +39,15 @@ class Trace {
   std::vector<std::string> lines_;
 };
 
-// Backward passes note lines while the process ends, so nothing here is ever destroyed.
+// Never destroyed, because backward threads may add lines while the process exits.
 inline Trace& trace() {
   static auto* only = new Trace();
   return *only;
 }
 
-// Whether a graph is being captured. What CUDA refuses then is refused here.
+// True during a capture, in which operations that CUDA rejects raise.
 inline std::atomic<bool> is_capturing{false};
-// Whether something was refused meanwhile, which ends what is captured.
+// True if an operation was rejected, so the capture cannot succeed.
 inline std::atomic<bool> is_capture_broken{false};
 
 inline void refuse_in_capture(const std::string& what) {
@@ -57,7 +56,7 @@ inline void refuse_in_capture(const std::string& what) {
       !is_capturing, "standin: operation not permitted when stream is capturing (", what, ")");
 }
 
-// Notes that the host waits for the device. While a graph is captured there is nothing to wait for.
+// Record that the host waits for the device, which is an error during a capture.
 inline void note_host_wait(const std::string& why) {
   refuse_in_capture(why);
   trace().note(host_waits + why);
