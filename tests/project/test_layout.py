@@ -49,7 +49,7 @@ MOST_ENTRIES, MOST_LINES = 20, 455
 # Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
 # limit must remove other code, or raise the limit and explain this in the commit.
 MOST_PYTHON_LINES = 29_800  # of the whole package
-MOST_CORE_LINES = 15_550  # of all packages that are not tools
+MOST_CORE_LINES = 15_630  # of all packages that are not tools
 MOST_CPP_LINES = 5_825
 # The core does not import tools. Tools use public names and `torchop.extend`, like third-party
 # tools. A file of `_compat` that only tools use is a tool too.

@@ -152,6 +152,6 @@ def size_in_bytes(node: Node) -> int:
 
 def _name(node: Node) -> str:
     target = node.target
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
+    if isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "torchop"):
         return str(target._overloadpacket.__name__)
     return ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch._higher_order_ops.auto_functionalize import get_base
+from torch._higher_order_ops.auto_functionalize import get_base, is_alias, try_use_slice
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphAutogradOp
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
@@ -68,7 +68,7 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
 def traced_memory(tensor: torch.Tensor) -> int:
     """Return a number that is equal for traced tensors that are views of the same tensor."""
-    return _traced_base(tensor)._cdata
+    return traced_base(tensor)._cdata
 
 
 def functional_storage(tensor: torch.Tensor) -> int:
@@ -93,12 +93,26 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def is_view_of_other_type(tensor: torch.Tensor) -> bool:
-    """Return whether a traced tensor is a view of a tensor with another dtype."""
-    return _traced_base(tensor).dtype is not tensor.dtype
+def is_misread_view(tensor: torch.Tensor) -> bool:
+    """Return whether PyTorch's functionalization describes a mutated view wrongly.
+
+    Functionalization replaces the view by its base, and views the base again in the compiled
+    program. `write_view_information_to_args` (torch/_higher_order_ops/auto_functionalize.py) passes
+    no dtype for this view. Also, `try_use_slice` in the same file computes the start of a slice
+    from the storage offset of the view, without subtracting the storage offset of the base. So the
+    start is wrong if the base has an offset itself, for example because it is a row of a tensor.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    base = traced_base(tensor)
+    if base.dtype is not tensor.dtype:
+        return True
+    at_start = statically_known_true(base.storage_offset() == 0)
+    return not at_start and not is_alias(base, tensor) and try_use_slice(base, tensor) is not None
 
 
-def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
+def traced_base(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a traced tensor is a view of, or the tensor itself."""
     base = get_base(tensor)
     return tensor if base is None else cast(torch.Tensor, base)
 
@@ -111,6 +125,21 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     value: Any = PythonFunctionalizeAPI(mode).unwrap_tensors(tensor)
     proxy: Any = proxy_tensor.get_proxy_slot(value, proxy_mode.tracer, None)
     return None if proxy is None else proxy.proxy.node
+
+
+def shape_of(node: Any) -> torch.Size:
+    """Return the shape of the traced tensor of an FX node."""
+    return cast(torch.Size, node.meta["val"].shape)
+
+
+def has_offset(node: torch.fx.Node) -> bool:
+    """Return whether the traced tensor of an FX node may have a storage offset."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and not statically_known_true(
+        value.storage_offset() == 0
+    )
 
 
 _RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__

@@ -34,6 +34,7 @@ from torchop._errors import (
 )
 from torchop._native.table.calls import attach, outdate
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
+from torchop._rules.functionalization import misread_views
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -248,6 +249,10 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         libraries.follow(library)
         if "!" in schema:
             inductor_writes.register_lowerings(str(name))
+            misread_views.install_low_level(str(name))
+            libraries.on_close(
+                library, functools.partial(misread_views.remove_low_level, str(name))
+            )
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
 

@@ -38,6 +38,7 @@ from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.plan import NativeCalls, unknown_type
 from torchop._native.table import ours
+from torchop._rules.functionalization import misread_views
 from torchop._schema.naming import OpName
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class TableCalls(NativeCalls):
             if accelerated.get(self.name) is not self:
                 return
             del accelerated[self.name]
+            misread_views.remove_low_level(str(self.name))
             foreign_operators.forget_exchange(self._overload)
             if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
                 operator = self._native.Operator
@@ -163,6 +165,7 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
         calls.accelerate(library)
         if overload._schema.is_mutable:
             inductor_writes.register_lowerings(str(name))
+            misread_views.install_low_level(str(name))
         return None
 
 

@@ -15,6 +15,7 @@ operator of our own, `torchop::clone`.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +41,33 @@ libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
 registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 
 
+def lasting_copy(mode: Any, tensor: Tensor) -> Tensor:
+    """Return a copy of a traced tensor that no compiler pass removes."""
+    with mode:
+        copy: Tensor = torch.ops.torchop.clone.default(tensor)
+    return copy
+
+
+def keep_copies_with_offset(
+    mode: Any, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Make sure that compilers keep the copies that a traced call mutates.
+
+    For example, in `y = x[2].clone(); op(y)`, Inductor removes the clone, because it copies the
+    argument of `op` again. But PyTorch has recorded that the argument has the storage offset 0 of
+    the clone (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so Inductor would copy the
+    first elements of `x` instead of the row. This only matters if what was copied has an offset.
+    """
+    for _, tensor in mutated_tensors(schema, args, kwargs):
+        base = tracing.traced_base(tensor)
+        node = tracing.traced_node(mode, base)
+        sources = _sources(node) - {node}
+        if any(map(tracing.has_offset, sources)) and not _writes_a_part(node):
+            copy = lasting_copy(mode, base)
+            with mode:
+                base.copy_(copy)
+
+
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -58,8 +86,7 @@ def copy_hidden_aliases(
             or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
             return tensor
-        with mode:
-            return torch.ops.torchop.clone.default(tensor)
+        return lasting_copy(mode, tensor)
 
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
@@ -77,6 +104,15 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     return sources
 
 
+def _writes_a_part(node: torch.fx.Node | None) -> bool:
+    """Return whether a node writes a part of a tensor, so that it cannot be a copy of another."""
+    if node is None or node.target not in _SCATTERS:
+        return False
+    written, part = node.args[:2]
+    return tracing.shape_of(written) != tracing.shape_of(part)
+
+
+_SCATTERS = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)
 # Compilers remove these operators if they would return their input unchanged. Compilers also remove
 # views and operators whose names end in `_copy`.
 _COPIES = frozenset(

@@ -12,8 +12,8 @@ the trace contains a helper operator instead, which PyTorch compiles correctly:
 - An operator that returns lists is traced as a functional operator that writes into copies. The
   same functional operator is traced if all mutated arguments of a call are None.
 
-For all operators, this module also copies mutated views of another dtype (see `_copy_typed_views`),
-and protects copies that compilers might remove (see `hidden_aliases`).
+For all operators, this module also copies mutated views that PyTorch describes wrongly (see
+`misread_views`), and protects copies that compilers might remove (see `hidden_aliases`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
-from torchop._compat import cpp_functionalization, registries, tracing
+from torchop._compat import cpp_functionalization, registries
 from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
-from torchop._core.call import map_tensors, mutated_tensors, returned_result
+from torchop._core.call import mutated_tensors, returned_result
 from torchop._core.definition import Definition
 from torchop._errors import TracingError
 from torchop._rules import inlining
@@ -38,14 +36,22 @@ from torchop._rules.functionalization.helper_operators import (
     masks,
     without_none,
 )
-from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
+from torchop._rules.functionalization.hidden_aliases import (
+    copy_hidden_aliases,
+    keep_copies_with_offset,
+)
+from torchop._rules.functionalization.misread_views import (
+    TensorPairs,
+    copy_misread_views,
+    names_if_shared,
+)
 from torchop._rules.functionalization.regions import (
     checking_regions,
     functionalizing_in_regions,
     needs_check_of_regions,
 )
 from torchop._schema.forms import Form
-from torchop._schema.schema import Argument, Schema
+from torchop._schema.schema import Schema
 
 
 def install(definition: Definition) -> Callable[[], None] | None:
@@ -110,7 +116,8 @@ def _functionalizing(
         if untraceable:
             raise _untraceable(definition, untraceable)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
-        values, keywords, copies = _copy_typed_views(mode, definition, args, kwargs)
+        keep_copies_with_offset(mode, schema, args, kwargs)
+        (values, keywords), copies = copy_misread_views(mode, str(definition), schema, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
         with saved_under_budget(op, args, kwargs):
             result, written = _trace(definition, helpers, mode, types, values, keywords)
@@ -126,10 +133,6 @@ def _functionalizing(
     return functionalize
 
 
-# Pairs of a mutated tensor and its new value
-_Values = list[tuple[Tensor, Tensor]]
-
-
 def _trace(
     definition: Definition,
     helpers: Mapping[str, Definition],
@@ -137,8 +140,8 @@ def _trace(
     types: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[Any, _Values]:
-    """Return the result of a traced call, and pairs of a mutated tensor and its new value.
+) -> tuple[Any, TensorPairs]:
+    """Trace a call to the operator or to one of its helper operators.
 
     There are no pairs unless `name__functional` was traced, because other operators write the new
     values themselves.
@@ -147,7 +150,7 @@ def _trace(
     functional = helpers.get(FUNCTIONAL)
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and ("List[Tensor]" in _traced_results(schema) or not mutated):
-        if names := _names_if_shared(definition, args, kwargs, mutated):
+        if names := names_if_shared(schema, args, kwargs, mutated):
             raise TracingError(
                 f"{definition} was called with mutated arguments that share memory ({names}). An "
                 "operator that mutates and returns a list is compiled into one that writes into "
@@ -166,50 +169,6 @@ def _trace(
         overload = mutable.overload
         args, kwargs = without_none(schema, args, kwargs)
     return mode.__torch_dispatch__(overload, types, args, kwargs), []
-
-
-def _copy_typed_views(
-    mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
-    """Replace each mutated argument that is a view of another dtype with a copy.
-
-    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype. So
-    an operator that writes into `torch.view_as_complex(x)` would receive real numbers. Instead, it
-    writes into a copy, and the caller copies the new value back into the view.
-    """
-    copies: _Values = []
-
-    def change(argument: Argument, tensor: Tensor) -> Tensor:
-        if not argument.is_mutated or not tracing.is_view_of_other_type(tensor):
-            return tensor
-        with mode:
-            copies.append((tensor, tensor.clone()))
-        return copies[-1][1]
-
-    changed = map_tensors(definition.schema, args, kwargs, change)
-    if names := _names_if_shared(definition, args, kwargs, [view for view, _ in copies]):
-        raise TracingError(
-            f"{definition} was called with a view of another type (such as x.real, or "
-            f"torch.view_as_complex(x)) among the mutated arguments ({names}), and another of "
-            "them has the same memory. A compiler replaces such a view with a separate copy. "
-            "Pass tensors that share no memory."
-        )
-    return *changed, copies
-
-
-def _names_if_shared(
-    definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
-) -> str:
-    """Return the names of all mutated arguments, or an empty string if no memory is shared.
-
-    `tensors` contains some of the mutated arguments. Memory is shared if one of these has the same
-    memory as another mutated argument.
-    """
-    mutated = mutated_tensors(definition.schema, args, kwargs)
-    memory = [tracing.traced_memory(tensor) for _, tensor in mutated]
-    if all(memory.count(tracing.traced_memory(tensor)) < 2 for tensor in tensors):
-        return ""
-    return ", ".join(dict.fromkeys(name for name, _ in mutated))
 
 
 def _untraceable(definition: Definition, kinds: Sequence[str]) -> TracingError:

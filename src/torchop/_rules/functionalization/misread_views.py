@@ -1,0 +1,99 @@
+"""Copy mutated views that PyTorch's functionalization describes wrongly.
+
+In a compiled program, functionalization replaces a mutated view with its base, and makes the view
+again from a description: its sizes, strides and storage offset, or the start and end of a slice.
+Two of these descriptions are wrong, so the operator would read and write the wrong elements (see
+`tracing.is_misread_view`). For such a view, the operator writes into a copy instead, and the new
+value of the copy is then copied into the view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import registries, tracing
+from torchop._compat.classes import FunctionalTensorMode, OpOverload
+from torchop._core.call import Call, map_tensors, mutated_tensors
+from torchop._errors import TracingError
+from torchop._rules.functionalization.hidden_aliases import (
+    copy_hidden_aliases,
+    keep_copies_with_offset,
+    lasting_copy,
+)
+from torchop._schema.schema import Argument, Schema
+
+# Pairs of a mutated tensor and a tensor with its new value
+TensorPairs = list[tuple[Tensor, Tensor]]
+
+
+def install_low_level(qualname: str) -> None:
+    """Copy misread views and hidden aliases that a low-level operator mutates or reads.
+
+    A low-level operator is one that `Library.define` or another package defined. Operators of
+    `custom_op` have a functionalization rule that does more (see `trace`).
+    """
+    registries.register_default_torch_dispatch(
+        qualname, FunctionalTensorMode, _functionalize_low_level
+    )
+
+
+def remove_low_level(qualname: str) -> None:
+    """Undo `install_low_level`."""
+    registries.withdraw_torch_dispatch(qualname, FunctionalTensorMode, _functionalize_low_level)
+
+
+def _functionalize_low_level(
+    mode: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Any:
+    schema = Schema.parse(str(op._schema))
+    keep_copies_with_offset(mode, schema, args, kwargs or {})
+    call, copies = copy_misread_views(mode, op.name(), schema, args, kwargs or {})
+    result = mode.__torch_dispatch__(op, types, *copy_hidden_aliases(mode, schema, *call))
+    if result is not NotImplemented:
+        with mode:
+            for view, copy in copies:
+                view.copy_(copy)
+    return result
+
+
+def copy_misread_views(
+    mode: Any, name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Call, TensorPairs]:
+    """Replace each mutated view that PyTorch describes wrongly with a copy.
+
+    Returns the arguments with the copies, and pairs of a view and its copy.
+    """
+    copies: TensorPairs = []
+
+    def change(argument: Argument, tensor: Tensor) -> Tensor:
+        if not argument.is_mutated or not tracing.is_misread_view(tensor):
+            return tensor
+        copies.append((tensor, lasting_copy(mode, tensor)))
+        return copies[-1][1]
+
+    changed = map_tensors(schema, args, kwargs, change)
+    if names := names_if_shared(schema, args, kwargs, [view for view, _ in copies]):
+        raise TracingError(
+            f"{name} was called with mutated arguments that may share memory ({names}). A "
+            "compiler replaces one of them with a separate copy, because it is a view of another "
+            "type, such as x.real, or a slice of an input that has a storage offset. Pass tensors "
+            "that share no memory."
+        )
+    return changed, copies
+
+
+def names_if_shared(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> str:
+    """Return the names of all mutated arguments, or an empty string if no memory is shared.
+
+    `tensors` contains some of the mutated arguments. Memory is shared if one of these may overlap
+    another mutated argument.
+    """
+    mutated = mutated_tensors(schema, args, kwargs)
+    if all(sum(tracing.may_overlap(one, other) for _, other in mutated) < 2 for one in tensors):
+        return ""
+    return ", ".join(dict.fromkeys(name for name, _ in mutated))

@@ -1,0 +1,193 @@
+"""Compiled operators that mutate tensors with a storage offset, or copies of them.
+
+PyTorch 2.13 compiles many of these programs wrongly for operators of `torch.library`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests._support.common import on_both
+from tests.integration.compile.mutating import (
+    FORMS,
+    accumulate,
+    assert_equals_eager,
+    calling,
+    define,
+    inputs,
+    run_together,
+)
+
+# The tests do not name this parameter `backend`, because most tests with that name do not compile
+# C++ (see `combinations`). Without C++, Inductor does not see that a slice shares memory.
+BACKENDS = ["aot_eager", "inductor"]
+LOW_LEVEL = ["defined", "accelerated"]
+WITH_VIEWS = [
+    "input_with_a_copy",
+    "a_slice_of_an_input",
+    "every_second_row_of_an_input",
+    "a_slice_of_an_intermediate",
+    "a_row_of_a_transposed_input",
+    "a_view_that_is_read_afterwards",
+    "overlapping_views_in_order",
+    "read_argument_is_a_view_of_the_mutated_one",
+]
+# Copies of a part of an input. Inductor may remove the copy, and use the part of the input instead.
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone of a row": lambda x: x[2].clone(),
+    "clone of rows": lambda x: x[1:].clone(),
+    "clone of an input": lambda x: x.clone(),
+    "view of a clone": lambda x: x[1:].clone()[1:],
+    "contiguous": lambda x: x.chunk(2)[1].contiguous(),
+    "split": lambda x: x.split(1)[1].clone(),
+    "copy": lambda x: torch.empty_like(x[3]).copy_(x[3]),
+    "full slice": lambda x: torch.zeros_like(x[3])[:].copy_(x[3]),
+    "cat": lambda x: torch.cat([x[3]]),
+}
+
+
+def offset_inputs() -> tuple[Tensor, Tensor]:
+    """Return the rows of larger tensors, so that both have a storage offset."""
+    x, y = (torch.stack([value - 1, value, value + 1])[1] for value in inputs())
+    assert x.storage_offset()
+    assert y.storage_offset()
+    return x, y
+
+
+@pytest.fixture
+def write(namespace: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
+    """Define an operator `write(target, x)` of the form that is the parameter."""
+    form = request.param
+    if form == "defined":
+        schema = "(Tensor(a!) target, Tensor x) -> ()"
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define(f"write{schema}")
+            library.impl("write", _accumulate, "CompositeExplicitAutograd")
+            torchop.register_fake(f"{namespace}::write", lambda target, x: None, lib=library)
+            yield getattr(torch.ops, namespace).write
+    elif form == "accelerated":
+        op = define("plain", namespace, torch.library)
+        with torchop.accelerate(f"{namespace}::*"):
+            yield op
+    else:
+        yield define(form, namespace, torchop)
+
+
+def _accumulate(target: Tensor, x: Tensor) -> None:
+    accumulate(target, x)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("write", [*FORMS, *LOW_LEVEL], indirect=True)
+def test_inputs_with_an_offset_are_written_in_place(
+    write: Callable[..., Any], compiler: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.integration.compile.mutating.inputs", offset_inputs)
+    function = run_together(calling(write, WITH_VIEWS))
+    compiled = torch.compile(function, backend=compiler, fullgraph=True, dynamic=dynamic)
+    assert_equals_eager(compiled, function, WITH_VIEWS)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("write", ["plain", "inplace", *LOW_LEVEL], indirect=True)
+def test_copies_of_a_part_of_an_input_are_written(
+    write: Callable[..., Any], compiler: str, offset: bool
+) -> None:
+    def function(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        results = {}
+        for name, copy in COPIES.items():
+            target = copy(inputs[name])
+            write(target, torch.ones_like(target))
+            results[name] = target + 1
+        return results
+
+    def arguments() -> dict[str, Tensor]:
+        return {name: (offset_inputs() if offset else inputs())[0] for name in COPIES}
+
+    ours, expected = arguments(), arguments()
+    compiled = torch.compile(function, backend=compiler, fullgraph=True)
+    assert_close(compiled(ours), function(expected), rtol=0, atol=0)
+    assert_close(ours, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("write", ["plain", *LOW_LEVEL], indirect=True)
+def test_rows_of_one_tensor_may_be_separate_inputs(
+    write: Callable[..., Any], compiler: str
+) -> None:
+    def function(x: Tensor, y: Tensor, z: Tensor) -> None:
+        y.copy_(x)
+        write(y, z)
+        write(z[1:3], x[1:3])
+
+    ours, expected = (torch.arange(24.0).reshape(3, 8) for _ in range(2))
+    torch.compile(function, backend=compiler, fullgraph=True)(*ours)
+    function(*expected)
+    assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_overlapping_slices_of_an_input_with_an_offset_are_rejected(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::both", mutates_args={"a", "b"})
+    def both(a: Tensor, b: Tensor) -> None:
+        a.add_(1)
+        b.mul_(2)
+
+    def compiled(first: slice, second: slice) -> Callable[[Tensor], None]:
+        return torch.compile(
+            lambda x: both(x[first], x[second]), backend="aot_eager", fullgraph=True
+        )
+
+    ours, expected = (torch.arange(16.0).reshape(2, 8) for _ in range(2))
+    compiled(slice(0, 2), slice(4, 6))(ours[1])
+    both(expected[1, 0:2], expected[1, 4:6])
+    assert_close(ours, expected, rtol=0, atol=0)
+    with pytest.raises(Exception, match=rf"{namespace}::both .* may share memory \(a, b\)"):
+        compiled(slice(0, 4), slice(2, 6))(ours[1])
+
+
+def test_a_slice_that_is_copied_counts_as_copied_bytes(namespace: str) -> None:
+    write = define("plain", namespace, torchop)
+    cache, row = torch.zeros(3, 8, 4)[1], torch.ones(2, 4)
+    copied = torchop.testing.copied_bytes(lambda cache, row: write(cache[3:5], row), cache, row)
+    assert copied == {"cache": 64}  # 8 numbers are copied, and copied back
+
+
+def test_pytorch_writes_a_slice_of_an_offset_input_elsewhere(namespace: str) -> None:
+    def scenario(library: Any, namespace: str) -> list[float]:
+        write = define("plain", namespace, library)
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def function(x: Tensor) -> None:
+            write(x[1:3], torch.ones(2))
+
+        numbers = torch.zeros(8)
+        function(numbers[1:])
+        return numbers.tolist()
+
+    assert on_both(scenario, namespace) == ([0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 0, 0, 0])
+
+
+def test_pytorch_reads_another_row_for_a_clone(namespace: str) -> None:
+    def scenario(library: Any, namespace: str) -> list[float]:
+        write = define("plain", namespace, library)
+
+        @torch.compile(backend="inductor", fullgraph=True)
+        def function(x: Tensor) -> Tensor:
+            row = x[1].clone()
+            write(row, torch.ones(2))
+            return row + 1
+
+        return function(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+
+    assert on_both(scenario, namespace) == ([8, 10], [4, 6])
