@@ -28,14 +28,14 @@ class checking(Block):  # noqa: N801  (called like a function)
     The `with` block checks all kernels registered with torchop that run in this thread or in its
     backward passes, including kernels called by compiled code and by other kernels. It also checks
     autograd formulas: `backward` must not write into its incoming gradients, and `setup_context`
-    must not write into inputs and outputs. A compiled graph runs formulas only while it is
-    compiled, so compile inside the block.
+    must not write into inputs and outputs. With `torch.compile`, formulas run only while a graph is
+    being compiled, so compile inside the block.
 
     `checking()` can be nested, and can decorate a function. Calls outside the block have no
-    overhead. Tensors without data, MKL-DNN tensors, tensors too large to copy, and all tensors
-    during the capture of a device graph are not compared. On a GPU, the backward pass runs in
-    other threads. These are checked only with PyTorch 2.12 or later. No other thread may write into
-    the inputs during a call, because its writes look like writes of the kernel.
+    overhead. Tensors without data, MKL-DNN tensors, tensors that are too large to copy, and all
+    tensors during the capture of a device graph are not compared. On a GPU, the backward pass runs
+    in other threads, so it is checked only with PyTorch 2.12 or later. No other thread may write
+    into the inputs during a call, because its writes would be attributed to the kernel.
 
     Raises:
         UndeclaredMutationError: a kernel or formula made a mutation that the schema does not
@@ -59,7 +59,8 @@ class checking(Block):  # noqa: N801  (called like a function)
         self._entered: list[list[checking]] = []
 
     def _recreate_cm(self) -> checking:
-        # A decorated function enters a new object per call, because threads may call it at once.
+        # Several threads may call a decorated function at the same time, so enter a new object in
+        # each call.
         return checking()
 
     def __enter__(self) -> None:
@@ -144,7 +145,7 @@ class _Checker:
 def _checked(
     name: object, function: Callable[..., Any], take: Callable[..., Snapshot]
 ) -> Callable[..., Any]:
-    """Return a wrapper that, inside `checking()`, compares the arguments before and after calls."""
+    """Return a wrapper that raises, inside `checking()`, if a call makes undeclared mutations."""
 
     @compilers.never_traced
     @functools.wraps(function)

@@ -16,8 +16,8 @@ from torchop.testing.process_state import seed_torch
 def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Check that the values written to outputs do not depend on the outputs' previous contents.
 
-    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`. Only
-    operators with this tag, or with a signature that the tag allows, are checked.
+    Inductor passes uninitialized memory as the outputs of an operator with `torch.Tag.out`. So
+    operators with this tag are checked, and also operators that could be given this tag.
     """
     if schema.form is not Form.OUT and getattr(torch.Tag, "out", None) not in overload.tags:
         return
@@ -39,7 +39,7 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
 def _written(
     schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
 ) -> list[tuple[str, Tensor]]:
-    """Fill copies of the outputs with a byte, call the operator, and return the named outputs."""
+    """Call the operator with outputs full of `byte`. Return the name and tensor of each output."""
     args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
     tensors = list(named_inputs(schema, args, kwargs))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]

@@ -65,7 +65,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
     for clone, name in clones.items():
         copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(clone)
     for node in filter(inductor_graphs.is_copy_back, lowered.graph.nodes):
-        # If the operator writes into the input directly, the graph contains `x.copy_(x)`. This
+        # If the operator writes into the input directly, the graph contains `x.copy_(x)`, which
         # copies nothing. So count a copy only if its source is a clone, or is the new value that a
         # functional helper operator returns.
         target, value = (inductor_graphs.view_root(node.all_input_nodes[n]) for n in (0, -1))
@@ -80,7 +80,7 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
 
 
 def _clones(lowered: Lowered) -> dict[Node, str]:
-    """Map each copy that Inductor passes to an operator to the name of the copied tensor."""
+    """Return the copies that Inductor passes to operators, with the names of the copied tensors."""
     copies_back = [*filter(inductor_graphs.is_copy_back, lowered.graph.nodes)]
     copied_back = {inductor_graphs.view_root(node.all_input_nodes[-1]) for node in copies_back}
     mutated = {inductor_graphs.view_root(node.all_input_nodes[0]) for node in copies_back}
@@ -94,16 +94,17 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
             if is_ours and root not in clones and not inductor_graphs.is_copy_back(node):
                 origin = inductor_graphs.view_root(root.all_input_nodes[0])
                 if origin in lowered.inputs and origin not in mutated:
-                    continue  # the program itself makes this copy
+                    continue  # the copy is part of the program, so Inductor did not insert it
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Return whether a node is the new value of an argument, computed by `name__functional`.
+    """Return whether a node is the new value of an argument, computed by a helper operator.
 
-    This helper operator writes into copies of the arguments, and returns the copies.
+    The helper operator writes into copies of the arguments, and returns the copies. Its name ends
+    in `__functional`.
     """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]

@@ -31,7 +31,7 @@ DEFAULT_TEST_UTILS = (
 _TINY = 5e-324
 # An additional check, for operators with a sharding rule.
 _SHARDING = "test_sharding"
-_PLACEMENTS = 100  # the largest number of combinations of placements that `test_sharding` tries
+_PLACEMENTS = 100  # the maximum number of combinations of placements that `test_sharding` tries
 
 
 def opcheck(
@@ -48,8 +48,8 @@ def opcheck(
 
     Call `opcheck` with representative inputs: each device and dtype, empty and non-contiguous
     tensors and, if the operator has an autograd formula, tensors that require grad. `opcheck` does
-    not check that results and gradients are right. To check them, use `torch.testing.assert_close`
-    and `torch.autograd.gradcheck`.
+    not check that results and gradients are correct. To check results, use
+    `torch.testing.assert_close`; to check gradients, use `torch.autograd.gradcheck`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -68,8 +68,8 @@ def opcheck(
         rtol: the relative tolerance of comparisons; requires `atol`.
 
     Returns:
-        A dict with `"SUCCESS"` for each check that passes. With `raise_exception=False`, it
-        contains the exception of each check that fails.
+        A dict that maps the name of each check to `"SUCCESS"`. With `raise_exception=False`, it
+        maps each check that failed to its exception.
 
     Raises:
         MissingRuleError: no arguments were passed, and no examples are registered.
@@ -81,7 +81,7 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    You may pass tensors that require grad even for arguments that the operator writes. `opcheck`
+    You may pass tensors that require grad even for arguments that the operator writes to. `opcheck`
     detaches these tensors or, if the operator works in place, clones them.
 
     `opcheck` runs the checks of `torch.library.opcheck`. In addition, it compares the bits of the
@@ -157,7 +157,7 @@ def _what_to_do(error: Exception) -> str:
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
-    """Run the checks on all examples. For each check, return the first failure or the last pass."""
+    """Run the checks on all examples. For each check, return the first failure or "SUCCESS"."""
     results: dict[str, str | Exception] = {}
     op = Operator(op, "opcheck").handle or op  # examples are arguments of the handle
     for args, kwargs in make_examples(op):
@@ -170,40 +170,41 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    Most checks call an in-place operator with `sample`. All other calls use `accepted`, where
-    tensors that must not require grad are detached.
+    If the operator works in place, most checks use the arguments in `sample`. All other checks use
+    `accepted`, in which tensors that must not require grad are detached.
     """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):
-        return  # PyTorch's check would pass, but it supports only some devices and raises on others
+        # PyTorch's check would pass, but it raises on devices that it does not support, so skip it.
+        return
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """Call the operator, and return floating-point results before other results.
 
-        PyTorch's check adds all results in place to the first one, and a float cannot be added to
-        an integer in place.
+        PyTorch's check adds all results to the first one in place, and PyTorch cannot add a
+        floating-point tensor to an integer tensor in place.
         """
         result = overload(*args, **kwargs)
         kinds = {_is_exact(tensor) for tensor in tensors_of(result)}
         return sorted(leaves(result), key=_is_exact) if len(kinds) > 1 else result
 
     def on_copies(*args: Any, **kwargs: Any) -> Any:
-        """Call the operator with copies of the arguments that it writes.
+        """Call the operator with copies of the arguments that it writes to.
 
-        Since PyTorch 2.15, the check computes the gradients of its arguments after the call, so the
-        operator must not overwrite them.
+        Since PyTorch 2.15, the check computes gradients with respect to its arguments after the
+        call, so the operator must not overwrite the arguments.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)
 
     with warnings.catch_warnings():
-        # The compiler reads .grad of every tensor, and PyTorch warns for non-leaf tensors.
+        # The compiler reads .grad of every tensor, and PyTorch warns if a tensor is not a leaf.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
             run(floating_first, *accepted)
         elif check == "test_faketensor":
             # Pass our own copies, because PyTorch would copy negative and conjugate views into
-            # plain tensors with other strides.
+            # plain tensors with different strides.
             run(overload, *copies(accepted), copy_inputs=False)
         elif schema.form is not Form.INPLACE or check == "test_schema":
             run(overload, *accepted)

@@ -42,7 +42,7 @@ def sample_of(
 def refuse_lists(schema: Schema, values: Mapping[str, Any]) -> None:
     """Raise TypeError if the value of a tensor argument is a list.
 
-    The user has probably passed a list of samples instead of one sample.
+    If so, the user has probably passed a list of samples instead of one sample.
     """
     for argument in schema.arguments:
         if argument.kind == "Tensor" and isinstance(values.get(argument.name), (tuple, list)):
@@ -60,17 +60,18 @@ def without_refused_gradients(
 ) -> Sample:
     """Detach the tensors that must not require grad in a call of this operator.
 
-    Only in-place operators may write tensors that require grad. If an operator has an `out=`
-    argument, no argument may require grad.
+    Only in-place operators may write to tensors that require grad. If an operator has an `out=`
+    argument, none of its arguments may require grad.
     """
     names = {a.name for a in schema.arguments} if schema.form is Form.OUT else set(schema.mutated)
     return _changed(schema, args, kwargs, names, Tensor.detach)
 
 
 def inside_a_graph(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sample:
-    """Clone the tensors that require grad and that the operator writes.
+    """Clone the tensors that require grad and that the operator writes to.
 
-    Otherwise, an in-place operator would write a leaf that requires grad, and PyTorch would raise.
+    Otherwise, PyTorch would raise, because an in-place operator must not write to a leaf that
+    requires grad.
     """
     return _changed(schema, args, kwargs, set(schema.mutated), Tensor.clone)
 
@@ -102,7 +103,7 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the handle has structured parameters, and accepts these arguments.
 
-    A structured parameter takes objects that no schema type can hold, such as dataclasses.
+    A structured parameter takes objects that no schema type can represent, such as dataclasses.
     """
     try:
         handle.flat_arguments(args, kwargs)

@@ -15,8 +15,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
     """Return the number of bytes that a call keeps alive for the backward pass.
 
     The number includes the storages of all tensors that the autograd graph saves, and of tensors
-    that are attributes of the `ctx` of an autograd function. The saved tensors may be inputs or
-    results of the call. Each storage is counted once.
+    that are attributes of the `ctx` of an autograd function. Inputs and results of the call are
+    included if they are saved. Each storage is counted once.
 
     Args:
         function: an operator, or a function that calls operators.
@@ -41,8 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # autograd calls `pack` with every tensor that a node saves, including results. Without hooks, a
-    # node does not refer to the results that it saves.
+    # autograd calls `pack` with every tensor that a node saves. Use this hook, because a result
+    # that a node saves cannot be reached from the node.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -21,12 +21,12 @@ from torchop.testing._errors import OpCheckError
 from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
-# Tolerances by element size in bytes. Rounding differs, because several ranks add numbers in a
-# different order than a single device does.
+# Maps element sizes in bytes to tolerances. Results may be rounded differently, because several
+# ranks add numbers in a different order than a single device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
 
 
-# The results, gradients and written arguments of a call, by a name such as "result 0".
+# Maps names such as "result 0" to the results, gradients and mutated arguments of a call.
 _Outcome: TypeAlias = dict[str, Tensor | None]
 
 
@@ -34,11 +34,11 @@ class ShardingReport(NamedTuple):
     """The result of `check_sharding`.
 
     Attributes:
-        placements: the number of placements where a call on DTensors agrees with a call on whole
-            tensors. A placement of the call consists of placements for all tensors.
-        refused: the placements that the operator rejects with `ShardingError`. It rejects a
-            placement if DTensor would have to redistribute a tensor that the operator writes.
-        skipped: the number of placements that were not tried because of `limit`.
+        placements: the number of combinations of placements for which a call on DTensors agrees
+            with a call on whole tensors. A combination contains placements for all tensors.
+        refused: the combinations that the operator rejects with `ShardingError`, because DTensor
+            would need to redistribute a tensor that the operator writes to.
+        skipped: the number of combinations that were not tried because of `limit`.
 
     Example:
         >>> from torchop.testing import ShardingReport
@@ -66,7 +66,7 @@ def check_sharding(
 
     Each tensor is replicated, sharded along each of its dimensions and, if it is floating-point,
     passed as a partial sum. `check_sharding` tries all combinations of these placements for all
-    tensors and for all dimensions of the mesh. It compares results, gradients and written arguments
+    tensors and for all dimensions of the mesh. It compares results, gradients and mutated arguments
     with a call on whole tensors.
 
     If the process belongs to a process group, all ranks of the group must call `check_sharding`.
@@ -129,8 +129,9 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
         try:
             problem = call.compared(expected, mesh, placements, function)
         except ShardingError as error:
-            # In placement 0, all tensors are replicated, so an error means that the sharding rule
-            # does not fit the shapes of the whole tensors. The operator may reject all others.
+            # Combination 0 replicates all tensors, so an error means that the sharding rule does
+            # not match the shapes of the whole tensors. The operator may reject any other
+            # combination.
             if number:
                 refused.append(described)
                 continue
@@ -152,7 +153,7 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 
 
 class _Call:
-    """A call to the operator that can be repeated with other DTensor placements of its tensors."""
+    """A call of the operator that can be repeated with different placements of its tensors."""
 
     def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload
@@ -168,7 +169,7 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """Return a random incoming gradient for a result. It is the same on all ranks."""
+        """Return a random incoming gradient for a result, identical on all ranks."""
         if index == len(self.cotangents):
             generator = torch.Generator(result.device).manual_seed(index)
             self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
@@ -238,9 +239,9 @@ class _Call:
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """Return the combinations of placements to try, and the number that `limit` leaves out.
+    """Return the combinations of placements to try, and how many others exceed `limit`.
 
-    In the first combination, all tensors are replicated.
+    The first combination replicates all tensors.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard  # slow to import
 
@@ -271,7 +272,7 @@ def _spelled(placements: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
-    """Yield a mesh of the ranks of the process group. Without a group, simulate the ranks."""
+    """Yield a mesh of the ranks in the process group, or of simulated ranks if there is none."""
     import torch.distributed as dist  # slow to import
 
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
@@ -305,7 +306,7 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
         function = types.FunctionType(
             call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
         )
-        # Local shapes differ between placements, so Dynamo would make them dynamic by default.
+        # Each placement has different local shapes, which Dynamo would make dynamic by default.
         compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
         return compiled(*args, **kwargs)
 

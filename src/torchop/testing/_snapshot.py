@@ -1,7 +1,7 @@
 """Detect mutations that the schema of an operator does not declare.
 
-A `Snapshot` copies the inputs of a call before the kernel runs. Afterwards, it compares them bit
-for bit with the copies.
+A `Snapshot` copies the inputs of a call before the kernel runs. Afterwards, it compares the inputs
+bit for bit with the copies.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from torchop._compat import autograd, devices, dispatch, functorch, operators, t
 from torchop._core.contract import storage_of, version_of
 from torchop.extend import OpName, Schema, named_inputs
 
-# A snapshot also compares this many bytes on either side of a tensor's memory, because a kernel
-# that ignores the strides of a view may write there. It does not copy the whole base of a view,
-# because that could take too much memory.
+# A snapshot also covers this many bytes before and after a tensor's memory, because a kernel that
+# ignores the strides of a view may write there. Copying the whole storage of a view could take too
+# much memory.
 MARGIN = 2**24
 
 
 class Words(NamedTuple):
-    """The parts of error messages that differ between kernels and formulas.
+    """The parts of error messages that differ between kernels and autograd formulas.
 
-    `mutated` is a format string with the fields `argument`, the name of the mutated argument, and
-    `where`, a longer description. `fix` is advice for a function that changes values, `state_fix`
-    for one that changes metadata, and `around_fix` for one that writes outside the elements of a
-    view.
+    `mutated` is a format string with two fields: `argument` is the name of the mutated argument,
+    and `where` describes the argument in more detail. `function` is the function that made the
+    mutation. The other fields are advice for users: `fix` for a function that changes values,
+    `state_fix` for one that changes metadata, and `around_fix` for one that writes outside the
+    elements of a view.
     """
 
     mutated: str
@@ -40,7 +41,7 @@ class Words(NamedTuple):
 
 
 KERNEL = Words(
-    # This message starts like the message of `torch.library.opcheck`.
+    # The message starts with the same words as the error message of `torch.library.opcheck`.
     "Argument {argument} is not defined as mutable but was mutated, {where}",
     "the kernel",
     "Name it in mutates_args, or write into a copy.",
@@ -48,8 +49,8 @@ KERNEL = Words(
     " To write there on purpose, take the whole base tensor as an argument and name it in "
     "mutates_args.",
 )
-# For the helper operators that torchop defines. Users do not write their schemas, so the messages
-# must not recommend `mutates_args`.
+# For helper operators. Their schemas come from torchop and not from users, so the messages must not
+# recommend `mutates_args`.
 HELPER = KERNEL._replace(fix="Write into a copy, such as x.clone().", around_fix="")
 BACKWARD = Words(
     "the incoming gradient of {where} was mutated",
@@ -66,11 +67,11 @@ SETUP_CONTEXT = Words(
 
 
 class Snapshot:
-    """Copies of the inputs of one call. They reveal mutations that the schema does not declare.
+    """Copies of the inputs of one call, for detecting mutations that the schema does not declare.
 
-    Some inputs cannot be compared, and are skipped: fake and meta tensors, tensors inside a
-    `torch.func` transform, MKL-DNN and nested tensors, tensors too large to copy, and all inputs
-    during the capture of a device graph.
+    Inputs that cannot be compared are skipped: fake and meta tensors, tensors inside a `torch.func`
+    transform, MKL-DNN and nested tensors, tensors that are too large to copy, and all inputs while
+    a device graph is being captured.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Snapshot:
         """Return a snapshot of the arguments of `backward` or `setup_context`.
 
         `tensors` yields pairs of a description and a tensor. Compilers and `torch.func` transforms
-        pass tensors without data, and only their version counters are compared.
+        pass tensors that have no data. For these tensors, only the version counters are compared.
         """
         snapshot = cls.__new__(cls)
         named = [(where, where, tensor) for where, tensor in tensors]
@@ -114,7 +115,7 @@ class Snapshot:
                 if _has_data(tensor)
             ]
             if devices.are_captured([item.tensor for item in inputs]):
-                inputs = []  # otherwise, the graph would include the copies
+                inputs = []  # otherwise, the copies would become part of the graph
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
@@ -137,15 +138,18 @@ class Snapshot:
             self._check_version(name, item)
 
     def check_layouts(self, name: object) -> None:
-        """Raise UndeclaredMutationError if a declared mutation changed more than the values."""
+        """Raise UndeclaredMutationError if the call changed more than the values of an argument.
+
+        Only arguments that the schema declares as mutable are checked.
+        """
         with dispatch.plain_tensors(), autograd.below_autograd():
             self._check_layouts(name)
 
     def _check_layouts(self, name: object) -> None:
         """Check that mutable arguments still have the same storage, shape and strides.
 
-        If a kernel changed the shape, for example, compiled programs would lose this change.
-        Functionalization runs the kernel on a copy of the argument, and copies only values back.
+        Functionalization runs the kernel on a copy of the argument, and copies only values back. So
+        if a kernel changed the shape, for example, compiled programs would lose that change.
         """
         for item in self._inputs:
             if not item.is_mutable or item.tensor.layout is not torch.strided:
@@ -190,8 +194,8 @@ class Snapshot:
                     f"{self._mutated(name, item)}: {self._words.function} changed its values{at}. "
                     f"{self._words.fix}"
                 )
-        # If the kernel replaced the storage of a mutable input, `holders` is empty, and nothing is
-        # raised.
+        # If the kernel replaced the storage of a mutable input, no input uses the old storage, so
+        # `holders` is empty and nothing is raised.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
                 f"{self._mutated(name, item)}: {self._words.function} wrote into its storage, "
@@ -205,7 +209,7 @@ class Snapshot:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
         if storages and any(storage_of(part) in storages for part in _parts(item.tensor)):
-            return  # a view with the same version counter is declared as mutated
+            return  # a mutable argument shares this version counter
         compared = len(item.state) > 1
         values = ", although its values are the same" if compared else ""
         raise UndeclaredMutationError(
@@ -233,7 +237,7 @@ def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
     """Return whether two storages share memory, for example because both wrap a NumPy array."""
     if left.device != right.device or left.device.type == "meta":
         return False
-    # A storage may be empty, or on a device whose memory has no addresses.
+    # Empty storages cannot overlap, and on some devices storages do not have an address.
     if not left.nbytes() or not right.nbytes() or not left.data_ptr() or not right.data_ptr():
         return False
     return (
@@ -251,7 +255,11 @@ class _Input(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A copy of some bytes of a storage, from `start` on. `size` is the size of the storage."""
+    """A copy of part of a storage.
+
+    `before` contains the copied bytes, which begin at offset `start` of the storage. `size` is the
+    size of the whole storage in bytes.
+    """
 
     storage: torch.UntypedStorage
     size: int
@@ -261,22 +269,22 @@ class _Memory(NamedTuple):
     def changed(self) -> Tensor | None:
         """Return a boolean mask of the changed bytes, or None if nothing changed."""
         if self.storage.nbytes() != self.size:
-            return None  # the storage was resized, and `_check_state` reports this
+            return None  # the storage was resized, which `_check_state` reports
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
         return now != self.before
 
     def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
-        """Return a view of the part of the mask `changed` that covers the elements of a tensor.
+        """Return a view of the mask `changed` that selects the bytes of a tensor's elements.
 
-        It has the shape of the tensor, and one more dimension for the bytes of each element.
+        The view has the shape of the tensor, plus a last dimension for the bytes of an element.
         """
         if not tensor.numel():
             return changed[:0]
         size, steps = tensor.element_size(), tensor.stride()
-        # Give expanded dimensions size 1, because PyTorch rejects writes to a view whose elements
-        # share memory.
+        # Reduce expanded dimensions to size 1, because PyTorch rejects writes to a view whose
+        # elements share memory.
         shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
         return changed.as_strided(
             (*shape, size),
@@ -285,9 +293,9 @@ class _Memory(NamedTuple):
         )
 
 
-# The fields of `_state` that a declared mutation must not change. An error reports only the first
-# changed field, so a field comes before the fields that it affects. For example, a new storage may
-# have another size.
+# The fields of `_state` that a declared mutation must not change. An error message names only the
+# first field that changed, so each field comes before the fields that change as a consequence. For
+# example, a new storage often has a different size, too.
 _LAYOUT = (
     *("storage", "storage size", "dtype", "device", "shape", "strides", "storage offset"),
     *("conjugate bit", "negative bit"),
@@ -297,7 +305,7 @@ _LAYOUT = (
 def _change(field: str, before: Mapping[str, Any], now: Mapping[str, Any], of: str) -> str:
     """Describe how a field of `_state` changed, for error messages.
 
-    `of` is a format string for the field and its tensor, such as "its {}".
+    `of` is a format string that says whose field it is, such as "its {}".
     """
     if field == "storage":
         return f"swapped {of.format('storage')}, as set_ and assignments to .data do"
@@ -326,7 +334,7 @@ def _has_data(tensor: Tensor) -> bool:
         return False
 
 
-# For each sparse layout, functions that return the strided tensors inside a sparse tensor.
+# Maps each sparse layout to the functions that return the strided tensors inside a sparse tensor.
 _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
     torch.sparse_coo: (Tensor._indices, Tensor._values),
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
@@ -348,8 +356,8 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         "storage": [storage._cdata for storage in storages],
         "storage size": " and ".join(str(storage.nbytes()) for storage in storages),
     }
-    # The storages of a sparse tensor come last, because any write may replace them, and other
-    # fields describe the change more precisely.
+    # The storages of a sparse tensor come last, because any write to the tensor may replace its
+    # storages, and the other fields describe the change more precisely.
     state: dict[str, Any] = {
         **(memory if tensor.layout is torch.strided else {}),
         "dtype": tensor.dtype,

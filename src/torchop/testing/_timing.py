@@ -1,4 +1,4 @@
-"""Time several calls in alternation, so that a slow phase of the machine affects all of them."""
+"""Time several calls in alternation, so that a temporary slowdown affects all of them equally."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LEAD_IN = 3  # untimed warm-up calls before each round
 
 
 class Way(NamedTuple):
-    """A call to time, such as a call that runs the kernel of one provider.
+    """A call to time, such as a call that runs one of an operator's alternative kernels.
 
     `make` creates the arguments for one round, and returns a function without parameters that makes
     the call. `mode` returns the context manager for one round, such as `torch.no_grad()`.
@@ -36,9 +36,9 @@ class Way(NamedTuple):
 class Timing(NamedTuple):
     """The time that a call takes, in microseconds."""
 
-    best: float  # of the fastest round, as in timeit, because other processes only slow calls down
-    noise: float  # the median minus `best`; infinite with a single round
-    median: float  # of all rounds
+    best: float  # the fastest round, as in timeit, because other processes only slow calls down
+    noise: float  # the median minus `best`, or infinity if there was only one round
+    median: float  # the median of all rounds
     interval: tuple[float, float]  # the 95 % confidence interval of the median
 
 
@@ -50,8 +50,9 @@ def way(
 ) -> Way:
     """Return a `Way` that calls `function` inside `mode`.
 
-    If the operator mutates arguments, each round gets fresh copies. Without them, repeated writes
-    could overflow to infinity, and arithmetic with infinity can be slower.
+    If the operator mutates arguments, each round gets fresh copies of the arguments. Otherwise,
+    values that every call updates could overflow to infinity, and arithmetic with infinity can be
+    slower.
     """
 
     def make() -> Callable[[], Any]:
@@ -67,12 +68,14 @@ def timed(
     """Time several calls in alternation, and return the timing of each call.
 
     If a call raises, the result contains the exception instead of a timing. Each entry of `ways`
-    takes at most `seconds`, unless a single call takes longer. By default, only the launch of
-    kernels is timed. If `on_device`, the kernels on the accelerator of `arguments` are timed, with
-    cold caches.
+    takes at most `seconds`, unless a single call takes longer.
+
+    By default, the clock stops when the call returns, so on an accelerator only the launch of the
+    kernels is timed. If `on_device` is true, the execution of the kernels on the accelerator of
+    `arguments` is timed, with cold caches.
     """
     with contextlib.suppress(native.NativeUnavailableError):
-        native.wait()  # until the extension is built and loaded, because calls are slower before
+        native.wait()  # calls are slower until the extension is built and loaded
     wait = _wait_for(arguments)
     device = _accelerator_of(arguments) if on_device else None
     a_round = _round if device is None else _device_rounds(device)
@@ -81,7 +84,7 @@ def timed(
     errors: dict[str, Exception] = {}
     for _ in range(_ROUNDS):
         for name in ways:
-            try:  # a generator yields no more rounds after an exception, or after the time limit
+            try:  # a generator yields nothing more after it raised, or after the time limit
                 times[name].extend(itertools.islice(rounds[name], 1))
             except Exception as error:
                 errors[name] = error
@@ -128,9 +131,9 @@ def _round(way: Way, wait: Callable[[], None], calls: int) -> float:
 
 def _device_rounds(device: torch.device) -> _Round:
     """Return a function that runs one round, and times each call with events of the accelerator."""
-    # This tensor is larger than any cache, so filling it removes the arguments from the caches. The
-    # device takes longer to fill it than Python takes to launch the call. So the device never waits
-    # for Python between the two events.
+    # The tensor is larger than any cache, so filling it evicts the arguments from the caches. The
+    # device also takes longer to fill the tensor than Python takes to launch the call, so the
+    # device never waits for Python between the two events.
     memory = torch.empty(2**28, dtype=torch.int8, device=device)
 
     def a_round(way: Way, wait: Callable[[], None], calls: int) -> float:
@@ -160,7 +163,7 @@ def _accelerator_of(arguments: Any) -> torch.device | None:
 def _wait_for(arguments: Any) -> Callable[[], None]:
     """Return a function that waits for the accelerator of the arguments.
 
-    If no argument is on an accelerator, the function does nothing. Synchronizing an unused
+    If no argument is on an accelerator, the function does nothing, because synchronizing an unused
     accelerator would initialize it.
     """
     device = _accelerator_of(arguments)

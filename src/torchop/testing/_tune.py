@@ -42,7 +42,7 @@ class Tuned(NamedTuple):
         measurements: one entry for each kind of call, with the `device`, a description of the
             `call`, and the `kernels`, fastest first. Each kernel has a `provider`, a `config`,
             `microseconds` and an `interval`.
-        problems: messages about kernels and calls that were not measured, with the reasons.
+        problems: messages that say which kernels and calls were not measured, and why.
 
     Example:
         >>> import torchop
@@ -75,15 +75,15 @@ def tune(
     """Measure which kernel of an operator is fastest on this machine.
 
     `tune` measures the reference, i.e. the operator's own kernel, and the kernel of each provider
-    with each of its configs. It leaves out kernels whose results differ from the reference by more
-    than the provider's tolerance. The other kernels are timed in alternation. On an accelerator,
-    the time between two events is measured, with cold caches.
+    with each of its configs. It skips kernels whose results differ from the reference by more than
+    the provider's tolerance, and times all others in alternation. On an accelerator, it measures
+    the time between two events, with cold caches.
 
     Afterwards, operators with `"tuned"` in their priority run the fastest kernel, in this process
     and in later ones.
 
-    In a process group, all ranks must call `tune` with the same operator. The first rank measures,
-    and broadcasts the result.
+    In a process group, all ranks must call `tune` with the same operator. The first rank measures
+    the kernels, and broadcasts the result.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -95,7 +95,7 @@ def tune(
             `CustomOp.set_tuning`. Defaults to a file in the user's cache.
 
     Returns:
-        The measurements, and the reasons why some kernels or calls were not measured.
+        The measurements, and the reasons why certain kernels or calls were not measured.
 
     Raises:
         MissingRuleError: no inputs were passed, and no examples are registered.
@@ -139,12 +139,12 @@ class tuning(priority):  # noqa: N801  (called like a function)
     """Measure the kernels of operators for the calls inside a `with` block.
 
     A call is measured if `"tuned"` is in the operator's priority, and if no measurement exists for
-    its sizes. The measurements take effect after the block. Only calls of this thread or asyncio
-    task are measured. Calls during graph capture, tracing or a backward pass are not measured, and
-    neither are calls of operators with an effect.
+    its sizes. The measurements take effect after the block. Only calls made by this thread or
+    asyncio task are measured. Calls during graph capture, tracing or a backward pass are not
+    measured, and neither are calls of operators with an effect.
 
-    In a process group, all ranks must enter and exit the block. The first rank measures, and
-    broadcasts the result at the end of the block.
+    In a process group, all ranks must enter and exit the block. The first rank measures the
+    kernels, and broadcasts the result at the end of the block.
 
     Args:
         budget: the time limit in seconds.
@@ -203,8 +203,8 @@ class _Tuner:
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
             with self._lock:
                 # The program's own call may have requested residuals, i.e. kernel outputs that only
-                # the backward uses. Use a different request here, so that the measured kernels do
-                # not store their residuals in the program's request.
+                # the backward uses. Make a separate request here, so that the measured kernels do
+                # not store their residuals in the request of the program.
                 requested(self, lambda: self.find(kernels, *call, 1, known=True))
 
     def find(
@@ -217,8 +217,8 @@ class _Tuner:
     ) -> None:
         """Measure the kernels for a call, within the remaining budget.
 
-        `calls` is the number of calls that share the budget. If `known`, skip the call if a
-        measurement for it exists.
+        `calls` is the number of calls that share the budget. If `known` is true, do nothing for a
+        call that has already been measured.
         """
         operator = Operator(kernels.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
@@ -272,7 +272,7 @@ def measure_kernels(
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
 ) -> tuple[tuple[Measured, ...], list[str]]:
-    """Time the kernels that agree with the reference, and other functions to compare with.
+    """Time the kernels that agree with the reference, and also the functions in `others`.
 
     Return the measured kernels, fastest first, and the reasons why other kernels were left out.
     """
@@ -345,7 +345,7 @@ def _call(operator: Operator, given: Any) -> Sample:
 
 
 def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
-    """Return why the kernels of an operator cannot be measured, or None if they can."""
+    """Return why the kernels of an operator cannot be measured, or None if they can be."""
     if kernels is None or not kernels.providers:
         return (
             "it has no providers, so there is nothing to choose from. Register some: "
@@ -359,7 +359,7 @@ def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
 
 
 def _is_measurable(call: Sample) -> bool:
-    """Return whether a call can be repeated here, and whether its duration is meaningful."""
+    """Return whether it is possible and meaningful to time a call here."""
     tensors = probes.tensors_of(call)
     return not (
         devices.are_captured(tensors)

@@ -1,7 +1,7 @@
 """Helpers for probes: change arguments, call operators, and compare outcomes.
 
-A *probe* is a function that raises if the operator is wrong. `check` prints programs that call a
-probe, and these programs import this module.
+A *probe* is a function that raises if it finds a fault in an operator. `check` prints programs that
+call a probe, and these programs import this module.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def is_sorted(tensor: torch.Tensor) -> bool:
 
 
 def rolled_elements(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-    """Rotate the elements of a tensor by `steps`. Leave sorted integers, such as offsets, as is."""
+    """Rotate the elements of a tensor by `steps`, unless they are sorted integers like offsets."""
     if not tensor.is_floating_point() and not tensor.is_complex() and is_sorted(tensor):
         return tensor.clone()
     return tensor.flatten().roll(steps).view(tensor.shape)
 
 
 def has_integers(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor holds integers. They may be indices into other arguments."""
+    """Return whether a tensor holds integers, which may be indices into other arguments."""
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return is_integer and tensor.dtype is not torch.bool and is_plain(tensor) and tensor.numel() > 0
 
@@ -65,9 +65,9 @@ def has_integers(tensor: torch.Tensor) -> bool:
 def other_values(value: Any, steps: int = 1) -> Any:
     """Return the arguments with the elements of each tensor rotated.
 
-    If several tensors hold integers, they stay unchanged, because their values may depend on each
-    other, like the starts and the lengths of segments. But they are rotated if rotating the
-    floating-point tensors would change nothing.
+    If several tensors hold integers, these tensors stay unchanged, because their values may depend
+    on each other, like the starts and the lengths of segments. They are rotated anyway if rotating
+    the floating-point tensors would change nothing.
     """
     plain = [t for t in tensors_of(value) if is_plain(t)]
     integers = [t for t in plain if has_integers(t)]
@@ -86,13 +86,13 @@ def other_values(value: Any, steps: int = 1) -> Any:
 
 
 def signs_like(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape with random elements 1 and -1, from a fixed seed."""
+    """Return a tensor of the same shape, filled randomly with 1 and -1 from a fixed seed."""
     generator = torch.Generator().manual_seed(3)
     return (torch.randint(0, 2, values.shape, generator=generator) * 2.0 - 1).to(values.device)
 
 
 def negative_view(values: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with these values and the negative bit. Its memory holds `-values`."""
+    """Return a tensor with these values and the negative bit, so its memory holds `-values`."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
@@ -136,7 +136,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def written_places(op: Any) -> list[tuple[int, str]]:
-    """Return the position and name of each argument that the schema declares as written."""
+    """Return the position and name of each argument that the schema declares as mutable."""
     return [
         (index, argument.name)
         for index, argument in enumerate(op._schema.arguments)
@@ -145,7 +145,7 @@ def written_places(op: Any) -> list[tuple[int, str]]:
 
 
 def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that a call writes. `places` is the result of `written_places(op)`."""
+    """Return the tensors that a call writes to. `places` is the result of `written_places(op)`."""
     collected = []
     for index, name in places:
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -154,9 +154,9 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
-    """Call an operator with a fixed seed, and return the results and the written arguments.
+    """Call an operator with a fixed seed, and return its results and the arguments it writes to.
 
-    If `function` is given, it is called instead of the operator.
+    If `function` is given, call `function` instead of the operator.
     """
     seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
@@ -180,15 +180,15 @@ def assert_same(
 ) -> None:
     """Raise AssertionError if the outcomes of two calls differ.
 
-    `what` describes `actual`, for the error message. The default tolerances are as in
-    `torch.testing.assert_close`. For some dtypes, `tolerance` contains `(rtol, atol)`, which
-    replace the arguments `rtol` and `atol`.
+    `what` describes `actual` in the error message. `tolerance` maps dtypes to pairs `(rtol, atol)`
+    that replace the arguments `rtol` and `atol`. The default tolerances are the defaults of
+    `torch.testing.assert_close`.
     """
     if len(actual) != len(expected):
         raise AssertionError(f"{what}: {len(actual)} results, not {len(expected)}.")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         place = f"{what}: result {index} of {len(actual)}"
-        # autograd may return None or zeros as the gradient of an unused input. Both are equal here.
+        # The gradient of an unused input may be None or zeros, so treat None and zeros as equal.
         if one is None or other is None:
             present = other if one is None else one
             if present is not None and bool(present.any()):
@@ -209,7 +209,7 @@ def assert_same(
             one = one.float()
         other = other.to(one.dtype)
         if one.layout is torch.strided and one.device == other.device and torch.equal(one, other):
-            continue  # much faster than assert_close
+            continue  # torch.equal is much faster than assert_close
         relative, absolute = tolerance.get(one.dtype, (rtol, atol))
         torch.testing.assert_close(
             one,
@@ -235,8 +235,8 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
 def has_digits_of_float32(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor look as if they were rounded to float32.
 
-    Float32 must be able to represent every element. Bfloat16 must not be able to represent more
-    than half of them, because simple numbers such as 0.5 do not show any rounding.
+    Float32 must be able to represent every element. If bfloat16 can represent more than half of the
+    elements, they are simple numbers such as 0.5, which prove nothing, so return False.
     """
     tensor = tensor.detach()[tensor.isfinite()]
     if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
@@ -275,11 +275,11 @@ def contiguous_copies(value: Any) -> Any:
 
 
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of a tensor's storage that a call must not write.
+    """Return the bytes of a tensor's storage that a call must not write to.
 
-    `writable` contains the tensors that the call may write. If some of them use the same storage,
-    the result contains the bytes outside of these tensors. Otherwise, it contains the bytes outside
-    of `tensor`.
+    `writable` contains the tensors that the call may write to. If some of these tensors share the
+    storage of `tensor`, return the bytes outside of them. Otherwise, return the bytes outside of
+    `tensor`.
     """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
@@ -299,15 +299,15 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     for other in here or [tensor]:
         if other.numel():
             steps = other.stride()
-            # Give expanded dimensions size 1, so that `fill_` writes each element once. Few devices
-            # support writes to tensors whose elements share memory.
+            # Reduce expanded dimensions to size 1, because few devices support `fill_` for tensors
+            # whose elements share memory.
             shape = [1 if step == 0 else n for n, step in zip(other.shape, steps, strict=True)]
             outside.as_strided(shape, steps, other.storage_offset()).fill_(False)
     return rows[outside]
 
 
 def argument_names(op: Any, args: Any, kwargs: Any) -> list[str]:
-    """Return a name for each tensor of a call, for messages, such as "argument 'xs[1]'"."""
+    """Return a name such as "argument 'xs[1]'" for each tensor of a call, for use in messages."""
     inputs = named_inputs(Schema(op._schema), args, kwargs)
     return [where.replace("input", "argument", 1) for _, where, _ in inputs]
 
@@ -326,11 +326,11 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a function that makes a call with new values of the tensors that require grad.
+    """Turn a call into a function of the tensors that require grad.
 
-    Also return the current values of these tensors. The function returns the floating-point and
-    complex results, as dense tensors, because gradcheck requires dense tensors. It clones the
-    arguments of a mutable operator, because operators must not write leaves that require grad.
+    Return the function and these tensors. The function returns the floating-point and complex
+    results, as dense tensors, because gradcheck requires dense tensors. If the operator is mutable,
+    the function clones the arguments, because operators must not write to leaves that require grad.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -350,10 +350,10 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
 
 
 def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
-    """Return a function that makes a call with new values of all tensors.
+    """Turn a call into a function of all its tensors.
 
-    Also return the current values of the tensors. The function returns the results and the written
-    arguments.
+    Return the function and the tensors. The function returns the results and the arguments that the
+    operator writes to.
     """
     places = written_places(op)  # not inside the function, because compilers trace the function
 
@@ -367,7 +367,7 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
 
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of all results, with a different weight for each element."""
-    # Add on the device of the results. Adding on the CPU would wait for the device.
+    # Add on the device of the results, because adding on the CPU would wait for the device.
     device = results[0].device if results else "cpu"
     total = torch.zeros((), dtype=torch.double, device=device)
     for result in results:
@@ -383,7 +383,7 @@ def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
 
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6, tolerance: float = 1e-3) -> None:
-    """Check that the gradient agrees with finite differences in one random direction."""
+    """Check the gradient against finite differences in one random direction."""
     seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 

@@ -1,4 +1,4 @@
-"""Read, seed and restore process state that a call could change, such as the default dtype.
+"""Read and restore process state that a call could change, such as the default dtype.
 
 The programs that `check` prints import this module and `probes`.
 """
@@ -60,9 +60,10 @@ def _rounding_mode() -> int:
 
 
 def device_module() -> Any:
-    """Return PyTorch's module for the accelerator in use, such as `torch.cuda`, or None.
+    """Return PyTorch's module for the accelerator, such as `torch.cuda`.
 
-    An unused accelerator must not be queried, because that initializes it.
+    Return None if there is no accelerator, or if the process has not used it yet, because reading
+    the state of the accelerator would initialize it.
     """
     accelerator = devices.accelerator()
     if accelerator is None or not accelerator.is_in_use():
@@ -100,7 +101,7 @@ def set_environment(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-# For each kind of process state, a getter and a setter. If the setter is None, `fork_rng` or the
+# Maps each kind of process state to a getter and a setter. If the setter is None, `fork_rng` or the
 # check itself restores the state.
 _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
@@ -127,8 +128,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
     ),
-    # The filters are not restored, because a module that is imported during a call may add filters
-    # that must stay. A check that adds filters removes them itself.
+    # Warning filters are not restored, because a module that is imported during a call may add
+    # filters that must stay. A check that adds filters removes its filters itself.
     "warnings.filters": (lambda: [*warnings.filters], None),
     "signal.getsignal()": (_signal_handlers, _set_signal_handlers),
     "os.getcwd()": (os.getcwd, os.chdir),
@@ -143,8 +144,8 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 }
 
 
-# Getters and setters for the state of the accelerator, for a process that uses one. The streams
-# come before the device index, because setting a stream also changes the current device.
+# Getters and setters for the state of the accelerator, used only if the process uses one. The
+# streams come before the device index, because setting a stream also changes the current device.
 _DEVICE_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
     "torch.accelerator.current_stream()": (
         lambda: _each_device(torch.accelerator.current_stream),
@@ -165,7 +166,8 @@ _ALL_STATES = {**_STATES, **_DEVICE_STATES}
 def process_state(*, random_numbers: bool = True) -> dict[str, Any]:
     """Return the process state that a call could change, as a dict from names to values.
 
-    Reading the states of random number generators is slow, so they can be omitted.
+    Reading the states of random number generators is slow. With `random_numbers=False`, these
+    states are left out.
     """
     states = _STATES if device_module() is None else _ALL_STATES
     return {
@@ -188,8 +190,8 @@ def generator_states() -> dict[str, Any]:
 def seed_torch(seed: int) -> None:
     """Seed PyTorch's generators like `torch.manual_seed`, but faster if there is no accelerator.
 
-    For each uninitialized device type, `torch.manual_seed` queues the seed together with a
-    formatted stack trace. A check would spend most of its time on formatting.
+    For each device type that is not initialized yet, `torch.manual_seed` queues the seed together
+    with a formatted stack trace. Formatting the traces would take most of the time of a check.
     """
     if devices.accelerator() is None:
         torch.default_generator.manual_seed(seed)
@@ -218,8 +220,8 @@ def restored() -> Iterator[None]:
         after = process_state()
         for name, value in before.items():
             if after[name] != value and (put_back := _ALL_STATES[name][1]) is not None:
-                # PyTorch rejects some values, for example a default device that was set inside a
-                # `with torch.device(...)` block.
+                # Ignore errors, because PyTorch rejects some values, for example a default device
+                # that was set inside a `with torch.device(...)` block.
                 with contextlib.suppress(Exception):
                     put_back(value)
 
@@ -259,7 +261,7 @@ def open_files() -> int:
 
 
 def threads() -> int:
-    """Return the number of threads of this process. On some systems, count only Python threads."""
+    """Return the number of threads of this process, or of Python threads if /proc is missing."""
     with contextlib.suppress(OSError):
         return len(os.listdir("/proc/self/task"))
     return threading.active_count()

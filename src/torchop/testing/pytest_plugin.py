@@ -1,7 +1,7 @@
 """The pytest plugin: generate a test for each operator and check, run it, and report the result.
 
-The pytest hooks are in the package `pytest_torchop`. It does not import PyTorch, and imports this
-module only when a test needs it.
+The pytest hooks are in the package `pytest_torchop`. That package does not import PyTorch, and
+imports this module only when a test needs it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class _Operator:
 class _Planned(NamedTuple):
     """A test that runs one check of one operator.
 
-    `problem` says why the checks of the operator cannot be listed. `expected` says why the check is
-    expected to fail. Both are empty by default.
+    If the checks of the operator cannot be listed, `problem` says why. If the check is expected to
+    fail, `expected` says why. Otherwise, both are empty.
     """
 
     op: _Operator
@@ -118,8 +118,9 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
         expected = expected_failures(name, kwargs.get("expected", {}))
         for check in checks:
             named = next(filter(check.is_named, expected), "")
-            # If `expected` contains the name of this check, the check must fail. If it contains a
-            # family or a pattern, some of the checks that match may pass.
+            # If `expected` contains the name of this check, the check must fail. If `expected`
+            # contains a family or a pattern, some of the matching checks may pass, so the xfail
+            # mark is not strict.
             is_strict = named in (check.name, check.name.partition(".")[2])
             yield _Planned(operator, check.name, expected=expected.get(named, "")), is_strict
     except Exception as error:
@@ -129,7 +130,7 @@ def _planned(name: OpName, kwargs: Mapping[str, Any]) -> Iterator[tuple[_Planned
 def _of_operator(name: OpName, value: Any) -> Any:
     """Return the value of an option for one operator.
 
-    The option may be a mapping from patterns for operator names to values.
+    `value` applies to all operators, unless it is a mapping from patterns for operator names.
     """
     return patterns.value_for(name, value) if isinstance(value, Mapping) else value
 
@@ -140,8 +141,8 @@ def _of_operator(name: OpName, value: Any) -> Any:
 _CHECK = pytest.StashKey["PlannedCheck"]()
 
 
-# Cached, because the checks of an operator share recorded calls. The tests of an operator follow
-# each other, so it is enough to cache the checks of one operator.
+# Cached, because the checks of an operator share recorded calls. pytest runs the tests of one
+# operator in succession, so it is enough to cache the checks of one operator.
 @functools.lru_cache(maxsize=1)
 def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
@@ -214,7 +215,7 @@ class PlannedCheck:
         def cases(subject: Any, details: Any) -> Iterator[Any]:
             for case in check.kind.cases(subject, details):
                 program = ""
-                with contextlib.suppress(Exception):  # run the check even without a program
+                with contextlib.suppress(Exception):  # if this fails, still run the check
                     program = program_of(check, case)
                 write(case.label, program)
                 yield case
@@ -307,7 +308,7 @@ def report_crash(report: Any, worker: Any) -> None:
 
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
-    """Write the results of all tests to a JSON file, as a list with one report per operator."""
+    """Write the results of all tests to a JSON file that lists one report for each operator."""
     by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
         report = CheckReport.from_dict(json.loads(test.torchop))

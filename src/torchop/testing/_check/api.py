@@ -47,7 +47,7 @@ def check(
             default, the registered examples (`CustomOp.register_examples`). Use small tensors. If
             some tensors of an example require grad, only their gradients are checked; otherwise,
             the gradients of all floating-point and complex arguments are checked.
-        reference: a function with the operator's parameters that returns or writes the right
+        reference: a function with the operator's parameters that returns or writes the correct
             values. It is called with contiguous copies of the arguments.
         seed: the seed of random inputs; the same seed generates the same inputs.
         budget: the time limit in seconds. The report lists the checks that did not run in time.
@@ -78,8 +78,8 @@ def check(
         Traceback (most recent call last):
         torchop.testing.OpCheckError: docs::flat_sum: 1 failed ...
 
-    `check` runs in the calling process. If a kernel crashes or hangs, the whole program does. The
-    traceback of a crash contains the name of the check. The pytest plugin and
+    `check` runs in the calling process. If a kernel crashes or hangs, so does the whole program.
+    The traceback of a crash contains the name of the check. The pytest plugin and
     `python -m torchop check` use worker processes instead. `check` resets `torch.compile`, so
     compiled functions are compiled again in their next call.
 
@@ -121,7 +121,8 @@ def _seconds(budget: float | None) -> float:
 def _report_crashes() -> Iterator[None]:
     """Make faulthandler print a traceback if a kernel crashes the process.
 
-    The traceback contains the name of the check, because `run_check` calls a function of this name.
+    The traceback shows which check was running, because `run_check` calls a function named after
+    the check.
     """
     was_enabled = faulthandler.is_enabled()
     if not was_enabled:

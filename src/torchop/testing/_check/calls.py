@@ -1,6 +1,6 @@
 """Make one call of an operator, and record its effects for probes.
 
-A probe is a function that raises if the operator is wrong.
+A probe is a function that raises if it finds a fault in the operator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchop.testing._snapshot import Snapshot
 from torchop.testing.process_state import forks, restored, seed_torch
 
 
-class CannotCheck(Exception):  # noqa: N818  (not an error: a check reports it instead of a result)
+class CannotCheck(Exception):  # noqa: N818  (not an error, because the check does not fail)
     """Raised if a check cannot be done, or if a variant does not apply to an example."""
 
 
@@ -49,7 +49,7 @@ def breaks_contract(error: BaseException) -> bool:
     A kernel may raise any other exception to reject arguments.
     """
     ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
-    # This is part of the error message of torch.library.custom_op.
+    # These words are part of the error message of torch.library.custom_op.
     return ours or "may not alias any inputs to this custom operator" in text_of(error)
 
 
@@ -80,7 +80,7 @@ class Example(NamedTuple):
         return Example(*probes.copies(tuple(self)))
 
     def equals(self, other: Example) -> bool:
-        """Return whether all tensors have the same values, in any layout."""
+        """Return whether all tensors have the same values, regardless of their layouts."""
         pairs = zip(self.tensors, other.tensors, strict=True)
         return all(torch.equal(a, b) for a, b in pairs if probes.is_plain(a) and probes.is_plain(b))
 
@@ -109,11 +109,12 @@ def is_valid(op: OpOverload, example: Example) -> bool:
 class Record:
     """The effects of one call.
 
-    `outcome` holds copies of the results and of the written arguments. `given` holds the arguments
-    that were passed, in their state after the call. `swapped` is an exception if the call replaced
-    the storage or the strides of an argument that it may write. `mutation` is that exception, or an
-    exception for an undeclared write. `around` names the first argument whose surrounding memory
-    the call wrote.
+    `outcome` holds copies of the results and of the arguments that the operator writes to. `given`
+    holds the arguments that were passed, in their state after the call. `swapped` is an exception
+    if the call replaced the storage or the strides of an argument that it may write to. `mutation`
+    is an exception if the call made any mutation that the schema does not declare, including the
+    mutations in `swapped`. If the call changed memory outside of an argument, `around` is the name
+    of the first such argument.
     """
 
     result: Any = None
@@ -126,11 +127,11 @@ class Record:
 
 
 class Call:
-    """One call of an operator. The call is made when its record is first read.
+    """One call of an operator. The call is made when `record` is first read.
 
     During this call, `torch.empty` returns memory filled with NaN or with the largest integer.
-    During a second call, `torch.empty` returns zeros. If the kernel does not write an element, the
-    results of the two calls differ, and probes detect this.
+    Probes compare the results with a second call, during which `torch.empty` returns zeros. The
+    results differ if the kernel leaves elements of the results uninitialized.
     """
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None):
@@ -149,7 +150,7 @@ class Call:
 
     @property
     def names(self) -> list[str]:
-        """A name for each tensor, for messages, such as "argument 'xs[1]'"."""
+        """A name such as "argument 'xs[1]'" for each tensor, for use in messages."""
         return probes.argument_names(self.op, *self.example)
 
     @property
@@ -164,19 +165,19 @@ class Call:
     def again(self, example: Any = None) -> list[Any]:
         """Call the operator with copies of the arguments, or of `example`.
 
-        Return the outcome, i.e. the results and the written arguments.
+        Return the outcome, i.e. the results and the arguments that the operator writes to.
         """
         return probes.outcome_of_copies(self.op, *(self.example if example is None else example))
 
     def function(self) -> tuple[Any, list[Tensor]]:
-        """Return a function that makes the call with new values of the tensors that require grad.
+        """Turn the call into a function of the tensors that require grad.
 
-        Also return the current values of these tensors.
+        Return the function and these tensors.
         """
         return probes.as_function(self.op, *self.example.copy())
 
-    # Probes must use the following three methods to change values, because the methods call the
-    # predicate `valid` of `register_examples`. Only finite differences bypass `valid`, because
+    # Probes must use the following three methods to change values, because these methods call the
+    # `valid` predicate of `register_examples`. Only finite differences may bypass `valid`, because
     # their steps are tiny.
 
     def changed(self, change: Callable[[Tensor], Any]) -> Example:
@@ -190,7 +191,8 @@ class Call:
     def other_values(self, steps: int = 1) -> Example:
         """Return the example with the elements of its tensors rotated.
 
-        Return the example unchanged if `valid` of `register_examples` rejects the result.
+        If the `valid` predicate of `register_examples` rejects the result, return the example
+        unchanged.
         """
         example = Example(*probes.other_values(tuple(self.example), steps))
         return example if is_valid(self.op, example) else self.example
@@ -215,8 +217,8 @@ class Call:
             return Record(error=ForkError("a call forks the process"), given=given)
         around = ""
         for name, tensor, (shape, memory) in zip(self.names, given.tensors, before, strict=True):
-            # An operator may resize an out= argument, and then write more memory than before. So
-            # compare the surrounding memory only if the shape is still the same.
+            # An operator may enlarge an out= argument, which then covers memory that surrounded it
+            # before. So compare the surrounding memory only if the shape is still the same.
             is_same = tensor.shape == shape
             if is_same and not torch.equal(probes.memory_around(tensor, writable), memory):
                 around = around or name
@@ -231,8 +233,8 @@ class Call:
     def contiguous(self) -> list[Any]:
         """The outcome of a call on contiguous copies. In this call, `torch.empty` returns zeros."""
         outcomes: list[list[Any]] = [[]]
-        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. The outcomes
-        # of all calls are kept alive, so that each call must allocate different memory.
+        # A NaN may come from uninitialized memory, so repeat a call that returns NaN. Hold on to
+        # the outcomes of all calls, so that each call must allocate different memory.
         while len(outcomes) == 1 or (_have_nan(outcomes[-1]) and len(outcomes) < 8):
             example = probes.contiguous_copies(tuple(self.example))
             probes.free_zeros(probes.tensors_of((example, outcomes[-1])))
@@ -252,7 +254,7 @@ def _raised(check: Callable[[object], None], name: str) -> Exception | None:
 
 def _have_nan(values: Any) -> bool:
     tensors = map(probes.dense, probes.tensors_of(values))
-    # PyTorch cannot compare floating-point dtypes of 8 bits or fewer.
+    # Skip floating-point dtypes of 8 bits or fewer, because PyTorch cannot compare them.
     return any(t.is_floating_point() and t.itemsize > 1 and t.isnan().any() for t in tensors)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from torchop.testing._check.calls import Example
 
 Details: TypeAlias = dict[str, Any]
-# A function that converts an example to the arguments of a call, for example to transposed tensors.
+# A function that converts an example to the arguments of a call, e.g. by transposing its tensors.
 Arrangement: TypeAlias = Callable[[Example], Example]
 
 
@@ -17,9 +17,9 @@ Arrangement: TypeAlias = Callable[[Example], Example]
 class Variant:
     """A way to generate cases from the author's examples, such as transposing tensors.
 
-    `make(subject, example)` yields the cases for one example, or raises CannotCheck. It is called
-    for at most `most` examples. `group` is the kind of change, such as `"layout"`. Failures in the
-    same group often have the same cause.
+    `make(subject, example)` yields the cases for one example, or raises CannotCheck. `make` is
+    called for at most `most` examples. `group` is the kind of change, such as `"layout"`. Failures
+    in the same group often have the same cause.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Variant:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One call that a check makes, with the probe that decides whether the operator is wrong.
+    """One call that a check makes, with a probe that raises if it finds a fault in the operator.
 
     `arrange` converts `example` to the arguments of the call, or raises CannotCheck. `options`
-    contains keyword arguments of the probe, or is a function that returns them for the arguments of
-    the call. If `calls`, the call must succeed before the probe runs. If `shrink`, `check` searches
-    for a smaller example if this one fails.
+    contains the keyword arguments of the probe, or is a function that returns the keyword arguments
+    for the arguments of the call. If `calls` is true, the probe runs only after the call has
+    succeeded. If `shrink` is true and the case fails, `check` searches for a smaller example.
     """
 
     label: str

@@ -24,8 +24,8 @@ class Result:
         cases: the number of variants that were tried.
         refused: the number of variants that the operator rejected by raising an exception.
         details: further results, such as a table of dtypes.
-        cause: the kernel's exception, or the crash of the process, that caused the failure; an
-            empty string for other failures.
+        cause: a description of the kernel's exception, or of the crash of the process, that caused
+            the failure; an empty string for other failures.
         rejected: the number of variants that `valid` of `register_examples` rejected.
         group: the group of the variant that failed, such as `"layout"`.
 
@@ -60,7 +60,8 @@ class Result:
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results. All of them fail if the results for the unchanged examples are wrong.
+# Checks that compare results. If an operator returns incorrect results for the unchanged examples,
+# all of these checks fail.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -78,8 +79,9 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# If the check in a key fails for an unchanged example, failures of the checks in its value probably
-# have the same cause.
+# Maps a check to other checks. If the check in the key fails for an unchanged example, failures of
+# the checks in the value probably have the same cause. Some keys also name the kind of failure, see
+# `_key`.
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),
@@ -120,7 +122,7 @@ class Finding(NamedTuple):
 def grouped(failures: Sequence[Result]) -> tuple[Finding, ...]:
     """Group failures with the same cause. The first failure of a group is the clearest.
 
-    Failures for dtypes that the author's examples do not have come last.
+    Failures for dtypes that do not occur in the author's examples come last.
     """
     groups: list[list[Result]] = []
     for failure in sorted(failures, key=_clarity):
@@ -144,7 +146,7 @@ def _key(failure: Result) -> str:
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
         # Other checks pass copies of the arguments to each call, so an undeclared write does not
-        # change their results. But a swapped storage changes them.
+        # change the results in those checks. But a swapped storage does.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"
@@ -164,7 +166,7 @@ def _explains(one: Result, other: Result) -> bool:
         return any(fnmatch.fnmatchcase(second, pattern) for pattern in patterns)
     # A kernel that ignores strides fails for other layouts and also for arguments that share
     # memory, so failures in these two groups have the same cause. Failures of the fake kernel and
-    # wrong results of the kernel never have the same cause.
+    # incorrect results of the kernel never have the same cause.
     same = (one.group, other.group) == ("layout", "sharing") or one.group == other.group
     return same and _is_of_fake(first) is _is_of_fake(second)
 

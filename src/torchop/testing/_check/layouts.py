@@ -1,4 +1,4 @@
-"""Copy tensors into memory with other strides and storage offsets."""
+"""Copy tensors into memory with different strides and storage offsets."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torchop.testing._check.relations import has_fixed_values
 from torchop.testing.probes import is_plain, negative_view
 
 # The number of guard elements after each tensor, and also before a tensor with a storage offset.
-# They reveal a kernel that reads or writes outside of a tensor.
+# They reveal kernels that read or write outside of the tensor.
 GUARD = 8
 
 
 def filler(tensor: Tensor, finite: bool = False) -> float:
     """Return a value for the memory around a tensor.
 
-    For floating-point tensors, the value is NaN by default, so that a kernel that reads it returns
-    NaN. But a kernel that adds to this memory leaves NaN unchanged. With `finite`, the value is a
-    number instead, so the addition changes it.
+    For floating-point tensors, the value is NaN by default, so that a kernel that reads the memory
+    returns NaN. But if a kernel adds to the memory, NaN stays NaN. So with `finite=True`, the value
+    is a finite number, and the addition changes it.
 
     For integer tensors, the value is an element of the tensor. The integers may be indices, and any
     other value could be out of range and crash the kernel.
@@ -51,7 +51,7 @@ def placed(
 
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor whose sizes are the sizes in `shape` plus `row`."""
+    """Return contiguous strides for a shape after adding `row` to each of its sizes."""
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
@@ -127,16 +127,16 @@ LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
     "conjugate": conjugate,
     "expanded": expanded,
 }
-# The layouts for tensors that the operator writes. Elements of a written tensor must not share
-# memory.
+# The layouts for tensors that the operator writes to. "expanded" is left out, because elements of a
+# tensor must not share memory if the operator writes to the tensor.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
 
 
 def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) -> Example:
     """Return the example with some of its tensors copied into other layouts.
 
-    `layouts` maps the index of a tensor to the name of its layout. If `finite`, the memory around
-    tensors holds finite numbers instead of NaN.
+    `layouts` maps the index of a tensor to the name of its layout. With `finite=True`, the memory
+    around the tensors holds finite numbers instead of NaN.
     """
     tensors = example.tensors
     problem: CannotCheck | None = None

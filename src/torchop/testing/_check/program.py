@@ -18,11 +18,11 @@ from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 from torchop.testing._check.calls import Call
 
-# Tensors with more elements are written as bytes in the format of `torch.save`.
+# Tensors with more elements than this are written as bytes in the format of `torch.save`.
 _MOST_ELEMENTS = 400
-# The dtypes that `torch.tensor` infers from literals.
+# The dtypes that `torch.tensor` infers from literals, so that the program need not name them.
 _DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
-# Tensors with more bytes are replaced by random numbers.
+# Tensors with more bytes than this are replaced with random numbers.
 _MOST_BYTES = 2**18
 
 
@@ -35,7 +35,7 @@ def write(
     comment: str,
     provider: str | None = None,
 ) -> str:
-    """Return a program that calls a probe, with the kernel of `provider` if given."""
+    """Return a program that calls a probe, with the kernel of `provider` if one is given."""
     tensors = _Arguments((args, kwargs, options))
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
@@ -90,7 +90,7 @@ def _definition(op: OpOverload) -> list[str]:
         module
         for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
-        # Exclude torch.library and similar modules, because they register every operator.
+        # Exclude torch.library and similar modules, because all operators are registered there.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
     ]
     if modules or op.namespace in ("aten", "prims", "prim"):
@@ -99,13 +99,13 @@ def _definition(op: OpOverload) -> list[str]:
 
 
 class _Arguments:
-    """Writes arguments as source code. Tensors that share memory become views of one variable."""
+    """Converts arguments to source code. Tensors that share memory become views of one variable."""
 
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        # Names of variables. A key is ("tensor", id of a repeated tensor) or ("memory", address of
-        # shared memory).
+        # The names of variables in the program. A key is ("tensor", id) for a tensor that occurs
+        # several times, or ("memory", address) for memory that several tensors share.
         self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
@@ -201,7 +201,10 @@ class _Arguments:
         return f"torch.tensor({text}{kind}{end})"
 
     def _random(self, tensor: torch.Tensor) -> str:
-        """Return code for random numbers in the range of the tensor's values, for valid indices."""
+        """Return code that makes a random tensor in the range of the tensor's values.
+
+        If the tensor holds indices, the random numbers are valid indices, too.
+        """
         shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
         numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
         if not dtype.is_complex and dtype is not torch.bool and numbers.numel():

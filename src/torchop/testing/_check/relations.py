@@ -1,7 +1,7 @@
 """Recognize integer arguments that depend on other arguments, such as indices and offsets.
 
-Kernels often do not verify integers. If an index is too large, for example, they read out of
-bounds. So variants must preserve relations between integers and the sizes of other tensors. This
+Kernels often do not validate integers. For example, they read out of bounds if an index is too
+large. So variants must preserve the relations between integers and the sizes of other tensors. This
 module guesses the relations from the values in an example.
 """
 
@@ -22,7 +22,7 @@ def has_fixed_values(tensor: Tensor, example: Example) -> bool:
     """Return whether a tensor may contain integers that depend on each other.
 
     They may be sorted integers, the lengths of segments, or a permutation. Variants must not change
-    these integers separately, or set all of them to the same value.
+    such integers one at a time, or set all of them to the same value.
     """
     relations = _relations(tensor, example) if has_integers(tensor) else ()
     return not all(isinstance(relation, _Indices) for relation in relations)
@@ -114,7 +114,7 @@ class _Indices(_Related):
         size = self.size(tensors)
         if value.numel() and not size:
             raise CannotCheck("indices cannot refer to an empty tensor")
-        # A small dtype cannot represent every index.
+        # In a large dimension, the last index may not fit into the dtype.
         return value.clamp(0, min(size - 1, torch.iinfo(value.dtype).max)) if size else value
 
 

@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
     if accelerator is not None:
         names += accelerator.names()
     return {
-        # This does not use importlib.metadata, because a package on PYTHONPATH has no metadata.
+        # Do not use importlib.metadata, because a package on PYTHONPATH has no metadata.
         "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
@@ -65,7 +65,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, at least one could be done, and all of them ran in time.
+        """Whether no check failed, every check ran in time, and at least one check could be done.
 
         With `allow_not_run`, it is enough that no check failed.
         """
@@ -78,7 +78,7 @@ class CheckReport:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """The failures, grouped by cause. Each group has its clearest failure first."""
+        """The failures, grouped by cause. Each group starts with its clearest failure."""
         return grouped(self.failures)
 
     def count(self, outcome: Outcome) -> int:
@@ -139,12 +139,12 @@ class CheckReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for `from_dict`."""
+        """Return the report as a dict that can be passed to `from_dict`."""
         return {"format": 1, "ok": self.ok, **asdict(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
-        """Return a report from the result of `to_dict`, possibly from another process.
+        """Return the report that `to_dict` converted to `values`, possibly in another process.
 
         Raises:
             ValueError: the values are not the result of `to_dict`.

@@ -57,8 +57,8 @@ class Check:
     def is_named(self, pattern: str) -> bool:
         """Return whether `pattern` matches this check.
 
-        The pattern may be the full name of a check, its last part, the family, or a pattern such as
-        `"memory.*"`. A name without a provider matches the check for every provider.
+        `pattern` may be the full name of a check, the last part of a name, a family, or a pattern
+        such as `"memory.*"`. A name without a provider matches the check for every provider.
         """
         return any(_is_named(name, pattern) for name in (self.name, self.kind.name))
 
@@ -94,8 +94,8 @@ def plan_checks(
 def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the checks of one operator that are expected to fail, with the reasons.
 
-    `expected` maps names of checks to reasons, for all operators. If the reasons depend on the
-    operator, `expected` instead maps patterns for operator names to such mappings.
+    `expected` maps names of checks to reasons, which apply to all operators. If the reasons depend
+    on the operator, `expected` instead maps patterns for operator names to mappings of this kind.
     """
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}
@@ -181,7 +181,7 @@ def shortened(message: str) -> str:
 
 
 def _renamed(method: Any, name: str) -> Callable[[], Any]:
-    """Return a copy of a method with another name. After a crash, faulthandler prints this name."""
+    """Return a copy of a method with a different name, which faulthandler prints after a crash."""
     code = method.__func__.__code__.replace(co_name=name)
     return types.MethodType(types.FunctionType(code, globals()), method.__self__)
 
@@ -227,7 +227,7 @@ class _Run:
                 if failure is not None:
                     failed = case, failure
                     break
-        except CannotCheck as error:  # says why there are no more cases
+        except CannotCheck as error:  # explains why there are no more cases
             problem = problem or error
         finally:
             self.rejected = self.subject.counts["rejected"] - rejected
@@ -274,8 +274,8 @@ class _Run:
         declined = self.subject.declined(call.example)
         if declined is not None:
             raise CannotCheck(declined)
-        # Disable autograd, because only an exception of the kernel means that the operator rejects
-        # the arguments. An exception of the autograd formula does not.
+        # Disable autograd, because an exception from the kernel means that the operator rejects the
+        # arguments, whereas an exception from the autograd formula may be a bug.
         with restored(), torch.no_grad():
             error = call.record.error
         if error is None:
@@ -339,7 +339,7 @@ def _probe(check: Check, case: Case, call: Call) -> tuple[Any, dict[str, Any]]:
 
 
 def program_of(check: Check, case: Case) -> str:
-    """Return a program that makes the call of a case, without making the call here.
+    """Return the source of a program that runs the call of a case. The call is not run here.
 
     The pytest plugin writes the program to a file before each call, because the call may crash.
     """
@@ -357,9 +357,9 @@ def _program(check: Check, case: Case, probe: Any, options: Mapping[str, Any]) -
 def _cause(error: BaseException) -> str:
     """Describe the exception of the operator that caused a failure.
 
-    Return an empty string if the operator did not raise, but a check found a wrong result.
+    Return an empty string if the operator did not raise, but a check found an incorrect result.
     """
-    # Dynamo wraps an exception of the kernel in its own exception.
+    # Dynamo wraps an exception of the kernel in its own exception, so look inside.
     is_of_dynamo = "dynamo" in type(error).__module__
     behind = error.__cause__ or (error.__context__ if is_of_dynamo else None)
     if behind is not None:

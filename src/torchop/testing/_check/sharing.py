@@ -1,4 +1,4 @@
-"""Variants that pass two arguments in shared memory."""
+"""Variants that pass two arguments that share memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def shared(
 ) -> Iterator[Case]:
     """Yield cases where two tensors of the example share memory.
 
-    If `with_written`, the operator writes one of the two tensors. Otherwise, it only reads them.
+    If `with_written`, the operator writes to one of the two tensors. Otherwise, it only reads both.
     """
     tensors, written = example.tensors, subject.written_places(example)
     arguments = [*example.args, *example.kwargs.values()]
@@ -88,7 +88,7 @@ def shared(
             if with_written and (in_list[left] or in_list[right]):
                 continue  # callers do not pass list items, such as parameters, that share memory
             if with_written and tensors[left].shape != tensors[right].shape:
-                continue  # callers do not pass part of the written tensor as, for example, a weight
+                continue  # callers do not pass, for example, a part of the output as a weight
             names, found = subject.names(example), True
             label = f"{names[left]} and {names[right]} {_WORDS[sharing]}"
             yield Case(label, example, functools.partial(_share, sharing, left, right))

@@ -18,12 +18,12 @@ from torchop.testing.probes import is_plain
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:
     """Search for the smallest example that still fails, for at most `seconds`.
 
-    Dimensions of equal size shrink together, and values become simpler. A smaller example is used
-    only if its failure is an exception of the same class.
+    Dimensions of equal size shrink together, and values become simpler. A smaller example is
+    accepted only if it fails with an exception of the same class.
     """
     before = failure(case)
     if before is None:
-        return case  # the example does not fail each time, so smaller examples prove nothing
+        return case  # the example does not always fail, so smaller examples would prove nothing
     end = time.perf_counter() + seconds
     better = True
     while better:
@@ -56,7 +56,7 @@ def _smaller(example: Example) -> Iterator[Example]:
 def _simple(tensor: Tensor) -> Tensor | None:
     """Return a tensor of the same shape with simple numbers, such as 1, 2 and 3.
 
-    Return None if the tensor has integers, or already has these numbers.
+    Return None if the tensor holds integers, or already holds these numbers.
     """
     if not is_plain(tensor) or not tensor.dtype.is_floating_point or tensor.numel() < 1:
         return None  # integers may be indices

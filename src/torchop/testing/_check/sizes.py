@@ -59,8 +59,8 @@ def sizes_changed(changes: Mapping[int, int]) -> str:
 
 # Sizes that are one larger than common block sizes and grid sizes of kernels.
 BLOCKS = (1025, 65537)
-# The largest number of elements in an enlarged example, and in the results. It keeps calls below
-# one second.
+# The maximum number of elements in an enlarged example, and also in its results. With this limit, a
+# call takes less than one second.
 _MOST_ELEMENTS = 2**19
 
 
@@ -69,9 +69,9 @@ def larger_sizes(
 ) -> list[dict[int, int]]:
     """Return changes that each enlarge one size beyond a common block size of kernels.
 
-    If a tensor contains distinct indices, its size is not changed, because not that many indices
-    may be valid. A size is also not changed if the example or the `results` would become too large,
-    as in an outer product.
+    The length of a tensor of distinct indices is not changed, because fewer indices may be valid
+    than the longer tensor would need. A size is also left alone if the example or the `results`
+    would become too large, as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}
     return [

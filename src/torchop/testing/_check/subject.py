@@ -61,11 +61,11 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
-        # The name of the check that reported that a call violates the schema, if any. Other checks
-        # skip calls that violate the schema instead of reporting the violation again.
+        # The name of the first check that reported a violation of the schema, if any. Other checks
+        # skip calls that violate the schema, so that the violation is reported only once.
         self.broken_in: str | None = None
-        # The number of calls that the predicate `valid` of `register_examples` rejected. Copies of
-        # this object share this counter.
+        # The number of calls that the `valid` predicate passed to `register_examples` rejected.
+        # Copies of this object share this counter.
         self.counts = Counter(rejected=0)
         self.originals = [self._original(*pair) for pair in pairs]
         for index, example in enumerate(self.originals):
@@ -79,8 +79,8 @@ class Subject:
         self.provider: Provider | None = None
         self.unsupported = ""
         self.of_reference = self
-        # These are detached and contiguous, because variants choose the layouts and the tensors
-        # that require grad.
+        # Detached and contiguous copies of the examples, because variants choose the layouts and
+        # the tensors that require grad.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
         self._calls: dict[Case, Call] = {}
@@ -106,7 +106,7 @@ class Subject:
         return self.name
 
     def with_provider(self, provider: Provider, unsupported: str) -> Subject:
-        """Return a copy of this object for the kernel of a provider. It has no recorded calls."""
+        """Return a copy of this object, without recorded calls, for the kernel of a provider."""
         made = copy.copy(self)
         for name, value in vars(Subject).items():
             if isinstance(value, functools.cached_property):
@@ -119,7 +119,10 @@ class Subject:
     # Calls
 
     def is_valid(self, example: Example) -> bool:
-        """Return whether `valid` of `register_examples` accepts a call. Count rejected calls."""
+        """Return whether the `valid` predicate passed to `register_examples` accepts a call.
+
+        Also count the calls that it rejects.
+        """
         answer = is_valid(self.op, example)
         self.counts["rejected"] += not answer
         return answer
@@ -127,7 +130,7 @@ class Subject:
     def declined(self, example: Example) -> str | None:
         """Return why the provider rejects a call, or None if it supports the call.
 
-        Also return None if the reference kernel is checked.
+        If the reference kernel is being checked, also return None.
         """
         if self.provider is None:
             return None
@@ -142,7 +145,7 @@ class Subject:
         return next(place for place, each in enumerate(self.examples) if each is example)
 
     def cases(self, variant: Variant) -> Iterator[Case]:
-        """Yield the cases that a variant generates. They are generated only once.
+        """Yield the cases that a variant generates. Cache the cases for later checks.
 
         Raise CannotCheck after the last case if the variant does not apply to one of the examples.
         """
@@ -150,8 +153,8 @@ class Subject:
             found: list[Case] = []
             problem = None
             base = self.of_reference
-            # The variants in the group "plain" do not change examples, and also use examples that
-            # the operator rejects. Other variants only use examples that the operator accepts.
+            # Variants in the group "plain" do not change examples, and use even the examples that
+            # the operator rejects. All other variants use only examples that the operator accepts.
             is_plain = variant.group == "plain"
             for example in base.examples if is_plain else base.accepted(most=variant.most):
                 try:
@@ -174,24 +177,25 @@ class Subject:
         return self._calls[case]
 
     def known(self, case: Case, call: Call) -> Case:
-        """Make `Subject.call` return an existing call for a case. Return the case."""
+        """Make `Subject.call` return an existing call for this case, and return the case."""
         self._calls[case] = call
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Compute the expected outcome of an example once, for the calls in all layouts."""
+        """Compute the expected outcome of an example only once, and reuse it in every layout."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):
             self._outcomes.append((example, Call(self.op, *example)))
         (made,) = (made for known, made in self._outcomes if known is example)
-        with contextlib.suppress(Exception):  # the probe will repeat the call, and raise then
+        with contextlib.suppress(Exception):  # the probe repeats the call and reports the exception
             vars(call)["contiguous"] = made.contiguous
 
     def refusal(self, example: Example) -> Exception | None:
         """Return the exception that the operator raises for an example, or None if it succeeds.
 
-        Return CannotCheck if the provider or `valid` of `register_examples` rejects the example.
+        If the provider or the `valid` predicate of `register_examples` rejects the example, return
+        a CannotCheck exception without making the call.
         """
         why = self.declined(example) if self.is_valid(example) else REJECTED
         if why is not None:
@@ -240,7 +244,7 @@ class Subject:
     # Properties of the operator
 
     def written_places(self, example: Example) -> set[int]:
-        """Return the indices in `example.tensors` of the tensors that the operator writes."""
+        """Return the indices in `example.tensors` of the tensors that the operator writes to."""
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
@@ -253,7 +257,7 @@ class Subject:
         return Example((), {**dict(zip(names, example.args, strict=False)), **example.kwargs})
 
     def scalars(self, example: Example) -> dict[str, Any]:
-        """Return the arguments of a call by name, including defaults that are floats or bools."""
+        """Return the arguments of a call by name, and also defaults that are floats or bools."""
         defaults = {a.name: a.default for a in self.schema.arguments}
         numbers = {name: each for name, each in defaults.items() if type(each) in (bool, float)}
         return {**numbers, **self.by_name(example).kwargs}
@@ -276,13 +280,13 @@ class Subject:
         return options
 
     def has_kernel(self, *keys: str) -> bool:
-        """Return whether a kernel exists at one of these keys or at CompositeImplicitAutograd."""
+        """Return whether the operator has a kernel at a given key or CompositeImplicitAutograd."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     def is_for(self, device_type: str) -> bool:
         """Return whether the operator has its own kernel for a device type.
 
-        A backend fallback is not a kernel of the operator.
+        Backend fallbacks are ignored, because they are not specific to the operator.
         """
         if kernels := self.operator.kernels:
             return not {device_type, "every device"}.isdisjoint(kernels)
@@ -320,7 +324,8 @@ class Subject:
     def has_fake_sizes(self, example: Example) -> bool:
         """Return whether the fake kernel returns the same sizes as the kernel.
 
-        Return True if the operator has no working fake kernel, and False if the fake kernel raises.
+        If the operator has no working fake kernel at all, return True. If the fake kernel raises
+        for this example, return False.
         """
         if self.fake_problem is not None:
             return True
@@ -387,11 +392,10 @@ class Subject:
         return accepted
 
     def _as_given(self, number: int, example: Example) -> Example:
-        """Detach the tensors of an example whose gradients should not be checked.
+        """Detach those tensors of an example whose gradients should not be checked.
 
-        If some tensors of the author's example require grad, only these tensors still require grad
-        afterwards. Tensors that the operator writes, such as running statistics, are also detached,
-        unless the operator works in place.
+        If any tensors of the author's example require grad, detach all others. Unless the operator
+        works in place, also detach the tensors that it writes to, such as running statistics.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):
@@ -404,7 +408,7 @@ class Subject:
 
 
 def _has_fakes(example: Example) -> bool:
-    """Return whether fake tensors support all layouts in an example. They do not support CSR."""
+    """Return whether fake tensors support all layouts in an example. CSR is not supported."""
     try:
         with fake_tensors.new_fake_mode() as mode:
             example.map(mode.from_tensor)

@@ -39,10 +39,10 @@ Cases = Callable[[Subject, Details], Iterator[Case]]
 class CheckKind:
     """One row of the table: a check that applies to any operator.
 
-    Reports and the documentation print `question`. `probe` is the probe of the cases that have none
-    of their own. `of_kernel` returns whether to repeat the check for the kernel of a provider. If
-    `is_costly`, the check compiles programs, and runs last. If `takes_refused`, the probe runs even
-    if the operator raises in the call.
+    Reports and the documentation print `question`. `probe` is used for cases that do not have a
+    probe of their own. `of_kernel` returns whether to repeat the check for the kernel of a
+    provider. If `is_costly` is true, the check compiles programs, so it runs last. If
+    `takes_refused` is true, the probe runs even if the operator raises in the call.
     """
 
     name: str
@@ -62,9 +62,9 @@ class CheckKind:
 def _of(
     name: str, options: dict[str, Any], variants: str, question: str, **more: Any
 ) -> tuple[CheckKind, ...]:
-    """Return one check, as a tuple. It runs a probe on the calls that variants generate.
+    """Return a tuple of one check, which runs a probe on the calls that variants generate.
 
-    `variants` contains the names of variants, separated by spaces.
+    `variants` contains the names of the variants, separated by spaces.
     """
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
@@ -92,8 +92,8 @@ def _each(family: str, options: dict[str, Any], **questions: str) -> tuple[Check
 def alone(family: str, *functions: Cases, **options: Any) -> tuple[CheckKind, ...]:
     """Return one check for each function that yields cases.
 
-    The name of the function is the last part of the check's name. The first line of its docstring
-    is the question that the check answers.
+    The name of the function becomes the last part of the check's name, and the first line of its
+    docstring becomes the question that the check answers.
     """
     # With `python -OO`, functions have no docstrings.
     questions = [(each.__doc__ or "").partition("\n")[0] for each in functions]
@@ -135,7 +135,8 @@ def _labelled(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
 
 
 def _of_threads(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
-    # PyTorch starts another thread for every 32,768 elements, so only large calls use several.
+    # PyTorch uses one more thread for every 32,768 elements, so only large calls use several
+    # threads.
     return {"draws": subject.is_random, "is_large": case.group == "size", **subject.tolerances}
 
 

@@ -36,9 +36,9 @@ def all_and_each(items: Iterable[int]) -> list[list[int]]:
 
 
 def each_and_all(items: Iterable[int]) -> list[list[int]]:
-    """Return a list with each single item, then a list with all items.
+    """Return a list for each single item, followed by a list of all items.
 
-    A failure of a single tensor names the argument, so it is reported before a failure of all.
+    Single items come first, because a failure for a single tensor shows which argument is at fault.
     """
     return sorted(all_and_each(items), key=len)
 
@@ -87,9 +87,9 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
-    """Replace tensors by conjugate views. If none is complex, first convert them to complex."""
+    """Replace tensors with conjugate views. If none is complex, first convert them to complex."""
     if not any(t.dtype.is_complex for t in example.tensors):
-        # float8 has no complex dtype.
+        # Skip float8 tensors, because they cannot be converted to a complex dtype.
         example = example.map(
             lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
         )
@@ -99,7 +99,7 @@ def conjugate(subject: Subject, example: Example) -> Cases:
 
 
 def written_expanded(subject: Subject, example: Example) -> Cases:
-    """Expand tensors that the operator writes, so that their elements share memory."""
+    """Expand tensors that the operator writes to, so that their elements share memory."""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     arrange = in_layout("expanded", subject.written_places(example))
@@ -111,7 +111,7 @@ def written_expanded(subject: Subject, example: Example) -> Cases:
 
 
 def sized(size: int, subject: Subject, example: Example) -> Cases:
-    """Set all dimensions to `size`. In further cases, set only the dimensions of one old size."""
+    """Resize all dimensions to `size`. In further cases, resize only dimensions of equal size."""
     chosen = all_and_each([n for n in sizes(example) if n != size])
     if not chosen:
         raise CannotCheck("no tensor has a dimension")
@@ -148,13 +148,13 @@ def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
 
 
 def odd_strides(subject: Subject, example: Example) -> Cases:
-    """Give dimensions of size 1 unusual strides. Kernels must ignore these."""
+    """Give dimensions of size 1 unusual strides, which kernels must ignore."""
     for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
         yield Case("dimensions of size 1 with odd strides", smaller, in_layout("odd_strides"))
 
 
 def zero_dim(subject: Subject, example: Example) -> Cases:
-    """Replace tensors by 0-dim tensors that contain their first element."""
+    """Replace tensors with 0-dim tensors that contain their first element."""
     tensors = example.tensors
     places = [p for p, t in enumerate(tensors) if probes.is_plain(t) and t.dim() and t.numel()]
     places = [place for place in places if not has_fixed_values(tensors[place], example)]
@@ -227,7 +227,7 @@ def precisions(subject: Subject, example: Example) -> Cases:
 
 
 def digits(dtype: torch.dtype, share: float, subject: Subject, example: Example) -> Cases:
-    """Change each element a little, so that a dtype with fewer digits cannot represent it."""
+    """Change each element slightly, so that a dtype with fewer digits cannot represent it."""
     _needs_float(example)
     if any(t.dtype.is_complex for t in example.tensors):
         raise CannotCheck("an argument is complex")
@@ -250,8 +250,8 @@ def _needs_float(example: Example) -> None:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-# For each kind of special numbers, a description, and a function that takes the limits of a dtype
-# and returns lists of numbers. The numbers of one list are put into one tensor.
+# Maps each kind of special numbers to a description and a function. The function takes the limits
+# of a dtype and returns lists of numbers. Each list is used to fill one tensor.
 NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     "nan": ("NaN", lambda limits: [[float("nan")]]),
     "inf": ("infinities", lambda limits: [[float("inf"), float("-inf")], [float("-inf")]]),
@@ -262,8 +262,8 @@ NUMBERS: dict[str, tuple[str, Callable[[torch.finfo], list[list[float]]]]] = {
     ),
     "extremes": (
         "the largest and smallest numbers of the dtype",
-        # The maximum and the minimum are in separate lists. With both in one tensor, a sum would
-        # depend on the order of additions.
+        # The maximum and the minimum are in separate lists, because the sum of a tensor with both
+        # would depend on the order of additions.
         lambda limits: [[limits.max, limits.tiny], [limits.min, limits.tiny]],
     ),
 }
@@ -293,10 +293,10 @@ def numbers(name: str, subject: Subject, example: Example) -> Cases:
 
 
 def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrangement:
-    """Return a non-contiguous layout.
+    """Return a layout other than the contiguous one.
 
-    If the call with the example's own values already fails in this layout, return the contiguous
-    layout instead.
+    If the call already fails in this layout with the example's own values, return the contiguous
+    layout instead, because such a failure is not related to special values.
     """
     layout = in_layout("sliced" if tensor.dim() else "offset")
     with contextlib.suppress(Exception):
@@ -335,9 +335,9 @@ def scalars(subject: Subject, example: Example) -> Cases:
             others = {0.0, 1.0, value + 0.5} - {value}
         elif type(value) is int and subject.operator.function is not None:
             # Change integers only for operators written in Python, because C++ operators may
-            # require particular integers. If all elements of an integer tensor are smaller than
-            # this number, they may be indices, and the number may be their limit. A smaller limit
-            # would make them invalid, so only increase the number.
+            # require particular integers. If all elements of an integer tensor are smaller than the
+            # integer, they may be indices with the integer as their limit. A smaller limit would
+            # make the indices invalid, so only increase the integer.
             indices = filter(probes.has_integers, named.tensors)
             is_bound = any(int(t.min()) >= 0 and int(t.max()) < value for t in indices)
             others = {value + 1} if is_bound else {0, -1, value + 1} - {value}
@@ -346,7 +346,7 @@ def scalars(subject: Subject, example: Example) -> Cases:
 
 
 def other_scalars(subject: Subject, example: Example) -> Cases:
-    """Replace floats by larger ones, and invert bools. Most kernels accept these values."""
+    """Increase floats and invert bools. Most kernels accept the resulting values."""
     named = subject.by_name(example)
     for name, value in subject.scalars(example).items():
         if type(value) in (bool, float):
@@ -379,8 +379,8 @@ VARIANTS: dict[str, Variant] = {
     **_group("size", longer=longer, uneven=uneven),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
-    # Smaller than "blocks", for checks of fake kernels. A fake kernel in Python may be slow for
-    # large sizes.
+    # Uses smaller sizes than "blocks". It is for checks of fake kernels, because a fake kernel in
+    # Python may be slow for large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
     **_group("dtype", precisions=precisions),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),

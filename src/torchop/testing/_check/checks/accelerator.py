@@ -1,4 +1,4 @@
-"""Checks on an accelerator: compare its results with the CPU, and capture calls into graphs."""
+"""Check that an accelerator agrees with the CPU, and that calls can be captured into graphs."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def runs_on_devices(call: Call, devices: Sequence[str]) -> None:
 def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()) -> None:
     """Check that replaying a captured graph returns the same bits as an uncaptured call.
 
-    The graph is replayed with the captured values, then with other values in the same tensors. If
-    tensors require grad, the graph contains the backward, and gradients are compared.
+    The graph is replayed with the captured values, and then with other values in the same tensors.
+    If tensors require grad, the graph includes the backward, and the gradients are compared.
 
-    `others` contains the arguments of calls to make between capture and replay. These calls must
-    not invalidate memory that the graph uses.
+    `others` contains the arguments of calls that are made between capture and replay. These calls
+    must not invalidate memory that the graph uses.
     """
     device = torch.device(device_type, torch.accelerator.current_device_index())
     to_device = operator.methodcaller("to", device)
@@ -69,7 +69,7 @@ def replays_as_captured(call: Call, device_type: str, others: Sequence[Any] = ()
                 "torch.Tag.cudagraph_unsafe, and compilers leave it out of graphs."
             ) from None
         for other in others:
-            with contextlib.suppress(Exception):  # failed calls must not change results either
+            with contextlib.suppress(Exception):  # even failed calls must not change later results
                 run(op, *probes.mapped(other, to_device))
         for which, values in (("the same", example), ("other", call.other_values())):
             try:
@@ -142,8 +142,8 @@ def capture(subject: Subject, details: Details) -> Iterator[Case]:
     subject.needs_fixed_results()
     trainable = trainable_example(subject)
     for example in [*subject.accepted(), *([] if trainable is None else [trainable])]:
-        # Also make larger calls, because a kernel may then reallocate a workspace that the graph
-        # uses.
+        # Also make larger calls, which may cause the kernel to reallocate a workspace that the
+        # graph uses.
         changes = [{size: 2 * size + 1} for size in sizes(example)[:2] if size]
         larger = [tuple(other) for _, other in each_resized(example, *changes)]
         options = {"device_type": device, "others": larger}

@@ -1,4 +1,4 @@
-"""Probes that check the kernels of providers, i.e. alternative kernels of an operator."""
+"""Probes for providers, i.e. for alternative kernels of an operator."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def only(op: OpOverload, name: str) -> priority:
 
 
 def in_order(orders: Any) -> priority:
-    """Return a `torchop.priority` context manager with these priorities and no restrictions.
+    """Return a context manager that sets these priorities, like `torchop.priority`.
 
-    Restrictions from outer contexts, such as `deterministic_only`, do not apply inside it.
+    It also lifts the restrictions that outer context managers set, such as `deterministic_only`.
     """
     return priority(orders, strict=False, batch_invariant_only=False, deterministic_only=False)
 
@@ -41,9 +41,9 @@ def agrees_with_reference(
 ) -> None:
     """Check that the kernel of a provider agrees with the reference, up to a tolerance.
 
-    By default, the tolerances are the defaults of `torch.testing.assert_close`. A result in float32
-    or a smaller dtype may differ by more if its error is at most twice the error of the reference.
-    The errors are measured against the result of the reference in double.
+    The default tolerances are the defaults of `torch.testing.assert_close`. A result in float32 or
+    a smaller dtype may exceed the tolerance if its error is at most twice the error of the
+    reference. Both errors are measured against the result of the reference in double.
     """
     kernel = provider_of(call, provider)
     expected = reference_outcome(call)
@@ -57,7 +57,7 @@ def agrees_with_reference(
             raise AssertionError(f"{what} raises {reason(error)}.") from error
         actual = actual[: len(expected)]
     else:
-        record = call.record  # of the provider's kernel, because the caller sets the priority
+        record = call.record  # runs the provider's kernel, because the caller set the priority
         if record.error is not None:
             raise record.error
         if record.around:
@@ -88,7 +88,8 @@ def _as_near_as_reference(
             return False
         if one.dtype is not other.dtype or not one.is_floating_point() or one.itemsize > 4:
             return False
-        # The provider and the reference may round intermediate values to the dtype of an argument.
+        # The provider and the reference may round intermediate values to the dtype of an argument,
+        # so allow for the least precise dtype.
         eps = max(torch.finfo(t.dtype).eps for t in (*arguments, one) if t.is_floating_point())
         one, other = one.double(), other.double()
         finite = double.isfinite() & other.isfinite()
@@ -108,9 +109,9 @@ def _as_near_as_reference(
 
 
 def reference_outcome(call: Call) -> list[Any]:
-    """Return the outcome of a call that runs the reference kernel.
+    """Return the outcome of the same call with the reference kernel.
 
-    If the reference rejects the arguments, raise NotImplementedError, so that the case is skipped.
+    If the reference rejects the arguments, raise NotImplementedError, which skips the case.
     """
     if call.reference is None:
         with only(call.op, REFERENCE):
@@ -131,14 +132,14 @@ def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float =
     tolerance = {torch.double: (1e-7, 1e-7), **provider_of(call, provider).tolerance}
     with in_order({"*": [REFERENCE]}):
         expected = probes.gradients(function, inputs)
-    with in_order({"*": [provider]}):  # also for the operators that the formula calls
+    with in_order({"*": [provider]}):  # "*" includes the operators that the formula calls
         actual = probes.gradients(function, inputs)
     what = f"gradients with the provider {provider!r}"
     probes.assert_same(actual, expected, what, tolerance=tolerance, rtol=rtol, atol=atol)
 
 
 def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) -> None:
-    """Check that the result for a row has the same bits whether it is computed alone or in a batch.
+    """Check that a row has the same result, bit for bit, whether it is alone or in a batch.
 
     `batched` contains the indices of the tensors whose first dimension is the batch dimension.
     """
@@ -176,8 +177,8 @@ def is_the_same_in_batches(call: Call, provider: str, batched: Sequence[int]) ->
 def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
     """Check a provider's `supports` function.
 
-    It must depend only on its arguments, and reject all calls that the kernel rejects. `first` is
-    the value that `supports` previously returned for this call, if known.
+    `supports` must depend only on its arguments, and must reject all calls that the kernel rejects.
+    `first` is the value that `supports` previously returned for this call, if known.
     """
     operator, kernel = Operator(call.op, "check"), provider_of(call, provider)
 
@@ -233,7 +234,7 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 
 
 def _zeros(tensor: Tensor) -> Tensor:
-    """Replace a sparse tensor by zeros of the same shape, and return other tensors unchanged.
+    """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
     `supports` can read the data of sparse tensors, but its result must not depend on the data.
     """

@@ -1,4 +1,4 @@
-"""Checks of calls under transforms and modes such as vmap and autocast, and on subclasses."""
+"""Checks of calls under transforms such as vmap and modes such as autocast, and on subclasses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def maps_like_a_loop(call: Call, in_dims: Any, out_dim: int = 0, **options: Any)
 
 
 def draws_for_each(call: Call) -> None:
-    """Check that `vmap` draws random numbers as its argument `randomness` requires."""
+    """Check that random numbers inside `vmap` respect its argument `randomness`."""
     run, originals = probes.on_tensors(call.op, *call.example)
     mapped = [torch.stack([original, original, original]) for original in originals]
     seed_torch(0)
@@ -122,12 +122,12 @@ def runs_in_autocast(call: Call) -> None:
     problem = None
     choices: list[Any] = [(lower, ()), (lower, floats), (torch.float32, floats)]
     ways: list[Any] = [(*each, {}) for each in choices + [(lower, chosen) for chosen in some]]
-    # Autocast may also apply to PyTorch functions inside the kernel, so intermediate values may be
-    # rounded.
+    # Autocast may also apply to PyTorch functions inside the kernel, so also accept results whose
+    # intermediate values were rounded.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
-    # Some of PyTorch's functions cast to the lower dtype and others to float32, so the result may
-    # have either dtype.
+    # Some of PyTorch's functions cast to the lower dtype and others to float32, so accept a result
+    # in either dtype.
     ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
@@ -179,7 +179,7 @@ def takes_subclasses(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. Reports print the first line of their docstrings.
+# Each function yields the cases of one check. Reports print the first line of its docstring.
 
 
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
@@ -247,8 +247,8 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
-        # Operators of torch.library.custom_op do not support torch.func, and neither do mutable
-        # operators of torchop.
+        # Operators defined with torch.library.custom_op do not support torch.func, and neither do
+        # mutable operators defined with torchop.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:

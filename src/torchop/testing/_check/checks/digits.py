@@ -24,7 +24,7 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _needs_double() -> Iterator[None]:
-    """Make a check inapplicable if the operator rejects tensors of dtype float64."""
+    """Report that a check cannot be done if the operator rejects tensors in double."""
     try:
         yield
     except CannotCheck:
@@ -36,9 +36,9 @@ def _needs_double() -> Iterator[None]:
 def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None = None) -> None:
     """Check that the result agrees with the result in double, up to the precision of the dtype.
 
-    If no tolerances are given, the acceptable error is estimated: each input is changed by about
-    one unit in the last place of its dtype. The more this changes the results in double, the larger
-    the acceptable error is.
+    If no tolerances are given, they are estimated. Each input is changed by about one unit in the
+    last place of its dtype. The more this changes the results in double, the larger the tolerance
+    is.
     """
 
     def moved(share: float) -> Any:
@@ -82,7 +82,7 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
 
 
 def computes_in_double(call: Call) -> None:
-    """Check that results in double are not all rounded to float32."""
+    """Check that the kernel does not compute results in double with the precision of float32."""
     succeeds(call)
     for index, result in enumerate(call.record.outcome):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
@@ -96,7 +96,7 @@ def computes_in_double(call: Call) -> None:
 
 
 def keeps_digits_of_half(call: Call) -> None:
-    """Check that results in float16 are not all rounded to bfloat16."""
+    """Check that the kernel does not compute results in float16 with the precision of bfloat16."""
     succeeds(call)
     with _needs_double():
         in_double = call.again(call.changed(_in_double))
@@ -118,8 +118,9 @@ def keeps_digits_of_half(call: Call) -> None:
 def keeps_float_arguments(call: Call, name: str) -> None:
     """Check that the kernel reads a float argument as a double, not as float32.
 
-    If a relative change of the argument by 2**-20 affects every element of a result, then a change
-    by 2**-32 must affect the result too. In float32, the change by 2**-32 would be lost.
+    If a relative change of the argument by 2**-20 affects every element of a result, a change by
+    2**-32 must affect the result, too. If the kernel reads the argument as float32, the change by
+    2**-32 is lost.
     """
     value = call.kwargs[name]
 

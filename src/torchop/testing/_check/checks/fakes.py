@@ -25,9 +25,9 @@ from torchop.testing.process_state import seed_torch
 
 
 def describes_results(call: Call, symbols: bool = False) -> None:
-    """Check that the fake kernel returns the metadata of the real results.
+    """Check that the fake kernel returns tensors with the same metadata as the real results.
 
-    With `symbols`, the fake tensors passed to the fake kernel have symbolic sizes.
+    If `symbols` is true, the fake tensors passed to the fake kernel have symbolic sizes.
     """
     succeeds(call)
     mode, (args, kwargs) = _with_fake_tensors(call.example, symbols)
@@ -40,7 +40,10 @@ def describes_results(call: Call, symbols: bool = False) -> None:
 
 
 class WrongMetadata(Exception):  # noqa: N818  (not raised: the cause of an AssertionError)
-    """The cause of an `AssertionError`. Failures with equal causes are reported as one finding."""
+    """The `__cause__` of an AssertionError about metadata.
+
+    The report groups failures whose causes are equal.
+    """
 
 
 def assert_same_metadata(
@@ -111,8 +114,8 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 
     Fake tensors have no memory, so the device need not exist. The fake kernel is called twice, and
     `device` is the default device in the second call. If a result is on `device` only in the second
-    call, the fake kernel creates it without `device=`. If it is on another device in both calls,
-    the fake kernel puts it there on purpose.
+    call, the fake kernel creates the result without `device=`. If a result is on a different device
+    in both calls, the fake kernel does this on purpose.
     """
     with fake_tensors.new_fake_mode():
         args, kwargs = call.example.map(
@@ -196,7 +199,7 @@ def exports_the_same(call: Call, dynamic: Any = ()) -> None:
 def registers_autograd(call: Call) -> None:
     """Check that results do not require grad if no kernel is registered at an autograd key.
 
-    If they do, autograd has recorded the functions that the kernel calls.
+    If a result requires grad, autograd has recorded the functions that the kernel calls.
     """
     args, kwargs = call.example.copy()
     try:
@@ -214,7 +217,7 @@ def registers_autograd(call: Call) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. Reports print the first line of their docstrings.
+# Each function yields the cases of one check. Reports print the first line of its docstring.
 
 
 def accepted(subject: Subject, details: Details) -> Iterator[Case]:

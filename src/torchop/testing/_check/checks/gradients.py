@@ -1,4 +1,4 @@
-"""Checks that gradients are right, and that backward detects writes to saved tensors."""
+"""Checks that gradients are correct, and that backward detects writes to saved tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from torchop.testing.process_state import seed_torch
 
 
 def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> None:
-    """Check gradients with finite differences.
+    """Check gradients against finite differences.
 
-    If they disagree, the function may have a kink at these inputs, like relu at 0. So the check is
-    repeated at nearby inputs.
+    If the check fails, it is repeated at nearby inputs, because the function may have a kink at the
+    original inputs, like relu at 0.
     """
     function, inputs = call.function()
     check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
@@ -43,7 +43,8 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
     def check_at(tensors: Any) -> None:
         if is_large and order == 1 and not forward:
-            # Check one direction first, because gradcheck takes minutes to report a wrong gradient.
+            # Check one direction first, because gradcheck takes minutes to report an incorrect
+            # gradient.
             probes.slope_is_right(function, tensors)
         check(function, tensors, **options)
 
@@ -59,29 +60,31 @@ def gradients_are_right(call: Call, order: int = 1, forward: bool = False) -> No
 
 
 def gradients_are_finite_and_right(call: Call) -> None:
-    """Check gradients with finite differences, unless a result is infinite or NaN."""
+    """Check gradients against finite differences, unless a result is infinite or NaN."""
     if any(not bool(t.isfinite().all()) for t in probes.tensors_of(call.record.outcome)):
         raise CannotCheck("a result is infinite or NaN")
     gradients_are_right(call)
 
 
 def gradients_are_right_if_broadcast(call: Call) -> None:
-    """Check gradients with finite differences, unless backward refuses broadcast arguments.
+    """Check gradients against finite differences, unless backward rejects broadcast arguments.
 
-    The forward of many operators accepts more shapes than the author intends.
+    A rejection is not a failure, because the forward of many operators accepts more shapes than the
+    author intends.
     """
     function, inputs = call.function()
     try:
         probes.gradients(function, inputs)
     except RuntimeError as error:
-        # A gradient of the wrong shape is a fault. Autograd raises this error, not the formula.
+        # Autograd raises this error if the formula returned a gradient of the wrong shape, which is
+        # a failure. Any other exception means that the formula rejects the arguments.
         if "returned an invalid gradient" not in str(error):
             raise CannotCheck(f"backward refuses it: {reason(error)}") from None
     gradients_are_right(call)
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
-    """Return the tensors that require grad, with random numbers up to `distance` added."""
+    """Return the tensors that require grad, after adding random numbers from 0 to `distance`."""
     moved = call.changed(
         lambda t: (
             (t.detach() + distance * torch.rand_like(t)).requires_grad_() if t.requires_grad else t
@@ -91,7 +94,7 @@ def _moved(call: Call, distance: float) -> list[Tensor]:
 
 
 def gradients_are_double(call: Call) -> None:
-    """Check that gradients in double are not all rounded to float32."""
+    """Check that the formula does not compute gradients in double with the precision of float32."""
     function, _ = call.function()
     seed_torch(0)
     moved = _moved(call, -1e-9)
@@ -125,9 +128,9 @@ def gradients_are_numbers(call: Call, what: str) -> None:
 
 
 def slopes_are_right(call: Call) -> None:
-    """Check gradients in float32 with finite differences, in one direction, at three points.
+    """Check float32 gradients against finite differences, in one direction, at three points.
 
-    It is enough if they agree at one point, because the function may have kinks at the others.
+    Agreement at one point is enough, because the function may have kinks at the other points.
     """
     function, _ = call.function()
     problem: RuntimeError | None = None
@@ -145,7 +148,7 @@ def slopes_are_right(call: Call) -> None:
 
 
 def saved_tensors_are_watched(call: Call) -> None:
-    """Check that backward raises, or is unaffected, if a tensor was written after the forward."""
+    """Check that backward raises, or is unaffected, if tensors are modified after the forward."""
     function, inputs = call.function()
     expected = probes.gradients(function, inputs)
     for what in ("arguments", "results"):
@@ -185,7 +188,7 @@ def _in_another_thread(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]
         except BaseException as error:
             answer.set_exception(error)
 
-    # Run the thread in a copy of the caller's context, because it contains the provider priority.
+    # Run the thread in a copy of the caller's context, which contains the provider priority.
     run = contextvars.copy_context().run
     threading.Thread(target=run, args=(differentiate,), daemon=True).start()
     try:
@@ -229,13 +232,13 @@ def same_gradients(call: Call, ways: Sequence[str]) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. Reports print the first line of their docstrings.
+# Each function yields the cases of one check. Reports print the first line of its docstring.
 
 gradient_case = functools.partial(Case, group="gradient")
 
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
-    """Raise CannotCheck if the operator has no gradient of this order."""
+    """Raise CannotCheck if the operator has no derivative of this order."""
     if not subject.has_autograd_kernel:
         raise CannotCheck("no autograd formula: no kernel is registered at an autograd key")
     try:
@@ -260,9 +263,9 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 
 def trainable_example(subject: Subject) -> Example | None:
-    """Return the first example, with its floating-point tensors requiring grad.
+    """Return the first example, after making its floating-point tensors require grad.
 
-    Return None if the operator writes arguments, or has no autograd formula.
+    Return None if the operator mutates arguments, or has no autograd formula.
     """
     if subject.schema.is_mutable:
         return None
@@ -353,17 +356,17 @@ def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Exampl
                 label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = _requiring_grad_as(example.replace(place, narrow), example)
-                # If the fake kernel returns other sizes than before, the operator does not
-                # broadcast here, so skip the call.
+                # If the fake kernel returns different sizes than the kernel, the operator does not
+                # support broadcasting here, so skip the call.
                 if subject.has_fake_sizes(narrowed):
                     yield label, narrowed
 
 
 def _indices_that_may_repeat(example: Example) -> list[int]:
-    """Return the positions of integer tensors whose elements may be equal, such as gather indices.
+    """Return the positions of integer tensors whose elements may repeat, such as gather indices.
 
-    An operator may require scatter indices to be distinct. An integer tensor probably contains
-    scatter indices if it has one element for each row of another tensor, and is then left out.
+    Scatter indices are left out, because an operator may require them to be distinct. An integer
+    tensor probably contains scatter indices if one of its sizes is also a size of another tensor.
     """
     floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
     lengths = {size for tensor in floats for size in tensor.shape}

@@ -1,4 +1,4 @@
-"""Checks of backward for incoming gradients in other layouts, and if inputs require no grad."""
+"""Checks that backward handles gradients in any layout, and inputs that require no grad."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def incoming_gradient(result: Tensor) -> Tensor:
 
 
 def second_derivatives_of_each_are_the_same(call: Call) -> None:
-    """Check that second derivatives stay the same if some of the tensors require no grad."""
+    """Check that second derivatives do not change if some of the tensors require no grad."""
     function, inputs = call.function()
     every = range(len(inputs))
 
@@ -63,8 +63,9 @@ def second_derivatives_of_each_are_the_same(call: Call) -> None:
     compare("the incoming gradient", every, every, True)
 
 
-# Layouts of incoming gradients. Each has a phrase that names an operation whose backward passes
-# gradients in this layout, and a function that copies a gradient into the layout.
+# Maps each layout of incoming gradients to a phrase and a function. The phrase, for error messages,
+# names an operation whose backward produces gradients in this layout. The function copies a
+# gradient into the layout.
 GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "expanded": ("as sum() passes it", lambda t: _repeated(t, range(t.dim()))),
     "expanded in dimension 0": ("as sum(0) passes it", lambda t: _repeated(t, range(t.dim())[:1])),
@@ -77,8 +78,8 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
     """Repeat the first element along each dimension in `dims`, with stride 0.
 
-    The memory has the size of a contiguous tensor, and the part that the strides do not use is NaN.
-    So a kernel that ignores the strides reads NaN, and does not read out of bounds.
+    The tensor has enough memory for contiguous strides, and the unused part of this memory holds
+    NaN. So a kernel that ignores the strides reads NaN, but does not read out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values
@@ -89,7 +90,10 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Check that backward returns the same gradients if one incoming gradient has this layout."""
+    """Check that backward returns the same gradients if an incoming gradient has this layout.
+
+    The check is repeated for the incoming gradient of each result.
+    """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]
 
@@ -121,16 +125,16 @@ def gradients_are_read_by_strides(call: Call, layout: str) -> None:
             text = f"{what}: backward raised {raised}. {_READ_BY_STRIDES}"
             raise AssertionError(text) from error
         problem = _difference(actual, expected, what)
-        # If two calls of backward with equal gradients also differ, backward draws random numbers,
-        # and cannot be compared.
+        # If even two calls of backward with equal gradients differ, backward draws random numbers,
+        # so its results cannot be compared.
         if problem and not _difference(backward(place, in_fresh_memory), expected, what):
             raise AssertionError(f"{problem}\n{_READ_BY_STRIDES}")
 
 
 def _difference(actual: Sequence[Any], expected: Sequence[Any], what: str) -> str:
     try:
-        # A kernel may round differently in another layout. If it ignores strides, the differences
-        # are larger than the rounding of float16.
+        # A kernel may round differently in a different layout, so tolerate the rounding error of
+        # float16. A kernel that ignores strides makes larger errors.
         tolerances: dict[str, Any] = {**probes.rounding(torch.half, expected)}
         probes.assert_same(actual, expected, what, **tolerances)
     except AssertionError as error:

@@ -52,10 +52,10 @@ def _differ(actual: Any, expected: Any) -> bool:
 
 
 def is_repeatable(call: Call, first: Any = None) -> None:
-    """Check that calls with the same arguments return the same bits.
+    """Check that calls with the same arguments return bitwise identical results.
 
-    The results are compared with `first`, the outcome of the first call in the process, or by
-    default with another call.
+    The results are compared with `first`, the outcome of the first call in the process. If `first`
+    is None, they are compared with another call.
     """
     expected = call.again() if first is None else first
     end = time.perf_counter() + 0.2
@@ -79,7 +79,7 @@ def _drawn(call: Call, seed: int) -> list[Any]:
 
 
 def draws_from_its_generator(call: Call) -> None:
-    """Check that random results depend only on the generator passed as an argument."""
+    """Check that random results depend only on the generator that is passed as an argument."""
     drawn = [_drawn(call, seed) for seed in (1, 2)]
     what = "with an equal generator, and another seed of PyTorch's default generator"
     probes.assert_same(drawn[1], drawn[0], what, rtol=0, atol=0)
@@ -117,11 +117,11 @@ def has_no_memory(call: Call, others: Any) -> None:
     single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
     for what, calls in [*single, ("several others", others)]:
         for other in calls:
-            with contextlib.suppress(Exception):  # failed calls must not change results either
+            with contextlib.suppress(Exception):  # even failed calls must not change later results
                 call.again(other)
         probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # A kernel may wrongly cache results by the address of its arguments. So change the values of
-    # the tensors in place, and compare with a call on copies at other addresses.
+    # A faulty kernel may cache results by the address of its arguments. To detect this, change the
+    # values of the tensors in place, and compare with calls on copies at other addresses.
     try:
         call.changed(_minus_twice)
     except CannotCheck:
@@ -177,23 +177,25 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # In a first run, memory may also grow because caches fill. Only growth in a second run is a
-    # leak.
+    # In the first run, memory may also grow because caches are filled. So report a leak only if
+    # memory also grows in a second run.
     if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
         raise AssertionError(f"memory grows with every {calls // 4} calls: {growths}.")
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
-    """Return how much counters grow in every `each` calls. Omit counters that indicate no leak.
+    """Return the counters that indicate a leak, and how much they grow in every `each` calls.
 
     A counter indicates a leak if it grows every time, by about the same amount.
     """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # Only a full garbage collection clears CPython's free lists, which would look like a leak.
-    # Freeze the existing objects, because full collections skip frozen objects, and so are fast.
+    # Objects in CPython's free lists would look like a leak, and only a full garbage collection
+    # clears these lists. Freeze all existing objects, because full collections skip frozen objects
+    # and therefore become fast.
     gc.freeze()
-    # For each counter, a function that reads it, and the smallest growth per call that is a leak.
+    # Maps the name of each counter to a function that reads the counter, and to the smallest growth
+    # per call that is considered a leak.
     counters: dict[str, tuple[Callable[[], int], int]] = {
         "open files": (open_files, 1),
         "threads": (count_threads, 1),
@@ -217,8 +219,8 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     growths: dict[str, list[int]] = {}
     for what, (_, limit) in counters.items():
         growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
-        # A leak grows by the same amount every time. A cache, for example in the backward thread,
-        # grows less every time.
+        # A leak grows by the same amount every time, whereas a cache, for example in the backward
+        # thread, grows less and less.
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth
     return growths
@@ -227,15 +229,16 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
 def leaves_process_alone(call: Call, draws: bool = False) -> None:
     """Check that the call changes no process state, such as default dtypes, modes and seeds.
 
-    With `draws`, the call may advance random number generators.
+    If `draws` is true, the call may advance random number generators.
     """
-    # Set the state to values that a kernel is unlikely to set, so that any write changes them.
+    # Start from unusual values, because a kernel that sets one of these values would then almost
+    # certainly change it.
     seed_all(20010)
     torch.set_num_threads(7)
     process, forked = os.getpid(), forks()
     with torch.enable_grad(), warnings.catch_warnings():
-        # No kernel sets this filter, so the check detects a kernel that replaces the filters. The
-        # filter also suppresses warnings of the call.
+        # If the kernel replaces the warning filters, this filter disappears, so the check notices
+        # the change. The filter also suppresses warnings during the call.
         warnings.filterwarnings("ignore", ".*")
         example, before = call.example.copy(), process_state()
         call.op(*example.args, **example.kwargs)
@@ -263,7 +266,7 @@ def leaves_process_alone(call: Call, draws: bool = False) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Functions that yield the cases of checks. Reports print the first line of their docstrings.
+# Each function yields the cases of one check. Reports print the first line of its docstring.
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
@@ -271,7 +274,8 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         yield Case("repeated calls", example, probe=is_repeatable)
         options = {"first": subject.first_calls[subject.place(example)].record.outcome}
-        # The first call succeeded, so an exception of an equal call is a failure.
+        # The first call succeeded, so an equal call must not raise. With `calls=False`, an
+        # exception is a failure.
         yield Case(
             "the first call",
             example,
@@ -283,7 +287,7 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
             shrink=False,
         )
         arguments = (*example.args, *example.kwargs.values())
-        # Dropout and similar operators draw no random numbers if the probability is 0 or 1.
+        # Dropout and similar operators do not draw random numbers if the probability is 0 or 1.
         is_off = any(value in (0, 1) for value in arguments if type(value) in (int, float, bool))
         if any(isinstance(argument, torch.Generator) for argument in arguments):
             yield Case("two equal generators", example, probe=draws_from_its_generator)
@@ -373,14 +377,14 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
                     break
                 args, kwargs = probes.copies(arguments)
                 result = probes.leaves(call.op(*args, **kwargs))
-                right = expected[: len(result)]  # the results come before the written arguments
-                # Allow for rounding. The call of the other thread affects the number of OpenMP
-                # threads, and the order of additions depends on this number.
+                right = expected[: len(result)]  # without the arguments, which follow the results
+                # Allow for rounding, because the call in the other thread affects the number of
+                # OpenMP threads, which in turn affects the order of additions.
                 probes.assert_same(result, right, "in two threads", **tolerances)
         except BaseException as error:
             problems.append(error)
 
-    # Run each thread in a copy of the caller's context, because it contains the provider priority.
+    # Run each thread in a copy of the caller's context, which contains the provider priority.
     threads = [
         threading.Thread(target=contextvars.copy_context().run, args=(run, *pair), daemon=True)
         for pair in pairs

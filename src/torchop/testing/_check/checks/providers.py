@@ -33,7 +33,7 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
     for provider in providers_of(subject.op):
         kernels.setdefault(provider.name, []).append(provider)
     for several in kernels.values():
-        # Prefer a kernel for this device type to a kernel for all device types.
+        # Prefer a kernel for this device type over a kernel for all device types.
         fitting = [p for p in several if device in p.devices]
         fitting = fitting or [p for p in several if None in p.devices]
         provider = (fitting or several)[-1]
@@ -45,7 +45,7 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
         )
         made = subject.with_provider(provider, unsupported)
         pairs = provider.tolerance.values()
-        if pairs:  # calls of this kernel may differ from each other by its declared tolerance
+        if pairs:  # two calls of this kernel may differ by the tolerance that it declares
             limits = map(max, zip(*pairs, strict=True))
             made.tolerances = dict(zip(("rtol", "atol"), limits, strict=True))
         yield made
@@ -59,7 +59,7 @@ def order_of(subject: Subject) -> str | None:
 
 
 def ordered(subject: Subject) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that makes the operator run the kernel that is checked."""
+    """Return a context manager that makes the operator run the kernel that is being checked."""
     name = order_of(subject)
     return contextlib.nullcontext() if name is None else only(subject.op, name)
 
@@ -81,7 +81,7 @@ def declared(subject: Subject) -> Provider:
 
 
 def compared(subject: Subject, details: Details) -> Iterator[Case]:
-    """Yield the cases of all variants. For each case, first record a call of the reference."""
+    """Yield the cases of all variants. Before each case, record the same call of the reference."""
     base = subject.of_reference
     declared(subject)
     for variant in _COMPARED:

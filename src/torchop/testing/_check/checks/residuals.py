@@ -24,7 +24,7 @@ from torchop.testing._saved import saved_bytes
 
 
 def same_in_training(call: Call) -> None:
-    """Check that a call has the same result, bit for bit, if it also computes residuals."""
+    """Check that the result of a call does not change, bit for bit, if residuals are computed."""
     with torch.no_grad():
         expected = call.again()
     actual = call.again()
@@ -72,7 +72,7 @@ def every_residual_is_read(call: Call) -> None:
 
     declared.named = Watched
     try:
-        with native.disabled():  # native calls would create residuals of the original class
+        with native.disabled():  # native calls would not use the class `Watched`
             call.op(*call.args, **call.kwargs)
     finally:
         declared.named = named
@@ -122,6 +122,6 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    # This is after all cases, because a wrong operator may raise here.
+    # Do this only after all cases have run, because an incorrect operator may raise here.
     args, kwargs = examples[0].copy()
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)

@@ -38,7 +38,7 @@ def same_as_contiguous(
     try:
         probes.assert_same(call.record.outcome, expected, what, **tolerances)
     except AssertionError:
-        writes_every_element(call, what)  # raises a clearer message if elements are uninitialized
+        writes_every_element(call, what)  # raises a clearer error if elements are uninitialized
         raise
 
 
@@ -95,7 +95,7 @@ def keeps_its_schema(call: Call) -> None:
                     f"{where} and {other_place} of {schema} share memory. Return a copy of one."
                 )
         example = call.example.copy()
-        # A kernel that returns the same tensor in each call overwrites the first result here.
+        # If the kernel returns the same tensor in each call, this overwrites the first result.
         later = dict(named_outputs(call.op(*example.args, **example.kwargs)))
         for where, tensor in outputs:
             if where in later and _share_memory(tensor, later[where]):
@@ -142,9 +142,9 @@ def ignores_num_threads(
 ) -> None:
     """Check that results do not depend on the number of threads.
 
-    Two differences are allowed. If the call `draws` random numbers, each number of threads may give
-    different random numbers. If the call `is_large`, it uses several threads, so the order of
-    additions and the choice between equal elements may differ.
+    Two differences are allowed. If `draws` is true, the call draws random numbers, which may depend
+    on the number of threads. If `is_large` is true, the call uses several threads, so the order of
+    additions and the choice between equal elements may depend on the number of threads.
     """
 
     def outcome() -> Any:
@@ -160,8 +160,8 @@ def ignores_num_threads(
     try:
         probes.assert_same(outcome(), expected, "an equal call", **tolerances)
     except AssertionError as error:
-        # This is not a failure, because enlarged arguments may be inconsistent. The kernel may then
-        # read out of bounds, and return arbitrary values.
+        # Do not report a failure. Enlarged arguments may be inconsistent with each other, so the
+        # kernel may read out of bounds and return arbitrary values.
         raise CannotCheck(f"equal calls give different results: {error}") from None
     for number in (1, 2, 3, 5):
         with restored():
