@@ -1,11 +1,11 @@
 """Drop-in replacements for the functions with which inference engines register operators.
 
-Operators created by `torch.library.custom_op` are slow to call, so inference engines have functions
-of their own for this: `direct_register_custom_op` in vLLM and SGLang, `register_custom_op` in
-SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module have the same signatures,
-but define operators with `torchop.custom_op`, so that calls are faster. As in the engines, a result
-that shares memory with an argument or another result only causes a warning, whereas it is an error
-for other operators of torchop.
+Operators created by `torch.library.custom_op` are slow to call, so inference engines have their own
+functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
+`register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
+have the same signatures, but define operators with `torchop.custom_op`, so that calls are faster.
+As in the engines, a result that shares memory with an argument or another result only causes a
+warning, whereas it is an error for other operators of torchop.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Registration(NamedTuple):
 
 
 # All registrations so far. If a second engine starts in the same process, it registers the same
-# operators again, and must get the existing operators.
+# operators again. It must then get the existing operators instead of an error.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -69,7 +69,7 @@ def direct_register_custom_op(
             `target_lib`, or else the name of the calling package, such as `vllm`.
         op_func: the function that implements the operator. The schema is inferred from its
             annotations.
-        mutates_args: the names of the tensor arguments that the function writes.
+        mutates_args: the names of the tensor arguments that the function writes to.
         fake_impl: the fake kernel.
         target_lib: the library that owns the operator. By default the operator is permanent.
         dispatch_key: the dispatch key of the device for which the function is the kernel, such as
@@ -158,7 +158,7 @@ def register_custom_op(
     Args:
         fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.
         op_name: the name, as in `direct_register_custom_op`. By default, the function's name.
-        mutates_args: the names of the tensor arguments that the function writes, or `"unknown"`.
+        mutates_args: the names of the tensor arguments that the function writes to, or `"unknown"`.
         out_shape: the name or position of an argument that has the same shape and other metadata as
             the result. Used instead of a fake kernel.
         out_dtype: the dtype of the result, if it differs from the dtype of that argument.
@@ -218,7 +218,7 @@ def register_custom_op(
             mutated if isinstance(mutated, str) else tuple(mutated),
             _devices(name, device_types),
             fake_impl,
-            # If it is not a library, defining the operator will raise an error.
+            # If `target_lib` is not a library, defining the operator will raise an error.
             weakref.ref(target_lib) if isinstance(target_lib, torch.library.Library) else None,
             () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
             out_shape,

@@ -68,9 +68,11 @@ def _mark(context: ClassDefContext) -> bool:
         return False  # mypy has not analyzed CustomOp yet, and will call this hook again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Make CustomOp the metaclass, because mypy looks up missing attributes of a class there.
+    # Make CustomOp the metaclass, because mypy looks up attributes that a class lacks in the
+    # class's metaclass.
     info.metaclass_type = handle
-    # Remove the decorator. Otherwise mypy would check a call of the decorator with the class.
+    # Remove the decorator. Otherwise mypy would also check the decorator's call with the class as
+    # the argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 

@@ -17,7 +17,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-# docutils has no types, and Sphinx 9 only re-exports `mock`.
+# The imports need `type: ignore`, because docutils has no type annotations, and Sphinx 9 does not
+# declare that this module exports `mock`.
 from docutils.nodes import Node  # type: ignore[import-untyped]
 from docutils.parsers.rst import directives  # type: ignore[import-untyped]
 from docutils.parsers.rst.languages import get_language  # type: ignore[import-untyped]
@@ -70,7 +71,8 @@ def _wrap_automodule(app: Sphinx) -> None:
 def _as_functions(name: str) -> Iterator[None]:
     """Replace a module's operators with functions, for the duration of a block.
 
-    autodoc only documents members that are functions, and has no hook for other members.
+    Without this, autodoc would omit the operators, because it documents only members that are
+    functions, and has no hook for other members.
     """
     try:
         module = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Detect overlapping memory, and views that PyTorch does not allow to be modified in place."""
+"""Detect overlapping memory, and views that must not be modified in place."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_outpu
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Return whether several elements of `tensor` share memory, as after `expand`."""
-    # Check the layout first, because `_debug_has_internal_overlap` returns 1 ("yes") for every
-    # layout without strides.
+    """Return whether elements of `tensor` share memory with each other, as after `expand`."""
+    # Check the layout first, because for every layout without strides, such as sparse layouts,
+    # `_debug_has_internal_overlap` returns 1 ("yes").
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 

@@ -19,7 +19,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def is_excluded() -> bool:
-    """Return whether this thread excludes the autograd dispatch keys, as in a backend kernel."""
+    """Return whether this thread excludes the autograd dispatch keys, as inside backend kernels."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
@@ -28,12 +28,12 @@ def is_in_backward() -> bool:
 
 
 def context_of_backward() -> Context:
-    """Return the context variables of the code that called the backward that this thread runs.
+    """Return the context variables of the code that started the backward running in this thread.
 
-    Since 2.12, `_engine_run_backward` (torch/autograd/graph.py) passes these variables to the
-    autograd engine's threads. The result is empty in 2.11 and outside of a backward. It is also
-    empty after a nested backward, because PyTorch removes the variables when the nested backward
-    ends. pytorch/pytorch#186583 replaces this mechanism.
+    Since 2.12, PyTorch copies these variables from the caller's thread to the autograd engine's
+    threads (`_engine_run_backward` in torch/autograd/graph.py). The result is empty in 2.11 and
+    outside of a backward. It is also empty after a nested backward, because PyTorch removes the
+    variables when the nested backward ends. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
@@ -42,13 +42,17 @@ def context_of_backward() -> Context:
 def above_autograd() -> contextlib.AbstractContextManager[object]:
     """Return a context manager that enables autograd, even in a kernel that runs below autograd.
 
-    Leaving inference mode enables both gradient modes and the autograd dispatch keys.
+    `_InferenceMode(False)` enables both gradient modes (reverse and forward), and includes the
+    autograd dispatch keys.
     """
     return torch._C._InferenceMode(False)
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that sets this thread's dispatch keys to their present values."""
+    """Return a context manager that, when entered later, restores this thread's current keys.
+
+    The keys are the dispatch keys that the thread includes and excludes.
+    """
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
@@ -58,7 +62,7 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run`, and apply autograd functions inside it only at the current functorch level."""
+    """Call `run`. Autograd functions inside it apply only at the current functorch level."""
     with enable_single_level_autograd_function():
         return run()
 
@@ -99,9 +103,9 @@ def input_gradients(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-# The `apply` of this base class is C++ code. Inside a transform, `autograd.Function.apply` would
-# instead call functorch's `custom_function_call`, which requires a `setup_context` staticmethod,
-# and creates a function for each level.
+# Use this base class, because its `apply` always runs PyTorch's C++ code. Inside a torch.func
+# transform, `autograd.Function.apply` would instead call functorch's `custom_function_call`, which
+# requires a `setup_context` staticmethod and creates an autograd function for each level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
@@ -147,24 +151,26 @@ def context_type(function: Any) -> Any:
 
 
 def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
-    """Return a callable that creates an autograd function's node, without inputs or outputs.
+    """Return a callable that creates a node of an autograd function, without inputs or outputs.
 
-    Since 2.13, instantiating the class of `ctx` creates a node, so this returns that class. Before
-    2.13, only `apply` creates nodes (see `THPFunction_apply` in
-    torch/csrc/autograd/python_function.cpp). So on these releases, this returns the `apply` of an
-    autograd function whose forward is `take_node`. The forward receives `ctx`, and `apply` returns
-    the forward's result.
+    Since 2.13, instantiating the class of `ctx` creates a node, so this function returns that
+    class. Before 2.13, only `apply` creates nodes (see `THPFunction_apply` in
+    torch/csrc/autograd/python_function.cpp). So on these releases, callers pass a function
+    `take_node`, and this function returns the `apply` of an autograd function whose forward is
+    `take_node`. Calling it creates a node, passes the node to `take_node` as `ctx`, and returns the
+    result of `take_node`.
     """
     if take_node is None:
         return context_type(function)
-    # Reuse one class for each function, because Python 3.13t never frees classes.
+    # Create this class only once for each function, because Python 3.13t never frees classes.
     if "_torchop_blank" not in vars(function):
-        # Call `type` directly, because PyTorch's metaclass would also create a class for the nodes.
+        # Call `type` instead of PyTorch's metaclass `FunctionMeta`, because the metaclass would
+        # also create a class for the nodes.
         attributes = {
             "_backward_cls": context_type(function),
             "forward": take_node,
-            # PyTorch checks by identity whether a class overrides `setup_context`, so use the
-            # default one.
+            # PyTorch checks by identity whether a class overrides `setup_context`, so pass the
+            # default function itself.
             "setup_context": _FunctionBase.setup_context,
             "clear_saved_tensors_on_access": False,
         }
@@ -172,8 +178,8 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return function._torchop_blank.apply
 
 
-# The descriptor that implements `ctx.saved_tensors`. A subclass that overrides `saved_tensors` with
-# a property uses it to read the original value.
+# The descriptor that implements `ctx.saved_tensors`. If a subclass overrides `saved_tensors` with a
+# property, the property uses this descriptor to read the original value.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
@@ -184,13 +190,13 @@ def is_dual_level() -> bool:
         return False
     if _forward_ad._current_level >= 0:
         return True
-    # Return early if no transform is active, because `peek_interpreter_stack` would create the
-    # thread's missing stack. Every autograd node of every later backward in this thread would then
-    # copy that stack.
+    # Return early if no transform is active. Otherwise `peek_interpreter_stack` would create
+    # functorch's stack of interpreters for this thread, and every autograd node of every later
+    # backward in this thread would copy the stack.
     if not functorch.is_active():
         return False
     # Inside `torch.func.jvp`, `_current_level` may be wrong, because a compiled graph calls
-    # `_enter_dual_level` (torch/_functorch/predispatch.py), which does not update it.
+    # `_enter_dual_level` (torch/_functorch/predispatch.py), which does not update `_current_level`.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 

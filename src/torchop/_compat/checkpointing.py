@@ -1,4 +1,4 @@
-"""Activation checkpointing: detect the dispatch modes, and save the results of traced nodes."""
+"""Activation checkpointing: detect its dispatch modes, and make traced nodes save their results."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# For selective checkpointing, PyTorch runs the forward of a region in the first of these dispatch
-# modes, and the recomputation in the second.
+# Selective checkpointing runs the forward of a region under the first of these dispatch modes, and
+# recomputes the region under the second.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
-# The modes that call the user's policy function, which decides whether to save a result. In 2.11,
-# the recomputation's mode also calls it, and the function must decide as it did in the forward.
-# Since 2.12, that mode reuses the decisions of the forward.
+# The dispatch modes that call the user's policy function, which decides for each operator whether
+# to save the result. Since 2.12, only the mode of the forward calls the policy function. In 2.11,
+# the mode of the recomputation also calls it, and it must decide as it did in the forward.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -45,10 +45,10 @@ def saving_in_trace() -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Make the partitioner save the results of the nodes that are traced in this block.
+    """Make AOTAutograd's partitioner save the results of the nodes that are traced in this block.
 
-    The partitioner saves them even if the setting `activation_memory_budget` allows less memory. In
-    a checkpointed region, the region's policy decides instead.
+    The partitioner saves these results even if the setting `activation_memory_budget` allows less
+    memory. But in a checkpointed region, the region's policy function decides.
     """
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -59,11 +59,12 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
         if node.meta.get("recompute") is not None:
             continue
         node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
-        # Workaround for pytorch/pytorch#190758: with a budget of 0, `choose_saved_values_set`
-        # (torch/_functorch/partitioners.py) saves nothing, even if a node is marked MUST_SAVE. With
-        # a budget below 1, it fails if the value of the marked node is a tuple. Until this is
-        # fixed, override the budget of the whole graph: the partitioner uses the first
-        # `memory_budget` that it finds on a node.
+        # Workaround for pytorch/pytorch#190758: MUST_SAVE alone does not make the partitioner save
+        # a result. With a budget of 0, `choose_saved_values_set` (torch/_functorch/partitioners.py)
+        # saves nothing. With any budget below 1, it raises an error if a node that is marked
+        # MUST_SAVE returns a tuple. Until this is fixed, set `memory_budget` on the node, because
+        # the partitioner uses the first `memory_budget` that it finds on a node as the budget for
+        # the whole graph.
         if isinstance(node.meta.get("val"), (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:

@@ -13,25 +13,26 @@ from torch.fx import GraphModule
 
 from torchop._compat import import_hooks, operators
 
-# Receives operator names (or None for all operators), and returns a key and the code objects that
-# the key depends on.
+# A function that receives operator names (or None for all operators). It returns a key, and the
+# code objects on which the key depends.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
-# whose `uuid` covers the rules. The pass is registered for this made-up device type, which no
-# tensor has. So the pass never runs, and does not replace a pass that the user has registered.
+# Inductor includes the `uuid` of every custom pass in its cache keys. So torchop registers a pass
+# whose `uuid` changes when an operator's rules change. The pass is registered for this made-up
+# device type. No tensor has this device type, so the pass never runs, and does not replace a pass
+# that the user has registered.
 _DEVICE = "torchop"
 
 
 def identify_operators(identify: Identify) -> None:
     """Make the cache key of each compiled graph depend on the rules of the operators in the graph.
 
-    Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's keys ignore backward
-    formulas and fake kernels, so after an edit of such a function, the cache returns the old graph.
-    Until this is fixed, add `identify(names)` to the key, where `names` are the operators in the
-    graph. The caches of AOTAutograd and of Inductor both use this key. On releases without
-    `custom_backend_passes`, this function does nothing, and `uncovered_caches` lists the caches
-    that may return old graphs.
+    Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's cache keys ignore
+    the code of backward formulas and fake kernels, so after an edit of such a function, the cache
+    returns the old graph. Until this is fixed, add `identify(names)` to the key, where `names` are
+    the operators in the graph. The caches of AOTAutograd and of Inductor both use this key. On
+    releases without `custom_backend_passes`, this function does nothing, and `uncovered_caches`
+    lists the caches that may return old graphs.
     """
 
     def connect() -> None:
@@ -63,7 +64,7 @@ def identify_operators(identify: Identify) -> None:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return the caches whose keys ignore rules on this PyTorch release, each with a remedy."""
+    """Map each cache whose keys ignore rules on this PyTorch release to a remedy."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
@@ -74,7 +75,7 @@ def uncovered_caches() -> dict[str, str]:
 
 
 def _note_sources(sources: list[CodeType]) -> None:
-    """Tell Dynamo that the program it is tracing depends on these code objects.
+    """Record that the program that Dynamo is tracing depends on these code objects.
 
     PyTorch loads a precompiled program only if the code that it depends on is unchanged.
     """

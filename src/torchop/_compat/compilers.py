@@ -71,7 +71,7 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the call that Dynamo is tracing, or None if it is not a call to `op`.
+    """Return the arguments of the call to `op` that Dynamo is tracing, or None if there is none.
 
     The arguments come from the frame of `run_node` (torch/_dynamo/utils.py). The arguments that the
     kernel receives cannot be used, because the dispatcher has converted symbolic values to numbers.
@@ -88,7 +88,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether TorchScript called the calling function, through `inspect.signature`."""
+    """Return whether TorchScript called this function's caller, through `inspect.signature`."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -115,7 +115,7 @@ _TRACING_MODULE = "torch.jit._trace"
 
 
 def decomposes_for_backends() -> bool:
-    """Return whether the current trace is for a compiler backend, not for `torch.export`."""
+    """Return whether the current trace is for a compiler backend rather than for `torch.export`."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()
@@ -124,7 +124,7 @@ def decomposes_for_backends() -> bool:
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which `wrap_triton` returns the Triton kernel itself.
 
-    Do not use it while tracing, because the trace could not capture the kernel.
+    Do not use the context manager while tracing, because the trace could not capture the kernel.
     """
     return triton.set_wrap_triton_enabled(False)
 

@@ -2,8 +2,9 @@
 
 All other traces use the Python implementation, `FunctionalTensorMode`. But for a subgraph that
 mutates inputs, `FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py)
-calls `torch.func.functionalize`. The fallback kernel there rejects custom operators that mutate
-arguments, so torchop registers its own kernel.
+calls `torch.func.functionalize`, the C++ implementation. By default, the C++ implementation rejects
+custom operators that mutate arguments. So torchop registers its own kernel for each of these
+operators.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
     """Register an operator's kernel for C++ functionalization, but only in the Python dispatcher.
 
-    Traces use the Python dispatcher. A kernel in the C++ dispatcher would also disable
-    auto-functionalization of the operator in all other traces (see
-    `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a kernel in the C++
-    dispatcher, that kernel is called instead of `kernel`.
+    It is sufficient to register the kernel in the Python dispatcher, because traces use it. A
+    kernel in the C++ dispatcher would also disable auto-functionalization of the operator in all
+    other traces (see `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a
+    kernel in the C++ dispatcher, that kernel is called instead of `kernel`.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -57,9 +58,9 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     include = torch._C._dispatch_tls_local_include_set()
     for key in keys:
         include = include.remove(key)
-    # Before 2.13, the Python fallback asserts that this key is set when a mode handles a call
-    # (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). A transform may have excluded
-    # the key, so include it again.
+    # Before 2.13, PyTorch's fallback kernel for modes asserts that the key PythonTLSSnapshot is
+    # included (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). A transform may have
+    # excluded this key, so include it again.
     include = include.add(DispatchKey.PythonTLSSnapshot)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)
     below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -95,7 +96,7 @@ _FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
 
 
 def is_finding_mutations() -> bool:
-    """Return whether PyTorch traces a subgraph only to find out which inputs it mutates.
+    """Return whether PyTorch traces a subgraph only to find out which inputs the subgraph mutates.
 
     `InvokeSubgraphHOP.gen_schema` does this before the subgraph is functionalized.
     """

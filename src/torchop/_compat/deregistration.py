@@ -1,13 +1,14 @@
 """Deregister operators: make their objects in `torch.ops` raise, and clear PyTorch's caches.
 
-Workaround for pytorch/pytorch#98537, #98541 and #125234: after an operator was deregistered, a call
-to the OpOverload reads freed memory. So torchop first replaces the functions of the overload and of
-the packet with functions that raise an error. pytorch/pytorch#197025 fixes this for the overloads
-of `torch.library.custom_op`, which PyTorch dispatches in Python.
+Workaround for pytorch/pytorch#98537, #98541 and #125234: after an operator has been deregistered, a
+call to its OpOverload reads freed memory. So before torchop deregisters an operator, it makes the
+OpOverload and the OpOverloadPacket call functions that raise an error, in place of PyTorch's C++
+functions. pytorch/pytorch#197025 fixes this for the overloads of `torch.library.custom_op`, which
+PyTorch dispatches in Python.
 
 Some caches in PyTorch have operator names as keys, so an old entry would affect the next operator
 of that name. Other caches have overloads or packets as keys, and would keep these objects alive
-forever. This module removes a deregistered operator's entries from both.
+forever. This module removes a deregistered operator's entries from both kinds of caches.
 """
 
 from __future__ import annotations
@@ -36,13 +37,12 @@ def _invalidate_overload(
 ) -> Iterator[Any]:
     """Make an overload and its packet raise when called, before the operator is deregistered.
 
-    Otherwise a later call, for example from a compiled graph, would access freed memory. Yields
-    each overload object that was invalidated.
+    Otherwise a later call, for example from a compiled graph, would read freed memory. Yields each
+    overload object that was invalidated.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    # Do not delete the overload from the packet. Otherwise code that still references the packet
-    # could make it create a new overload object, which would call the operator and would never be
-    # invalidated.
+    # Leave the overload in the packet. If the overload were deleted, code that still references the
+    # packet could make the packet create a new overload object, which nothing would invalidate.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -63,18 +63,19 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
     raising = torch_ops.RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # Replace `_op` last, because once it is replaced, `is_deregistered` returns True for this
-    # object.
+    # Replace `_op` last, because `is_deregistered` checks only `_op`. Once it returns True, all
+    # other attributes must have been replaced.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
 
 
-# Overload objects that the dispatcher may still use although the operators were deregistered. If
-# another library has registered a kernel for such an operator, the dispatcher keeps the operator's
-# entry. The entry holds a borrowed reference to the overload object that it passes to dispatch
-# modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this object must stay alive, and
-# the next operator of that name must use it too.
+# Overload objects that the dispatcher may still use although their operators were deregistered. If
+# another library has registered a kernel for an operator, the dispatcher keeps its internal record
+# of the operator (OperatorEntry) after the operator is deregistered. The record holds a borrowed
+# reference to the overload object that the dispatcher passes to dispatch modes (`getPythonOp` in
+# ATen/core/dispatch/OperatorEntry.h). So this overload object must stay alive, and the next
+# operator of the same name must use it too.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
 # The names (`namespace::name`) of all operators that were defined through torchop.
@@ -82,16 +83,16 @@ defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Remove the cached data of an earlier operator with this name, defined by any library."""
+    """Remove the cached data of an earlier operator of this name, whichever library defined it."""
     defined.add(f"{namespace}::{name}")
-    # FX caches signatures by operator name, and the new operator may have another signature.
+    # FX caches signatures by operator name, and the new operator may have a different signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
 
 def after_definition(namespace: str, name: str, overload: str) -> None:
-    """Update a new operator's packet, and reuse the overload object that the dispatcher stored."""
+    """Update a new operator's packet, and reuse the overload object that the dispatcher holds."""
     torch_ops.refresh_packet(namespace, name, _hooks.extension.Operator)
     cached = _cached.get((namespace, name, overload))
     if not cached:
@@ -110,13 +111,14 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     for attribute in attributes.keys() - vars(current).keys():
         del attributes[attribute]
     vars(current._overloadpacket)[overload or "default"] = first
-    # Another thread may have read `current` from `torch.ops` before it was replaced. Add it to
-    # `cached`, so both objects are invalidated when the new operator is deregistered.
+    # Another thread may have read `current` from `torch.ops` before it was replaced with `first`.
+    # Add `current` to `cached`, so that both objects are invalidated when the new operator is
+    # deregistered.
     cached[1:] = [current]
 
 
 def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Make an overload or packet count running calls, because deregistering must wait for them."""
+    """Make an overload or packet count running calls, so that deregistering can wait for them."""
     packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
     qualname, function = packet._qualified_op_name, op._op
     operator = _hooks.extension.Operator
@@ -140,8 +142,8 @@ def count_calls(op: OpOverload | OpOverloadPacket) -> None:
 def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     """Keep a packet in `torch.ops` while the operator is being replaced.
 
-    If the packet were removed, another thread could look up the name and so create a second packet
-    and overload. Nothing would invalidate these later.
+    If the packet were removed, another thread could look up the name, and so create a second packet
+    and overload, which nothing would invalidate later.
     """
     _replaced.add(f"{namespace}::{name}")
     try:
@@ -154,13 +156,14 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
 def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
-    If native calls are available, this also waits until running calls to these operators in other
-    threads have left the dispatcher. `reason(name)` returns the error message for an operator.
+    If torchop's C++ extension is loaded, this function also waits until running calls to these
+    operators in other threads have left the dispatcher. `reason(name)` returns the error message
+    for an operator.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
-            # Create the overload object now, so it can be invalidated. An object that is created
-            # later would not raise.
+            # Create the overload object now, so that it can be invalidated. If it were created
+            # after this, calls to it would not raise an error.
             torch_ops.lookup_overload(*name)
     invalidate_existing(names, reason)
 
@@ -186,9 +189,10 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        # The keys of DTensor's C++ cache (`NativeShardingPropagatorCache` in
-        # torch/csrc/autograd/python_variable.cpp) contain the operator's address, and a new
-        # operator may get the address of the deregistered one.
+        # Clear DTensor's C++ cache (`NativeShardingPropagatorCache` in
+        # torch/csrc/autograd/python_variable.cpp), because its keys contain the addresses of
+        # operators. A new operator may get the address of a deregistered operator, and would then
+        # use the old entries.
         dtensor.clear_caches()
 
 
@@ -220,8 +224,8 @@ _replaced: set[str] = set()
 def _clear_packet(namespace: str, name: str) -> None:
     """Remove a packet from `torch.ops` if its last overload was deregistered.
 
-    A packet that is being replaced stays. If a packet raises although it has an overload again,
-    this gives it a new function that calls the overload.
+    The packet stays if its operator is being replaced. If the packet was invalidated, but has an
+    overload again, this function makes the packet call the overload.
     """
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
@@ -236,8 +240,8 @@ def _clear_packet(namespace: str, name: str) -> None:
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
-# PyTorch's sets and dictionaries whose keys are OpOverload or OpOverloadPacket objects, as (module,
-# name).
+# The sets and dictionaries of PyTorch whose keys are OpOverload or OpOverloadPacket objects. Each
+# item contains the name of a module, and the name of a variable in this module.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -253,8 +257,8 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# PyTorch's functions with an `lru_cache` whose keys contain OpOverload objects. Such a cache can
-# only be cleared as a whole.
+# The functions of PyTorch that have an `lru_cache` whose keys contain OpOverload objects. An
+# `lru_cache` can only be cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -266,8 +270,9 @@ _FUNCTIONS = (
 def forget_entry(namespace: str, name: str, overload: str) -> None:
     """Reset an operator's effect in torch.library's registry, and remove the entry if it is empty.
 
-    The entry is not empty if another library has registered rules for the operator. These rules
-    stay, just as that library's kernels stay in the dispatcher.
+    An effect makes PyTorch preserve the operator's calls and their order. The entry is not empty if
+    another library has registered rules for the operator. These rules stay, just as that library's
+    kernels stay in the dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
     entry = _rules_registry._data.get(qualname)
@@ -295,8 +300,8 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # A higher-order operator may have the overload anywhere in the key. For other calls,
-        # compare only the first part of the key, because the cache is large.
+        # In the key of a call to a higher-order operator, the overload may be at any position. For
+        # all other calls, compare only the first part of the key, because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

@@ -67,7 +67,7 @@ def device_of_key(key: str) -> str | None:
 
 
 def format_key(key: str) -> str:
-    """Format a key for messages, with the device type if its name differs: "PrivateUse1 (npu)"."""
+    """Format a key for messages. Append the device type if it differs: "PrivateUse1 (npu)"."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
@@ -132,19 +132,21 @@ def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
 def with_overlooked_keys(
     qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """Return the keys with which a BackendSelect kernel, or a mode's handler, redispatches a call.
+    """Return the dispatch keys with which to redispatch a call on tensors that PyTorch overlooks.
 
     When the dispatcher computes the keys of a call, it ignores the tensors in a list of optional
-    tensors (`Tensor?[]`). This function adds the keys of these tensors to `keyset`, the keys that
-    the dispatcher computed. A mode's handler does not know these keys, so it passes no `keyset`.
+    tensors (`Tensor?[]`). So a BackendSelect kernel, or the handler of a mode, calls this function
+    before it redispatches such a call. The function adds the keys of `tensors` to `keyset`, the
+    keys that the dispatcher computed. The handler of a mode does not receive these keys, so it
+    passes no `keyset`.
     """
-    # Remove ADInplaceOrView, because every call has this key, and so the kernel there has already
-    # run.
+    # Remove ADInplaceOrView. Every call has this key, so the kernel at this key has already run.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # Remove each key at which the operator has a fallthrough. The first dispatch skips such keys
-    # (in ATen/core/dispatch/DispatchKeyExtractor.h), but a redispatch to one of them would fail.
+    # Remove each key at which the operator has a fallthrough, because a redispatch to a fallthrough
+    # fails. When the dispatcher computes the keys of a call itself, it omits these keys
+    # (ATen/core/dispatch/DispatchKeyExtractor.h).
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
         if registered is not None:
@@ -157,7 +159,7 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Return the key under which the kernel (or fallthrough) that runs at `key` was registered.
+    """Return the key under which an operator's kernel (or fallthrough) for `key` was registered.
 
     Returns None if the operator has neither a kernel nor a fallthrough there.
     """
@@ -238,14 +240,17 @@ def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Return a description of the operator's kernel at each key, with the place of registration."""
+    """Map each key to a description of the operator's kernel there and where it was registered.
+
+    Keys with a fallthrough are omitted.
+    """
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
 
 
 # The dispatch keys that torch.func and torch.export need. While a TorchDispatchMode handles a call,
-# PyTorch excludes them (see `pythonFallback` in aten/src/ATen/core/PythonFallbackKernel.cpp).
+# PyTorch excludes these keys (see `pythonFallback` in aten/src/ATen/core/PythonFallbackKernel.cpp).
 _TRANSFORM_KEYS = (
     DispatchKey.PythonTLSSnapshot,
     DispatchKey.FuncTorchDynamicLayerFrontMode,
@@ -262,9 +267,9 @@ _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANS
 def is_handled_by_mode() -> bool:
     """Return whether the handler of a TorchDispatchMode called the running kernel.
 
-    Returns False below a torch.func transform. The transform's interpreter excludes the same keys
-    as a mode, but including them again would enter the transform a second time (see
-    `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
+    Inside a torch.func transform, this returns False, although the transform excludes the same keys
+    as a mode. If the caller included these keys again with `with_transforms`, the call would enter
+    the transform a second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
@@ -275,9 +280,9 @@ def is_handled_by_mode() -> bool:
 def with_transforms() -> Any:
     """Let a kernel use torch.func and torch.export in a `with` block, even if a mode called it.
 
-    Otherwise such a kernel would fail when a compiled function is called for the first time,
-    because that call runs in an `_AnalyzeCustomOpInputOutputMode`
-    (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+    Without this, a kernel that uses torch.func or torch.export fails when a compiled function is
+    called for the first time, because PyTorch runs that call under the mode
+    `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
     excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

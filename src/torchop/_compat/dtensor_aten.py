@@ -1,7 +1,7 @@
 """Shard a custom operator with the sharding rule that DTensor has for an ATen operator.
 
-The user names an ATen operator with the same signature, whose rule then also decides the placements
-of the custom operator's inputs and results.
+The user names an ATen operator with the same signature. DTensor's rule for the ATen operator then
+also decides the placements of the custom operator's inputs and results.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from torchop._compat.dtensor_strategies import Redistributable
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# DTensor's tables of operators that take sizes as arguments. For these operators, DTensor replaces
-# the global sizes in the arguments by the sizes of the local shard.
+# The names of DTensor's tables of operators that take sizes as arguments. In calls to these
+# operators, DTensor replaces the global sizes in the arguments by the sizes of the local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# If a call allows more combinations of input placements than this, only some of them are tried.
+# If a call allows more combinations of input placements than this, `rows_like` tries only some of
+# them.
 _MOST_COMBINATIONS = 256
 
 
@@ -44,7 +45,8 @@ def _reason(aten: OpOverload) -> str | None:
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # Ignore a handler that `dtensor_registry.take_over` installed, because it still uses the rule.
+    # Ignore a handler that `dtensor_registry.take_over` installed, because that handler still uses
+    # DTensor's rule.
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
@@ -58,7 +60,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return DTensor's strategy for the same call to `aten`, in a list."""
+    """Return a list that contains DTensor's strategy for the same call to `aten`."""
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
@@ -82,8 +84,9 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    DTensor's rule only returns the placements to use for given input placements. So this function
-    calls the rule with many combinations of input placements, and collects the results.
+    DTensor's rule does not list the placements that it accepts. It only returns the placements to
+    use for given input placements. So this function calls the rule with many combinations of input
+    placements, and collects the results.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -150,7 +153,7 @@ def _decision(
 ) -> tuple[Any, list[Any]]:
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    # If DTensor was not imported when the rule was registered, this has not been checked yet.
+    # If DTensor was not imported when the rule was registered, `refusal` has not been called yet.
     refused = refusal(op, aten)
     if refused is not None:
         raise ShardingError(refused)
@@ -223,7 +226,7 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
     """Return how the signatures of `op` and `aten` differ, or None if they do not.
 
-    It is no difference if `op` lacks an argument of `aten` that has a default.
+    `op` may lack an argument of `aten` if the argument has a default.
     """
     ours, theirs = ([a for a in o._schema.arguments if not a.kwarg_only] for o in (op, aten))
     mine, named = ({a.name: a for a in o._schema.arguments if a.kwarg_only} for o in (op, aten))

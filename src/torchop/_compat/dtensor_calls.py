@@ -26,7 +26,7 @@ class Row(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """The global shape, stride and dtype of a tensor or result."""
+    """The global shape, stride and dtype of an input tensor or a result."""
 
     shape: tuple[Any, ...]
     stride: tuple[Any, ...]

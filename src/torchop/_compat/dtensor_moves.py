@@ -11,7 +11,7 @@ from torchop._compat.dtensor_calls import Row
 
 # The placements of one tensor, one for each mesh dimension.
 Placements: TypeAlias = tuple[Any, ...]
-# The placements of all tensors of a call: one `Row` for each mesh dimension.
+# The placements of all tensors in a call, as one `Row` for each mesh dimension.
 Combination: TypeAlias = tuple[Row, ...]
 
 
@@ -65,7 +65,7 @@ class Inputs:
         return self._fits[key]
 
     def costs(self, index: int, placements: Placements) -> list[Any]:
-        """Return the cost of moving a tensor to `placements`, from each possible placement."""
+        """Return the costs of moving a tensor to `placements` from each placement it may have."""
         from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
         key = self._kinds[index], placements
@@ -75,7 +75,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the inputs' total redistribution cost, or a partial sum that exceeds `limit`."""
+        """Return the inputs' total redistribution cost. Stop once the sum exceeds `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -98,7 +98,7 @@ class Inputs:
 
     @functools.cached_property
     def communication_has_cost(self) -> bool:
-        """Whether communication has a cost. On ranks outside the mesh, all costs are 0."""
+        """Whether DTensor's costs are above 0. On ranks outside the mesh, all costs are 0."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim
@@ -112,5 +112,5 @@ def _is_static(spec: Any) -> bool:
 
 
 def placements_of(combination: Combination) -> list[Placements]:
-    """Return the placements of each input, over all mesh dimensions."""
+    """Return each input's placements, one for each mesh dimension."""
     return list(zip(*(row.inputs for row in combination), strict=True))

@@ -1,7 +1,7 @@
-"""Register sharding strategies with DTensor, and dispatch calls that DTensor would handle wrongly.
+"""Register sharding strategies with DTensor, and dispatch calls to some operators in Python.
 
-For the operators that DTensor's C++ code would handle wrongly (see `needs_python`), this module
-dispatches calls in Python with DTensor's helper functions.
+DTensor's C++ code handles calls to some operators incorrectly (see `needs_python`). This module
+dispatches these calls in Python, with DTensor's helper functions.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from torchop._compat.dtensor_strategies import (
 class Registration:
     """The sharding strategy of an operator, and the registrations that it replaced.
 
-    `may_be_stale` is true if other threads may still use decisions that they cached with an earlier
-    rule. DTensor's caches are thread-local, so this thread cannot clear them.
+    `may_be_stale` is true if other threads may still use placements that they decided and cached
+    under an earlier sharding rule. DTensor's caches are thread-local, so this thread cannot clear
+    the caches of other threads.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Registration:
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
-        """Return DTensor's decision about the placements of a call, cached for all threads."""
+        """Return DTensor's decision about the placements of a call. All threads share the cache."""
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )
@@ -77,9 +78,9 @@ class Registration:
     def redistributed_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Redistribute the tensors in the keyword arguments as the sharding rule requires.
 
-        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments, so
-        the operator would compute wrong results from keyword arguments with other placements.
-        Remove this when the issue is fixed.
+        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments. So
+        if a keyword argument had placements that the sharding rule does not accept, the operator
+        would compute wrong results. Remove this when the issue is fixed.
         """
         from torch.distributed.tensor import DTensor
 
@@ -149,7 +150,8 @@ def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     """Return a RuntimeSchemaInfo that makes DTensor include non-tensor arguments in cache keys.
 
     The arguments in `unhashed` are left out. `static_kwargkey` contains all other keyword-only
-    arguments, even tensors, because otherwise DTensor ignores keyword tensors in the keys.
+    arguments, even tensors, because DTensor's keys would otherwise ignore tensors that are passed
+    by keyword.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -168,12 +170,12 @@ _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "L
 
 
 def needs_python(op: OpOverload) -> bool:
-    """Return whether DTensor's C++ dispatch would handle some calls to an operator wrongly.
+    """Return whether DTensor's C++ code would handle some calls to an operator incorrectly.
 
-    It does not redistribute tensors that are passed as keyword arguments (pytorch/pytorch#167977).
-    It treats every operator whose name ends in an underscore as in-place, even if the operator
-    returns a new tensor (`OpSchema.is_inplace_op` in torch/distributed/tensor/_op_schema.py). And
-    the C++ cache does not support all argument types.
+    The C++ code has three limitations. It does not redistribute tensors that are passed as keyword
+    arguments (pytorch/pytorch#167977). It treats every operator whose name ends in an underscore as
+    in-place, even if the operator returns a new tensor (`OpSchema.is_inplace_op` in
+    torch/distributed/tensor/_op_schema.py). And its cache does not support all types of arguments.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     by_keyword = any(a.kwarg_only and holds_tensors(a) for a in arguments)
@@ -220,7 +222,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """Wrap results as DTensors. If a result is a written argument, return the caller's DTensor."""
+    """Wrap results as DTensors. For a result that is a mutated argument, return the argument."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)

@@ -38,11 +38,12 @@ def op_specs(
 
 
 def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return only those strategies for a call that DTensor may choose, usually just one.
+    """Return only the strategies that DTensor could choose for a call, usually just one.
 
     DTensor prefers a strategy that redistributes nothing. Otherwise it takes the cheapest strategy,
     and the first one if several cost the same. This function finds that strategy without computing
-    the costs of all strategies, because that would take longer than the rest of the decision.
+    the costs of all strategies, because computing them would take longer than all other steps of
+    DTensor's decision.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
@@ -54,9 +55,9 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 
 
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
-    """Return the combinations that DTensor may choose, or an empty list if none is possible.
+    """Return the combinations of rows that DTensor could choose, or [] if none is possible.
 
-    `choices` contains the rows to choose from, for each mesh dimension.
+    `choices` contains, for each mesh dimension, the rows that a combination may use.
     """
     combinations = list(itertools.product(*choices))
     masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
@@ -184,7 +185,8 @@ def remember_results() -> None:
     """Replace DTensor's method that runs fake kernels with one that caches the last results.
 
     DTensor runs the fake kernel before it calls the strategy, but does not pass the results to the
-    strategy. Running the fake kernel again would take longer than the rest of a decision.
+    strategy. If the strategy ran the fake kernel again, that would take longer than choosing the
+    placements.
     """
     engine = propagator()
     propagate = engine._propagate_tensor_meta_non_cached
@@ -210,7 +212,7 @@ def _results(op_schema: Any) -> Any:
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """Return whether two calls have the same argument objects. Equal objects are not enough."""
+    """Return whether the arguments of two calls are identical objects, not just equal."""
     pairs = [tree_leaves((schema.args_schema, schema.kwargs_schema)) for schema in (left, right)]
     return len(pairs[0]) == len(pairs[1]) and all(map(operator.is_, *pairs))
 
@@ -276,10 +278,11 @@ def _choices(
 ) -> list[list[Row]]:
     """Return, for each mesh dimension, the rows that a strategy may use.
 
-    A row is left out if it would redistribute a tensor that must stay as it is. A written tensor
-    must stay, because a write into the redistributed copy would not change the caller's tensor. A
-    keyword-only tensor must stay unless `redistributable` includes it, because DTensor
-    redistributes only positional arguments (pytorch/pytorch#167977).
+    A row is left out if it would redistribute a tensor that must keep its placements. A tensor that
+    the operator writes to must keep its placements, because a write to the redistributed copy would
+    not change the caller's tensor. A keyword-only tensor must keep its placements unless
+    `redistributable` includes keywords, because DTensor redistributes only positional arguments
+    (pytorch/pytorch#167977).
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -300,9 +303,10 @@ def _choices(
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield the rows, and copies of them for each kind of strided shard among the current inputs.
+    """Yield the rows, and variants of the rows that use the strided shards of the current inputs.
 
-    In each copy, `_StridedShard` placements replace the `Shard` placements.
+    There is one variant for each split factor of the current `_StridedShard` placements. In a
+    variant, `_StridedShard` placements with this factor replace the `Shard` placements of the row.
     """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
@@ -350,10 +354,10 @@ def _is_shard(placement: Any) -> bool:
 
 
 def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, row: Row) -> bool:
-    """Return whether the ranks' partial results for these shards can be reduced.
+    """Return whether the ranks' partial results for these shards can be combined.
 
-    An average is only correct if all shards have the same size. A reduction such as a maximum has
-    no result for an empty shard. A sum allows all shards.
+    A sum is correct for all shards. An average is correct only if all shards have the same size.
+    Any other reduction, such as a maximum, is correct only if no shard is empty.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -393,7 +397,7 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Return the error for a call whose written argument has placements that the rule rejects."""
+    """Return the error for a mutated argument whose placements the sharding rule rejects."""
     best = min(_specs(op, call, inputs, rows, Redistributable.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]

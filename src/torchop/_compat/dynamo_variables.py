@@ -10,8 +10,11 @@ from typing import Any
 
 from torchop._compat import compilers, import_hooks
 
-# `flatten(handle, args, kwargs, trace)` converts the arguments of a call to a handle to arguments
-# for the overload. It returns None if Dynamo must trace the handle's `__call__` instead.
+# A function `flatten(handle, args, kwargs, trace)`, for handles that take different arguments than
+# their OpOverload, for example objects that contain tensors. It converts the arguments of a call to
+# the handle to arguments for the OpOverload. With `trace` (a `_Trace`), it can read values in the
+# program that Dynamo is tracing. It returns None if Dynamo must trace the handle's `__call__`
+# instead.
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
@@ -58,7 +61,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Return the function that Dynamo must call to create the variable for a handle."""
+    """Return the function that creates Dynamo's variable (a VariableTracker) for a handle."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -91,7 +94,7 @@ def _handle_builder() -> Any:
 
 
 class _Trace:
-    """Gives a `flatten` function access to values in the program that Dynamo is tracing."""
+    """Gives a `FlattenCall` function access to values in the program that Dynamo is tracing."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator
@@ -115,7 +118,7 @@ class _Trace:
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
         if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
-            return None  # then Dynamo traces `__call__`, which raises the error of eager mode
+            return None  # Dynamo then traces `__call__`, which raises the error of eager mode
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
@@ -137,9 +140,9 @@ class _Trace:
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
         """Return the object and source of a value that Dynamo does not track yet, otherwise None.
 
-        Attributes of such an object can be read directly. If Dynamo tracked the object for mutation
-        first, that would take as long as tracing an operator, and the first tracked object would
-        import a part of DTensor.
+        The attributes of an untracked object can be read directly. If Dynamo tracked the object for
+        mutation first, this would take as long as tracing an operator, and would import a part of
+        DTensor for the first tracked object.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
 

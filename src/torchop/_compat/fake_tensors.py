@@ -109,7 +109,7 @@ def new_fake_mode() -> Any:
 
 
 def check_symbols(mode: Any, results: object) -> None:
-    """Raise PyTorch's error if the fake kernel created a symbol that no result size uses."""
+    """Raise PyTorch's error if a fake kernel created an unbacked symbol that no result uses."""
     from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings  # imports sympy
 
     compute_unbacked_bindings(mode.shape_env, results)
@@ -156,16 +156,16 @@ def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tenso
     dtype and device of the tensor `like`.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # Workaround for `tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp: before 2.13, a
-    # mode fails if the key PythonTLSSnapshot is excluded, and transforms exclude it. So stop
-    # excluding it here.
+    # Workaround for `tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp: before 2.13,
+    # calls under a mode fail if the key PythonTLSSnapshot is excluded. Transforms exclude this key,
+    # so stop excluding it here.
     snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-# FakeTensorMode raises these if code reads a value, or calls an operator with a data-dependent
-# output.
+# FakeTensorMode raises these exceptions if code reads a value of a fake tensor, or calls an
+# operator with a data-dependent output.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
@@ -177,7 +177,7 @@ def explained_tracing_error(
     return cast(RuntimeError, explained(op))
 
 
-# Parts of the messages that PyTorch raises if code reads data of a tensor without data. These
+# Parts of PyTorch's error messages for code that reads the data of a tensor without data. These
 # errors have no class of their own, so only the message identifies them.
 _PHRASES = (
     "() is not supported for tensor subclasses",

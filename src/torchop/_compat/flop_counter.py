@@ -18,7 +18,7 @@ Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Register an operator's FLOP formula. Return False if the packet has another formula."""
+    """Register an operator's FLOP formula, or return False if other code has registered one."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
@@ -42,10 +42,10 @@ def loaded_mode() -> type | None:
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a handler for FlopCounterMode that counts operators called in place of `op`.
+    """Return a handler for FlopCounterMode that counts the FLOPs of a call made in place of `op`.
 
-    The handler uses the formula of `op`, unless the called operator has a formula. `result_of`
-    converts the called operator's result to a result of `op`.
+    The handler uses the formula of the called operator if there is one, and the formula of `op`
+    otherwise. `result_of` converts the called operator's result to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -62,8 +62,8 @@ def _registry() -> dict[Any, Any]:
     """Return PyTorch's registry, which maps packets to formulas.
 
     The hash of an OpOverloadPacket is the hash of the attribute `_op` (torch/_ops.py), which
-    PyTorch replaces when an overload is added. Then the registry no longer finds the packet. So
-    this function inserts all entries again if necessary.
+    PyTorch replaces when an overload is added. After that, a lookup of the packet in the registry
+    fails. So if any lookup fails, this function inserts all entries again.
     """
     from torch.utils.flop_counter import flop_registry
 

@@ -1,4 +1,4 @@
-"""Support operators of other packages: find the library that defined them, and intercept calls."""
+"""Find the libraries that defined other packages' operators, and query how PyTorch calls them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch.library
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._compat.overload_functions import follow_overloads
 
+# The method of an OpOverload with which PyTorch switches the overload from dispatching in C++ to
+# dispatching in Python (the exchange), and the attribute that is not None after the switch.
 _EXCHANGE = "_enable_pyobj_dispatch"
 _DISPATCHER = "_pyobj_dispatcher"
 
@@ -60,10 +62,11 @@ def watch_definitions(
 
 
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
-    """Call `hook` once, when PyTorch switches an overload to dispatching in Python.
+    """Call `hook` once, after PyTorch has switched an overload to dispatching in Python.
 
-    In 2.15, `custom_op` first defines the operator, and then calls `_enable_pyobj_dispatch` on the
-    overload, which replaces the overload's function.
+    In 2.15, `torch.library.custom_op` first defines the operator, and then makes this switch by
+    calling `_enable_pyobj_dispatch` on the overload. The switch replaces the overload's function,
+    so `hook` must restore changes that torchop made to the function.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):
@@ -80,18 +83,19 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
 def is_dispatched_in_python(overload: OpOverload) -> bool:
     """Return whether PyTorch dispatches calls to an overload in Python, not in C++.
 
-    Since 2.14, PyTorch does so for operators created by `torch.library.custom_op`. Some calls still
-    start in the C++ dispatcher, which then calls the first kernel that is a Python function: calls
-    to the packet, calls with keyword arguments, and all calls to an operator for which
-    `enters_in_cpp` is true.
+    Since 2.14, PyTorch dispatches operators created by `torch.library.custom_op` in Python. But
+    calls to the packet, calls with keyword arguments, and all calls to an operator for which
+    `enters_in_cpp` returns True still start in the C++ dispatcher, which then calls the first
+    kernel that is a Python function.
     """
     return getattr(overload, _DISPATCHER, None) is not None
 
 
 def enters_in_cpp(overload: OpOverload) -> bool:
-    """Return whether an overload has a non-tensor argument.
+    """Return whether all calls to an overload start in the C++ dispatcher.
 
-    If it has, every call starts in the C++ dispatcher, even if `is_dispatched_in_python` is true.
+    They do if the overload has a non-tensor argument, even if `is_dispatched_in_python` returns
+    True.
     """
     return not all(
         str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
@@ -101,7 +105,9 @@ def enters_in_cpp(overload: OpOverload) -> bool:
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
-    A call plan is valid only while this value is unchanged, so a native call checks it.
+    torchop decides in advance how to run native calls (calls that skip the dispatcher) to an
+    operator. This decision is valid only while the attribute is unchanged, so each native call
+    checks the value in the dictionary.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:

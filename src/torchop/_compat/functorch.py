@@ -57,10 +57,10 @@ VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that makes random operators work as outside of `vmap`.
+    """Return a context manager in which random operators behave as they do outside of `vmap`.
 
     While a vmap rule runs, PyTorch still handles random operators according to `randomness=`,
-    because it does not exclude the dispatch key FuncTorchVmapMode. Batched gradients
+    because PyTorch does not exclude the dispatch key FuncTorchVmapMode. Batched gradients
     (`is_grads_batched`) use the older key VmapMode instead, at which random operators raise an
     error. So this context manager excludes both keys.
     """

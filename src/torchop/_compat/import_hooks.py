@@ -22,7 +22,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A module finder that wraps other finders' loaders, which then call the waiting callbacks."""
+    """A module finder that makes other finders' loaders call the waiting callbacks."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -83,7 +83,7 @@ def lowered_graph(
 
 
 def _source(node: Node) -> str:
-    """Return the name of a graph input in the source code, such as `x` or `layer.weight`."""
+    """Return a graph input's name in the user's source code, such as `x` or `layer.weight`."""
     source: Any = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", node.name)
     name = name() if callable(name) else name
@@ -93,7 +93,7 @@ def _source(node: Node) -> str:
 
 
 def _input_index(node: Node, place: int) -> int | None:
-    """Return the index of Dynamo's graph input that became an input of AOTAutograd's graph.
+    """Return the index of the input of Dynamo's graph that became `node` in AOTAutograd's graph.
 
     Returns None if the input has no counterpart, for example the seed of a random operator.
     """
@@ -107,7 +107,7 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node whose memory `node` views, through any number of views."""
+    """Return the node that `node` is a view of, through any number of views."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

@@ -1,18 +1,19 @@
-"""Make Inductor correctly compile operators that write into their arguments.
+"""Make Inductor correctly compile operators that write to their arguments.
 
 The lowerings in this module are workarounds for two bugs of Inductor, each of which makes compiled
 programs compute wrong values without an error. A workaround can be removed when no supported
 release has the bug:
 
-- In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs and `op` writes into
-  `x`, the sum reads `x` after the write. The reason is that `FallbackKernel.__init__`
+- In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs and `op` writes to `x`,
+  the compiled program computes `x + 1` after `op` has changed `x`. Inductor computes a value only
+  when the value is realized (stored in a buffer), and `FallbackKernel.__init__`
   (torch/_inductor/ir.py) adds the call of `op` to the generated code before `MutationOutput`
-  realizes values that were computed from `x`. The workaround realizes these values first.
-- pytorch/pytorch#198068: if dynamic shapes make the storage offset of a written argument symbolic,
-  Inductor inserts a call to `aten.sym_storage_offset` when it clones the argument
-  (`clone_preserve_strides`). There is no lowering for this operator, unlike for `sym_size` and
-  `sym_stride`. So `FallbackKernel.process_kernel` evaluates it on a fake tensor whose offset is 0.
-  The workaround adds a lowering.
+  realizes the values that depend on `x`. The workaround realizes these values before the call.
+- pytorch/pytorch#198068: if dynamic shapes make the storage offset of a mutated argument symbolic,
+  Inductor uses the offset 0 instead. When Inductor clones the argument (`clone_preserve_strides`),
+  it inserts a call to `aten.sym_storage_offset`. Unlike `sym_size` and `sym_stride`, this operator
+  has no lowering, so `FallbackKernel.process_kernel` evaluates it on a fake tensor whose offset is
+  0. The workaround adds a lowering.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def register_lowerings(qualname: str) -> None:
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # The operator may have been deregistered in the meantime. Check for a schema, because a
-        # kernel that another library registered would keep the operator's name in the dispatcher.
+        # Skip an operator that was deregistered in the meantime. Check for the schema instead of
+        # the name, because the dispatcher keeps the name if another library has registered a
+        # kernel.
         if operators.has_schema(qualname):
             _register(torch_ops.lookup_overload(*operators.parts(qualname)))
 
@@ -55,7 +57,7 @@ def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
     if "storage_offset_relative_to_input_storage" in signature(module.as_strided).parameters:
         # Add this lowering only since 2.13, which includes pytorch/pytorch#184232. On older
-        # releases, `as_strided` ignores the storage offset of graph inputs. This compensates for
+        # releases, `as_strided` ignores the storage offset of graph inputs. This bug cancels out
         # the wrong offset of 0 from `sym_storage_offset`, so correcting only one of the two bugs
         # would lead to wrong results.
         module.lowerings.setdefault(
@@ -68,7 +70,7 @@ def _register(overload: OpOverload) -> None:
     elif overload not in module.lowerings:
         # 2.11 has no `user_lowerings`. So create the fallback lowering that Inductor would create
         # for the operator (in `GraphLowering.call_function`, torch/_inductor/graph.py), and wrap it
-        # to realize the readers first.
+        # in a lowering that calls `_realize_readers` first.
         tag = get_layout_constraint_tag(overload)
         module.make_fallback(overload, layout_constraint=module.tag_to_layout_constraint(tag))
         fall_back = module.lowerings[overload]
@@ -82,7 +84,7 @@ def is_ours(lowering: object) -> bool:
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize all values computed from the written arguments, before the operator writes.
+    """Realize all values computed from mutated arguments, before the operator writes to them.
 
     Returns None, so Inductor then lowers the call as usual.
     """
@@ -103,7 +105,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the storage offset that the tensor had when it was traced, as `sym_stride` does."""
+    """Return the storage offset that the tensor had in the trace, like `sym_stride`'s lowering."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]

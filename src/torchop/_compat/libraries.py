@@ -102,7 +102,8 @@ def implement_temporarily(
             registration.reset()
 
     on_close(library, remove)
-    # `free_kernels` frees the functions of a library's records when the library is destroyed.
+    # Record the kernel in `library`. When `library` is destroyed, `free_kernels` frees the
+    # functions of all recorded kernels.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
     # Do not use `calls_blocked` here. It would wait for calls in other threads, and these calls may
     # be waiting for this thread.
@@ -145,14 +146,14 @@ class _DestroyOnce:
         try:
             hook()
         except BaseException:
-            # Keep the hook for another attempt. For example, a hook fails while the operator is
-            # being called.
+            # Keep the hook, so that it runs again if the library is destroyed again. For example, a
+            # hook raises an error while the operator is being called.
             self._hook = hook
             raise
 
 
 class _DestroyAll(_DestroyOnce):
-    """The first registration handle of a library. It destroys everything registered through it."""
+    """A library's first registration handle, which destroys everything that was registered."""
 
     __slots__ = ()
 
@@ -161,9 +162,9 @@ class _Contents(NamedTuple):
     """A callable that destroys everything that was registered through a library.
 
     It must not reference the library itself, because the library could then never be
-    garbage-collected. It references the library's sets of names only weakly, because only the
-    finalizer may keep these sets alive: test/test_python_dispatch.py::test_finalizer of PyTorch
-    requires that.
+    garbage-collected. It references the library's sets of names only weakly, because PyTorch's test
+    `test_finalizer` (test/test_python_dispatch.py) checks that only the finalizer keeps these sets
+    alive.
     """
 
     m: Any
@@ -258,8 +259,8 @@ _freeing: dict[str, Any] = {}
 
 def _is_deregistered(record: str) -> bool:
     namespace, name, _ = record.split("/")
-    # A record in the namespace "_" is for an operator that another library defines, so it is
-    # skipped.
+    # Skip a record in the namespace "_", because it is for an operator that another library
+    # defines.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -282,8 +283,8 @@ def _exit() -> None:
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Yield the names of two temporary operators, and the CPU kernel that both use.
 
-    The extension examines these operators to find out how PyTorch stores kernels in memory. Only
-    the kernel of the second operator receives the dispatch keys.
+    torchop's C++ extension examines these operators to find out how PyTorch stores kernels in
+    memory. Only the kernel of the second operator receives the dispatch keys.
     """
 
     def kernel() -> None:

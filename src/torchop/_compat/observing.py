@@ -80,8 +80,8 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 def _is_called_by_a_mode() -> bool:
     """Return whether the handler of another mode made the call.
 
-    PyTorch excludes the same dispatch keys in the other mode's handler and in ours, so the keys do
-    not tell them apart. This searches the call stack instead.
+    PyTorch excludes the same dispatch keys in the other mode's handler and in ours, so the excluded
+    keys do not show which handler made the call. This function searches the call stack instead.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
@@ -139,9 +139,10 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 
 
 def _excludes_versions(qualname: str) -> bool:
-    """Return whether the kernel that bumps version counters excludes ADInplaceOrView.
+    """Return whether an operator's ADInplaceOrView kernel excludes this key when it redispatches.
 
-    In 2.11, the kernel of an operator created by `torch.library.custom_op` does so.
+    The kernel bumps version counters. It excludes the key in 2.11, if `torch.library.custom_op`
+    created the operator.
     """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef

@@ -57,8 +57,8 @@ def has_schema(qualname: str) -> bool:
         torch._C._dispatch_find_schema_or_throw(name, overload)
     except RuntimeError:
         return False
-    # If a definition with a malformed name failed, such as "::op", the dispatcher still has the
-    # name.
+    # Check the name too. If a definition with a malformed name, such as "::op", has failed, the
+    # dispatcher still has the name.
     return name.count("::") == 1 and not name.startswith(":")
 
 
@@ -75,7 +75,7 @@ def defined_in_python() -> set[str]:
 
 
 def in_graph(graph: GraphModule) -> list[OpOverload]:
-    """Return the operators that a graph calls or passes to higher-order operators, by name."""
+    """Return the sorted operators that a graph calls or passes to higher-order operators."""
     values = {
         value
         for module in graph.modules()

@@ -27,8 +27,8 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     """Return the tests of `torch.library.opcheck` by name. The first call takes two seconds.
 
     Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` does not compare the
-    strides of CPU tensors, so the returned test does. Remove this when 2.13 is the oldest supported
-    release.
+    strides of CPU tensors, so this function replaces the test by one that does. Remove this when
+    2.13 is the oldest supported release.
     """
     from torch.testing._internal.optests import generate_tests
 
@@ -115,7 +115,7 @@ class PassingTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
-    def __repr__(self) -> str:  # type: ignore[override]  # which has an argument nobody passes
+    def __repr__(self) -> str:  # type: ignore[override]  # without an argument that nobody passes
         return f"PassingTensor({self.wrapped!r})"
 
     @classmethod

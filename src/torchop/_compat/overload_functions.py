@@ -38,35 +38,37 @@ def is_cpp_function(function: Any) -> bool:
     return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# In these namespaces, PyTorch accepts a number where an operator takes a tensor
-# (`opAllowsNumbersAsTensors` in torch/csrc/jit/python/init.cpp). But a native entry rejects the
-# number, so the packet would go on to the next overload, although PyTorch would select this one.
-# Therefore packets in these namespaces do not use entries.
+# Packets in these namespaces must not try native calls, because they could run an incorrect
+# overload. In these namespaces, PyTorch accepts a number for an argument of type Tensor
+# (`opAllowsNumbersAsTensors` in torch/csrc/jit/python/init.cpp). But a native call rejects the
+# number, so the packet would skip the overload that PyTorch selects, and try the next overload.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Make a packet try native calls to the overloads, in the order in which PyTorch tries them.
 
-    At the first overload that has no native entry, the packet calls PyTorch's function, which then
-    selects the overload.
+    At the first overload for which native calls are not available, the packet stops and calls
+    PyTorch's function, which then selects the overload.
     """
     function: Any = packet._op
     while isinstance(function, operator):
         function = function.dispatch
-    # For a packet that takes TorchScript classes, PyTorch selects the overload in Python on each
-    # call.
+    # If an overload takes TorchScript classes, PyTorch selects the overload in Python on each call,
+    # so leave the packet unchanged.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
     if takes_classes or takes_numbers or not is_cpp_function(function):
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # A packet has the same hash as the function in `_op`, and the hash must not change. `counted`
-    # returns a function with the same hash.
+    # A packet has the same hash as the function in `_op`. The hash must not change, because PyTorch
+    # uses packets as keys of dictionaries. `counted` returns a function with the same hash.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
-    chain = None  # the functions of the first overloads with entries, each linked to the next
+    # A linked list with a function for each overload, up to the first overload without an entry
+    # (see `replace_function`).
+    chain = None
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None
     torch_ops.replace_function(packet, function if chain is None else chain)
@@ -76,10 +78,11 @@ def replaced_function(overload: OpOverload) -> Any:
     return overload._op
 
 
-# For each class of `torch.ops`, the names that the code of `__call__` uses on the releases on which
-# it only forwards the call to `self._op`. (It does more if the operator takes TorchScript classes.)
-# Since 2.14, calls that skip `__torch_function__` use `_cpp_dispatch_handle` instead of `_op`, and
-# so does the extension.
+# This table is for recognizing a `__call__` method that only forwards the call to `self._op`. It
+# maps each class of `torch.ops` to the names that the code of such a method uses, with one tuple of
+# names for each variant in the supported releases. (The methods do more if the operator takes
+# TorchScript classes.) Since 2.14, calls that skip `__torch_function__` use `_cpp_dispatch_handle`
+# instead of `_op`, and so does the extension.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),

@@ -105,8 +105,8 @@ def _add(qualname: str, name: str) -> None:
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
     """Return whether a call may overwrite its first argument if no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
-    # An effectful call has another target (a higher-order operator). The C++ and FX wrappers do not
-    # support this module's node.
+    # An effectful call has a different target (a higher-order operator). The C++ and FX wrappers do
+    # not support this module's node.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -125,8 +125,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
         return False
     lowerings = _lowerings()
     assert lowerings is not None  # checked by `_add`
-    # Replace Inductor's lowering, because it creates a node that declares the result as new memory.
-    # Inductor would then reuse that memory for other values.
+    # Inductor's own lowering creates a node that declares the result as new memory, so Inductor
+    # would reuse that memory for other values. Replace this lowering.
     if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
         lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
@@ -202,7 +202,8 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # If the argument had not been realized in memory, `tensors[0]` is a realized copy.
+    # If the first argument had not been realized (stored in a buffer), `tensors[0]` is a realized
+    # copy.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 
@@ -334,8 +335,8 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # Restore the buffers that Inductor removed because nothing reads them: the kernel
-            # writes to all output buffers.
+            # The kernel writes to all output buffers, so restore the buffers that Inductor removed
+            # because nothing reads them.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())
             super().codegen(wrapper)

@@ -79,8 +79,9 @@ class FakeRegistration:
             kernels.remove(self._kernel)
 
     def _kernels(self) -> list[_FakeKernel]:
-        # Look up the list on each call, because PyTorch's registry drops an operator's entry when
-        # the last rule is removed.
+        # Look up the list on each call instead of storing it. PyTorch's registry drops an
+        # operator's entry when the operator's last rule is removed, so a stored list could be out
+        # of date.
         return _rules_registry.find(self._qualname).fake_impl.kernels
 
 
@@ -102,7 +103,8 @@ class DefaultRule(functools.partial[Any]):
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a function that handles an operator's calls in a mode or for a Tensor subclass.
 
-    It replaces a default rule. If the same function is registered already, this does nothing.
+    The function replaces a default rule. If the same function is registered already, nothing
+    changes.
     """
     remove_default_rules(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
@@ -157,8 +159,8 @@ def set_default_effect(qualname: str) -> None:
     """Let PyTorch give an operator with ScriptObject arguments an effect.
 
     PyTorch does this only when it creates the operator's registry entry (`EffectHolder.__init__` in
-    torch/_library/effects.py). The entry may have been created before the schema existed, so do it
-    again.
+    torch/_library/effects.py). The entry may have been created before the schema existed, so this
+    function does it again.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

@@ -45,8 +45,8 @@ def written_type(argument: Any) -> str:
 def enumeration(kind: str) -> Mapping[int, Any]:
     """Return the Python objects of a schema type whose values are stored as integers.
 
-    For example, for ScalarType the result maps the integers to dtypes. It is computed on first use,
-    because this parses a schema for each dtype.
+    For example, for ScalarType the result maps the integers to dtypes. The result is cached,
+    because computing it requires parsing a schema for each dtype.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())

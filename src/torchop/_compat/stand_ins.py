@@ -53,7 +53,7 @@ class StandInError(RuntimeError):
 
 
 class ReadingStandIns(TorchFunctionMode):
-    """A mode that raises StandInError if code reads one of the attributes in `_OWN`."""
+    """A mode that raises StandInError if code reads a tensor attribute that is in `_OWN`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # If code reads a property, `func` is the bound method `__get__` of the property object. In

@@ -1,8 +1,8 @@
 """Recognize the kernels and backward formulas that `torch.library` creates.
 
-Native calls run the user's functions directly instead of PyTorch's wrappers around them, so this
-module finds the user's functions in the closures of the wrappers. A wrapper is only recognized if
-the code is exactly that in the installed PyTorch.
+Native calls (calls that skip the dispatcher) run the user's functions directly instead of PyTorch's
+wrappers around them. So this module finds the user's functions in the closures of the wrappers. A
+wrapper is recognized only if its code is exactly the code in the installed PyTorch.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _stock_check(
 ) -> Any:
     """Check a result with PyTorch's own code.
 
-    For this, run the kernel's code, but let it call a function that only returns `result`.
+    This runs the code of PyTorch's kernel with a function that only returns `result` in place of
+    the user's function.
     """
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
@@ -111,10 +112,12 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
-    """Return whether `custom_op` created `kernel`, to bump the version counters for `overload`.
+    """Return whether `kernel` is the kernel of `custom_op` that bumps version counters.
 
-    Before 2.13, this is always False, because `custom_op` used a kernel that bumped each counter
-    twice.
+    Only the kernel that was created for `overload` is recognized.
+
+    Before 2.13, this is always False, because `custom_op` used a different kernel, which bumped
+    each counter twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -163,8 +166,8 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The closure variable that contains PyTorch's class for list metadata. In 2.11, it has the second
-# name.
+# The names of the closure variable that contains PyTorch's class for the metadata of lists. In
+# 2.11, the variable has the second name.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
@@ -236,7 +239,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# The attributes of a handle that contain registered functions, and the role of the functions.
+# Maps the attributes of a handle that contain registered functions to the roles of the functions.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",

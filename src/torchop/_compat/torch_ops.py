@@ -70,17 +70,17 @@ def refresh_packet(namespace: str, name: str, operator: Any) -> None:
 def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Update a packet's function and overload names from the dispatcher.
 
-    FlopCounterMode's registry has packets as keys, and a packet has the same hash as the function
-    in `_op`. So the packet's FLOP formula would be lost if the hash changed. If `operator` is the
-    extension's class, the new function has the same hash as the old one. If it is None, this
-    function removes the packet from the registry before the hash changes, and inserts it again
-    afterwards.
+    `operator` is the class `Operator` of torchop's C++ extension, or None if the extension is not
+    loaded. FlopCounterMode's registry has packets as keys, and the hash of a packet is the hash of
+    the function in `_op`. So if the hash changed, the packet's FLOP formula would be lost. With the
+    class `Operator`, the new function has the same hash as the old one. Without it, this function
+    removes the packet from the registry before the hash changes, and inserts it again afterwards.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        # Do not use PyTorch's `_refresh_packet`, because calls to the function that it sets are not
-        # counted.
+        # Do not use PyTorch's `_refresh_packet`, because it sets a function that does not count
+        # running calls (see `counted`).
         op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
         op.__module__ = packet._op.__module__
         replace_function(packet, op if operator is None else counted(packet, op, operator))
@@ -173,8 +173,8 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # Raise if no operator has the name now. Also raise if the new packet still has this
-        # function. Then PyTorch deregistered the operator without notifying torchop.
+        # Raise if no operator has the name now. Also raise if the packet still has this function,
+        # because PyTorch then deregistered the operator without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

@@ -94,13 +94,14 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def is_misread_view(tensor: torch.Tensor) -> bool:
-    """Return whether PyTorch's functionalization describes a mutated view wrongly.
+    """Return whether PyTorch's functionalization describes a mutated view incorrectly.
 
-    Functionalization replaces the view by its base, and views the base again in the compiled
-    program. `write_view_information_to_args` (torch/_higher_order_ops/auto_functionalize.py) passes
-    no dtype for this view. Also, `try_use_slice` in the same file computes the start of a slice
-    from the storage offset of the view, without subtracting the storage offset of the base. So the
-    start is wrong if the base has an offset itself, for example because it is a row of a tensor.
+    In the compiled program, functionalization replaces the view by its base, and creates the view
+    again from the base. It makes two mistakes there. `write_view_information_to_args`
+    (torch/_higher_order_ops/auto_functionalize.py) passes no dtype for the view. And
+    `try_use_slice` in the same file computes the start of a slice from the storage offset of the
+    view, without subtracting the storage offset of the base. So the start is wrong if the base
+    itself has an offset, for example because the base is a row of a tensor.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -128,7 +129,6 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def shape_of(node: Any) -> torch.Size:
-    """Return the shape of the traced tensor of an FX node."""
     return cast(torch.Size, node.meta["val"].shape)
 
 
@@ -148,13 +148,13 @@ _RECORDS_A_REGION = InvokeSubgraphAutogradOp.forward.__code__
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     """Return whether the traced graph has a token that preserves calls with this effect.
 
-    An effect token is a graph value that each effectful call takes and returns, so the calls keep
-    their order and are not removed as dead code. PyTorch passes no token into the branches of
+    An effect token is a graph value that each effectful call takes and returns, so that the calls
+    keep their order and are not removed as dead code. PyTorch passes no token into the branches of
     `torch.cond` (pytorch/pytorch#185116) and into loop bodies (pytorch/pytorch#191122), so
     effectful calls there would be removed. It does pass a token into an `invoke_subgraph` region.
-    But from the region's third call on, PyTorch treats the token as a result of the region, and the
-    region has no gradient. So this function returns False while PyTorch records the region for
-    autograd.
+    But from the third call of the region on, PyTorch treats the token as a result of the region,
+    and the region then has no gradient. So this function returns False while PyTorch records the
+    region for autograd.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet
@@ -163,7 +163,7 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     token = mode._tokens.get(effect)
     if token is None:
         # In a backward graph, the first effectful call creates the token. Only subgraphs of
-        # higher-order operators never get one.
+        # higher-order operators never get a token.
         tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
         return tracer is None or not tracer.is_hop_subgraph_tracer()
     if hasattr(token, "elem"):

@@ -52,7 +52,7 @@ def cache_key_tag() -> str:
 
 
 def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]]:
-    """Return a digest of the rules of operators, and the code objects that the digest covers.
+    """Return a digest of the operators' rules, and the code objects that the digest covers.
 
     If `operators` is None, the digest covers all operators of torchop. If none of the operators has
     a rule that affects compiled graphs, the digest is the empty string.

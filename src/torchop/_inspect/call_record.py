@@ -45,7 +45,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """The number of elements that fit into the tensor's memory, including the gaps."""
+        """The number of elements in the memory that the tensor spans, including the gaps."""
         if self.stride is None or 0 in self.shape:
             return math.prod(self.shape)
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -149,7 +149,7 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return the record of a call that was reported by a mode from `observing_mode`.
+    """Return the record of a call that a mode from `observing_mode` has reported.
 
     Returns None if the call belongs to a compiler trace.
     """
@@ -189,7 +189,7 @@ def _is_traced(value: Any) -> bool:
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """Return the kind of a tensor that `TensorRecord` does not support, or "" for other tensors."""
+    """Return the kind of the tensor if `TensorRecord` does not support it, and "" otherwise."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

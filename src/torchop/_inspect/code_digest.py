@@ -50,8 +50,8 @@ _VERSIONED = {torch.__name__, __name__.partition(".")[0], *sys.stdlib_module_nam
 class CodeDigest:
     """A hash of values that is equal in two processes if their code and constants are equal.
 
-    When a function, class or other object is added, the hash receives only a number for it. The
-    description of the object follows later, with the same number. This way, objects may refer to
+    When a function, class or other object is added, only a number for it is hashed at first. The
+    description of the object is hashed later, with the same number. This way, objects may refer to
     each other in cycles, and a long chain of calls needs no deep recursion.
 
     `sources` contains the code objects of all users' functions that were read.
@@ -107,7 +107,8 @@ class CodeDigest:
     def add_called(self, namespaces: set[str], names: set[str]) -> None:
         """Add the operators that a piece of code may call. Subclasses override this.
 
-        `namespaces` and `names` are the names in the code that may be namespaces and operators.
+        `namespaces` contains the names in the code that may be namespaces of operators, and `names`
+        the names that may be operators.
         """
 
     def _write(self, text: str) -> None:
@@ -126,7 +127,8 @@ class CodeDigest:
     def _is_followed(self, package: str) -> bool:
         """Return whether to read the code of a package that the described code uses.
 
-        The code is read if it is in the same package, or is not installed in site-packages.
+        The code is read if it is in the same package as the described code, or if its package is
+        not installed in site-packages.
         """
         if self._package in (None, package):
             return True
@@ -221,8 +223,8 @@ class CodeDigest:
     def _add_stable(self, values: Mapping[str, object]) -> None:
         """Add only those values that are equal in every process.
 
-        Objects of other packages are skipped, because they may differ between processes. None is
-        skipped, because such a variable is often a cache that the code fills on first use.
+        Objects of other packages are skipped, because they may differ between processes. Variables
+        that are None are skipped, because they are often caches that the code fills on first use.
         """
         for name, value in sorted(values.items()):
             if isinstance(value, types.ModuleType) or value is None:
@@ -235,7 +237,7 @@ class CodeDigest:
 
 
 class _Reference(NamedTuple):
-    """An object for which the hash contains a number, and whose description is added later.
+    """An object whose number was hashed already, and whose description is hashed later.
 
     If the object's code is read, `package` is the object's package. Otherwise it is the package of
     the code that uses the object.
@@ -371,7 +373,7 @@ def _imported(code: types.CodeType, parent: str) -> Iterator[str]:
 
 
 def _find_unimported(name: str) -> _Unimported | None:
-    """Find a module's code without importing the module or the package, or return None."""
+    """Find a module's code without importing the module or its package, or return None."""
     path, spec = None, None
     for prefix in itertools.accumulate(name.split("."), "{}.{}".format):
         if prefix in sys.modules:

@@ -139,16 +139,17 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return why a call is native or not, and the steps of a native call.
+    """Return why a call is native or not, and for a native call, a line about each step.
 
-    The steps are None if the call goes through the dispatcher. `chosen` is the kernel of the
-    provider that runs the call, or None if the operator has no providers.
+    The second value is None if the call goes through the dispatcher. `chosen` is the kernel of the
+    provider that was selected for this call, or None if the operator has no providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Prepare as a call would: load the extension, and remove torchop's kernel that raises for
-        # unsupported devices if it hides PyTorch's fallback for a backend.
+        # Make the same preparations as a call. Load the C++ extension. Also remove torchop's kernel
+        # that raises an error for unsupported devices, if this kernel hides PyTorch's fallback for
+        # a backend.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

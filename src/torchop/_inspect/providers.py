@@ -96,8 +96,8 @@ def in_order(
 ) -> tuple[str, ...]:
     """Return a line about each provider of an operator, in the priority order for a call.
 
-    `runs` is the selected provider. `skipped` maps each provider that was tried before to the
-    reason why it does not run.
+    `runs` is the selected provider. `skipped` maps each provider that was tried before `runs` to
+    the reason why it was skipped.
     """
     kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
     settings = priority.current()
@@ -112,8 +112,9 @@ def in_order(
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
         lines.append((each.name, f"{each.name} ({devices}): {why} ({each.where})"))
-    # The order may also contain "tuned", and providers that were removed. Add a line for each of
-    # them that was skipped.
+    # The priority order may also contain "tuned", which stands for the kernel that was measured as
+    # the fastest, and providers that were removed. If they were skipped, add a line for each of
+    # them.
     names = {name for name, _ in lines}
     lines += [(name, f"{name}: {why}") for name, why in skipped.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
@@ -123,7 +124,11 @@ def in_order(
 
 
 class _Registered(NamedTuple):
-    """The reference kernel for some devices, or all kernels of a provider."""
+    """One registration: either the reference kernel for some devices, or a provider.
+
+    A provider, such as "triton", has one or more kernels. The reference kernel was registered
+    without a provider.
+    """
 
     name: str
     devices: tuple[str | None, ...]

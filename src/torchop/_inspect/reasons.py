@@ -67,7 +67,7 @@ def _why_never(call: Call) -> str:
     is_of_others = call.definition is None and is_returnable(call.schema)
     if is_of_others and not registered_kernels(_native_module(), call.name):
         return _why_no_kernel(call)
-    assert call.entry is not None  # its plan rejected the call
+    assert call.entry is not None  # this reason comes from the operator's entry
     assert call.entry.plan is not None
     return unknown_type(call.schema, call.entry.plan)
 
@@ -97,7 +97,7 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call can skip the kernel at a key, because it does the same work."""
+    """Return whether a native call may skip the kernel at a key and do the kernel's work itself."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
@@ -209,7 +209,7 @@ def _why_dispatcher_records(call: Call) -> str:
     return problem or "its formula is not known"
 
 
-# The functions that return the details for reasons whose text depends on the call.
+# Maps each reason whose text depends on the call to the function that returns the details.
 _DETAILS = {
     Reason.OPERATOR: _why_never,
     Reason.BINDING: _why_unbound,

@@ -202,7 +202,8 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # This comparison rejects, for example, an index that PyTorch parses as a negative number.
+        # This comparison rejects, for example, a device index that PyTorch parses as a negative
+        # number.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

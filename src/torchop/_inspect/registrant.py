@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
 from torchop.extend import Operator, OpName
 
-# For each rule, the first letters of the dispatch keys at which it is registered.
+# Maps each rule to the prefix of the dispatch keys at which the rule is registered.
 _KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
@@ -62,8 +62,8 @@ def modules_of(op: OpName) -> list[str]:
 
 
 def _modules_of(op: OpName) -> set[str]:
-    # The files that define the operator or register a fake kernel. Skip C++ files, because they
-    # belong to no module.
+    # Collect the Python files that define the operator or register its fake kernel. Skip C++ files,
+    # because they belong to no Python module.
     sites = registration_site(op), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, functions_of(op)))
@@ -72,8 +72,8 @@ def _modules_of(op: OpName) -> set[str]:
     newest = next(reversed(sys.modules))
     by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
     for file in files:
-        # A file may be loaded as several modules that register different operators. If some of
-        # these modules are known to register this operator, add only them.
+        # A file may be loaded as several modules that register different operators. If `names`
+        # contains some of these modules, they register this operator, so do not add the others.
         modules = set(by_file.get(file, ()))
         names |= modules & names or modules
     return names
@@ -156,7 +156,7 @@ def _is_python(site: str) -> bool:
 
 
 def place_of(operator: Operator) -> str | None:
-    """Return the file and line of an operator's function, or of the library that defined it."""
+    """Return the file and line of an operator's function, or else of its registration."""
     if operator.site is not None:
         return str(operator.site)
     code = getattr(operator.function, "__code__", None)

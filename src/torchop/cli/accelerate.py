@@ -113,7 +113,10 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Record the calls in the block. Do not warn if there are none: the commands report that."""
+    """Record the calls in the block, without a warning if there are none.
+
+    The commands that call this function report this case themselves.
+    """
     recorded.__enter__()
     try:
         yield
@@ -124,7 +127,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Accelerate the matching operators temporarily, and return a table row for each."""
+    """Temporarily accelerate the operators that match `patterns`. Return a table row for each."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 

@@ -309,5 +309,6 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     error = timings[_CALL]
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
-    # For example, the way with a backward pass raises an error if no result requires grad.
+    # Skip ways of calling that raised an error. For example, calling with a backward pass raises an
+    # error if no result requires grad.
     return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

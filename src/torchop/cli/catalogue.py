@@ -20,7 +20,7 @@ class Entry(NamedTuple):
     schema: str
     kernels: list[str]  # the devices or dispatch keys with a kernel
     rules: list[str]
-    where: str  # file and line of the function, or of the library that defined it
+    where: str  # the file and line of the function, or else of the registration
     examples: bool  # whether examples are registered, which `check` needs
     checked: str = ""  # such as "3 passed", from the report of --checked
 

@@ -1,7 +1,7 @@
 """`python -m torchop check`: run each check of `torchop.testing.check` as a pytest test.
 
-The tests run in worker processes of pytest-xdist. If a kernel crashes, only its worker ends, and
-the report shows the crash as a failed check.
+The tests run in worker processes of pytest-xdist. If a kernel crashes, only its worker process
+dies, and the report shows the crash as a failed check.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _with_examples(
 ) -> tuple[list[str], list[str]]:
     """Return the operators that have examples, and messages about operators that have none.
 
-    This also checks the options with the first operator, and raises ClickException if one is
+    This also checks the options with the first operator, and raises ClickException if an option is
     invalid.
     """
     values = {}

@@ -2,11 +2,11 @@
 
 There are three ways to start the child:
 
-- Usually, it is forked from multiprocessing's forkserver, which only imports the modules that
-  register operators. Unlike a fork of the program, such a child can use threads and accelerators,
-  and inherits no locks.
-- If importing a module initializes CUDA, forks of the forkserver cannot use CUDA. Then the child is
-  a new process that imports the modules itself.
+- Usually, the child is forked from multiprocessing's forkserver, a process that only imports the
+  modules that register operators. Unlike a fork of the program itself, a fork of the forkserver can
+  use threads and accelerators, and inherits no locks.
+- If importing a module initializes CUDA, forks of the forkserver cannot use CUDA. In this case, the
+  child is a new process that imports the modules itself.
 - If the child needs operators that the program itself defines, the child is a fork of the program.
   It uses one thread, because OpenMP deadlocks in a fork that uses more threads.
 """

@@ -1,7 +1,7 @@
 """Measure how much time a call to an operator takes through the dispatcher, and natively.
 
 Each operator runs in a separate process, because a kernel may crash or hang. For example, a kernel
-that does not check an index may write out of bounds for tensors of ones.
+that does not check an index may write out of bounds if all tensors contain ones.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
     """Yield a first result without the time of a call, and then the complete result.
 
-    The first result is used if a call crashes or hangs.
+    The parent process uses the first result if a call crashes or hangs.
     """
     operator = Operator(op, "measure")
     if not operator.exists:
@@ -96,7 +96,7 @@ def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
 
 @contextlib.contextmanager
 def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
-    """Accelerate operators in the block, if the native call path is available."""
+    """Accelerate operators that match `patterns` in the block, if native calls are available."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)

@@ -203,7 +203,7 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
     """Return a description of each place where the extension may be, and the resulting state.
 
     The state is "idle" (the first call will compile the extension) if all places are empty and the
-    user did not configure one with TORCHOP_NATIVE_DIR.
+    user did not configure a place with TORCHOP_NATIVE_DIR.
     """
     rows: dict[str, str] = {}
     used = False

@@ -94,7 +94,7 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     `names` contains packages, and patterns of operators such as `"mylib::*"`. For this pattern, the
     package `mylib` is imported if it exists. `imports` contains other modules to import.
     """
-    # Importing Dynamo registers operators. Import it first, because its operators would otherwise
+    # Import Dynamo first, because this import registers operators. Otherwise these operators would
     # be attributed to a package that imports Dynamo.
     on_demand.import_dynamo()
     before = set(patterns.all_names())
@@ -132,7 +132,7 @@ def _registered(package: str, before: set[OpName]) -> set[OpName]:
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
     # For operators defined in C++, the registering module is unknown. Attribute them to the package
-    # if they were not registered before it was imported.
+    # if they were not registered before the package was imported.
     registered = {
         name
         for name in operators

@@ -197,9 +197,10 @@ def _with_libraries(
     for library in libraries:
         torch.ops.load_library(library)
     with tempfile.TemporaryDirectory() as folder:
-        # The name of the loader must be unique, because a process that loads several packages loads
-        # only one library of each name. Link the package with an empty library of this name first.
-        # The compiled package then shows which operators the real loader must define.
+        # Use a unique name for the loader library, because a process may load several packages, but
+        # loads only one library per name. First link the package with an empty library of this
+        # name. The compiled package then contains a list of the operators that it calls. From this
+        # list, build the real loader, which defines the operators, and add it to the package.
         loader = os.path.join(folder, f"{_LOADER_PREFIX}{uuid.uuid4().hex}")
         on_demand.build_library("", loader)
         path = _compiled(ep, path, configs, linked=loader)
@@ -232,8 +233,8 @@ def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # With this line, PyTorch's messages say that the operators were registered at line 1 of the
-    # package.
+    # With this line, PyTorch's error messages say that line 1 of the package registered the
+    # operators.
     place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:
@@ -263,7 +264,7 @@ def _with_kernels(names: list[OpName], device: str) -> list[Operator]:
 
 
 def _without_kernels(names: Iterable[OpName], device: str) -> dict[Operator, str]:
-    """Return the operators that lack a C++ kernel, with the file and line of the Python kernel."""
+    """Map each operator that lacks a C++ kernel to the file and line of its Python kernel."""
     operators = [Operator(name, "aoti_package") for name in names]
     sites = {op: python_kernel(op, device) for op in operators}
     return {op: site for op, site in sites.items() if site is not None}

@@ -1,7 +1,8 @@
 """Save and load exported programs, with the names of the modules that define their operators.
 
-Exported programs and AOTInductor packages are zip files. torchop reads the names of the operators
-that a program calls from the entries that PyTorch writes, and adds the names of the modules.
+Exported programs and AOTInductor packages are zip files. To find out which operators a program
+calls, torchop reads the entries that PyTorch writes. It stores the names of the operators' modules
+in the same file.
 """
 
 from __future__ import annotations
@@ -134,9 +135,9 @@ def modules_of(ep: ExportedProgram) -> str:
     return json.dumps(modules, sort_keys=True)
 
 
-# Reads one entry of a zip file, given the name of the entry, and a function that returns the
-# contents. Returns the JSON with the modules, if the entry contains it, and the operators that the
-# program calls according to this entry.
+# A function that reads one entry of a zip file. It receives the name of the entry, and a function
+# that returns the contents. It returns the JSON that maps operators to modules, or None if the
+# entry does not contain this JSON, and the operators that the program calls according to the entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 

@@ -1,4 +1,4 @@
-"""Compare the results of kernels and fake kernels, before AOTInductor compiles a program.
+"""Check that kernels and fake kernels agree, before AOTInductor compiles a program.
 
 Compiled code relies on the dtypes, shapes and strides that the fake kernels return.
 """
@@ -23,7 +23,7 @@ _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
-    """Run a program on its example inputs, and compare the results of kernels and fake kernels."""
+    """Run a program on its example inputs. Compare each kernel's results with its fake kernel's."""
     if ep.example_inputs is None:
         return
     module = ep.module()
