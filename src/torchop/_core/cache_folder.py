@@ -1,4 +1,4 @@
-"""Locate the folder that caches the compiled extension and kernel timings."""
+"""Locate the cache folder, which contains the compiled extension and kernel timings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def _caches_of_user() -> Path:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    # Reject a relative path, because the working directory may belong to another user.
+    # Reject a relative path, because it would lead into the working directory, which may belong to
+    # another user.
     if not home.is_absolute():
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":

@@ -45,7 +45,10 @@ _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
 
 def set_checker(new: Checker | None) -> None:
-    """Start checking with `new`, or stop if None. The caller must hold `registration_lock`."""
+    """Start checking with `new`, or stop checking if `new` is None.
+
+    The caller must hold `registration_lock`.
+    """
     global checker
     checker = new
     for plan in tuple(_plans):
@@ -53,7 +56,10 @@ def set_checker(new: Checker | None) -> None:
 
 
 def recompile_for_checking(plan: _Plan) -> None:
-    """Invalidate `plan` whenever checking starts or stops. Stores only a weak reference to it."""
+    """Register `plan` to be invalidated when checking starts or stops.
+
+    Only a weak reference to the plan is stored.
+    """
     with registration_lock:
         _plans.add(plan)
 

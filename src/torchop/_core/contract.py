@@ -1,4 +1,4 @@
-"""Check that the results of kernels match the schema in number and type, and alias no input."""
+"""Check that the results of kernels match the schema in number and type, and share no memory."""
 
 from __future__ import annotations
 
@@ -240,7 +240,8 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def version_of(tensor: Tensor) -> int | None:
     """Return the version counter of a tensor, or None if it does not count writes exactly."""
-    # Under no_grad, even reading a compressed sparse tensor increments its version.
+    # Under no_grad, even reading a compressed sparse tensor increments its version, so the version
+    # does not show whether the tensor was written to.
     is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
     return None if is_uncounted else tensor._version
 

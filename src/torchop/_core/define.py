@@ -56,7 +56,7 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
     # Define the schema after the kernels are installed, because other threads can call the operator
-    # from here on.
+    # as soon as its schema is defined.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:

@@ -124,7 +124,7 @@ class Follower(Protocol):
 
 
 class Definition:
-    """An operator with its rules and its call plan.
+    """The rules that were registered for an operator, and the call plan compiled from them.
 
     An operator that `custom_op` created has one definition, which registers all dispatcher kernels
     when the operator is defined. An operator of another package has one definition for each library
@@ -296,7 +296,7 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return `plan[kind]`, but faster, for the backward."""
+        """A faster version of `plan[kind]`, for the backward."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 

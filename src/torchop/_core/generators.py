@@ -22,15 +22,15 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are the default generators of the CPU, of all devices in the arguments, and of the first
-    `count` accelerator devices, and any generators among the arguments.
+    These are the generators among the arguments, and the default generators of the CPU, of all
+    devices in the arguments, and of the first `count` accelerators.
     """
     # Call the generator's methods, because modes would trace torch.get_rng_state and
     # torch.set_rng_state.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
-    # Sort by device index, as `pack_plain` does in C++. Sorting by text alone would put "cuda:10"
-    # before "cuda:2".
+    # Sort by length first, so that "cuda:2" comes before "cuda:10". The C++ function `pack_plain`
+    # must use the same order.
     for device in sorted(found, key=lambda device: (len(str(device)), str(device))):
         if device.type not in ("cpu", "meta"):
             traits = devices.traits(device.type)

@@ -27,7 +27,8 @@ class OwnLibrary(torch.library.Library):
                 super()._destroy()  # type: ignore[no-untyped-call]
 
 
-# `_define.library` sets this variable to `torchop.Library`, because that module imports this one.
+# The class of the libraries that `process_library` creates. `_define.library` sets it to
+# `torchop.Library`, which this module cannot import, because `_define.library` imports this module.
 process_library_type: type[OwnLibrary] = OwnLibrary
 _process_libraries: dict[str, OwnLibrary] = {}
 
@@ -40,7 +41,8 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
-# The attribute in which a library stores its definitions for operators of other packages, by name.
+# The attribute in which a library stores its definitions for operators of other packages: a dict
+# from the names of the operators to the definitions.
 DEFINITIONS = "_torchop_definitions"
 
 
@@ -59,7 +61,8 @@ def all_process_definitions() -> list[str]:
     ]
 
 
-# The attribute in which a library stores the source locations of its operators, by name.
+# The attribute in which a library stores where its operators were defined: a dict from the names of
+# the operators to lines of source code.
 _PLACES = "_torchop_places"
 
 

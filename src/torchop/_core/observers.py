@@ -16,7 +16,8 @@ from torchop._schema.schema import Schema
 def call_signature(op: OpOverload) -> inspect.Signature:
     """Return the parameters of an operator as its author wrote them.
 
-    They differ from the schema's if the operator takes structured arguments, such as dataclasses.
+    If the operator takes structured arguments, such as dataclasses, its parameters differ from the
+    arguments of the schema.
     """
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.structure is not None:
@@ -55,7 +56,8 @@ def check_arguments(
             operator does.
 
     Raises:
-        RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
+        RuleSignatureError: the function takes different arguments, or is not callable. This error
+            is a `TypeError`.
 
     Example:
         >>> import torch
@@ -93,7 +95,8 @@ def observer(
         A function for PyTorch to call.
 
     Raises:
-        RuleSignatureError: a `TypeError`: the function takes other arguments, or is not callable.
+        RuleSignatureError: the function takes different arguments, or is not callable. This error
+            is a `TypeError`.
 
     Example:
         >>> import torch

@@ -167,8 +167,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    The dispatcher's own record is the last resort. It names the line that created the library,
-    which may be in torchop or PyTorch.
+    The dispatcher's own record is used only as a last resort, because it names the line that
+    created the library, which may be in torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -272,8 +272,8 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     definition = own_definition(None, name)
     library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
-    # Call `has_entry` first, because `is_registered` is slow. It makes TorchScript index all new
-    # operators.
+    # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
+    # which is slow.
     is_known = not replaceable and operators.has_entry(*name)
     if is_known and operators.is_registered(name.packet, name.overload):
         raise already_defined(name, site, "; load a package that carries it after this definition")

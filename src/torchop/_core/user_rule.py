@@ -126,9 +126,9 @@ class Rule(Generic[Value]):
             The value that `lookup` returns.
 
         Raises:
-            RuleSignatureError: a `TypeError`: `value` does not take the operator's arguments. An
-                override may raise any `TypeError` or `ValueError`. If it raises, nothing is
-                registered.
+            RuleSignatureError: `value` does not take the operator's arguments. This error is a
+                `TypeError`. An override may raise any `TypeError` or `ValueError`. If it raises,
+                nothing is registered.
         """
         check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
         return typing.cast(Value, value)

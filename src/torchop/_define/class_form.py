@@ -143,10 +143,10 @@ class ClassReading(NamedTuple):
 
     Attributes:
         function: the function that defines the operator, usually the member `forward`.
-        attributes: the options of `custom_op`.
+        attributes: the members that are options of `custom_op`, such as `tags`.
         kernels: the kernels, by device type.
         members: the members that are listed in `MEMBERS`, such as `backward`.
-        rules: the values for instances of `torchop.Rule`, by the name of the rule.
+        rules: the members whose name is the name of a `torchop.Rule`, such as `inverse`.
     """
 
     function: Callable[..., Any]

@@ -96,7 +96,7 @@ def custom_op(
         The handle of the operator, a `CustomOp`. Call it like the function.
 
     Raises:
-        TracingError: an operator of this name was already compiled with another effect.
+        TracingError: an operator of this name was already compiled with a different effect.
         ValueError: the name, an annotation, the schema, `mutates_args`, `effects` or `compile` is
             invalid. The operator is then not defined.
         NotImplementedError: a tensor is keyword-only.
@@ -214,7 +214,8 @@ def triton_op(
     op_name = new_name(name, None)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # Call this function of PyTorch before the operator is defined, because it may raise.
+        # This calls into PyTorch and may raise. Call it before defining the operator, so that an
+        # error leaves nothing registered.
         kernels = compilers.triton_kernels(function)
         declaration = declare(
             op_name, function, place, mutates_args=mutates_args, schema=schema, launches=True

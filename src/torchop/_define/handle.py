@@ -219,7 +219,7 @@ class CustomOp(Registrations, Generic[P, R]):
         """
         return get_rule(rule).register(self, value, **options)
 
-    if not typing.TYPE_CHECKING:  # type checkers would accept any attribute
+    if not typing.TYPE_CHECKING:  # with `__getattr__`, type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             kind, _, rule = name.partition("register_")
@@ -264,8 +264,8 @@ class CustomOp(Registrations, Generic[P, R]):
             argument unchanged, if the result has another shape or dtype.
 
         Raises:
-            SchemaError: a `ValueError`: this operator is not functional, has several results, or
-                does not take a Tensor first.
+            SchemaError: this operator is not functional, has several results, or does not take a
+                Tensor first. This error is a `ValueError`.
 
         Example:
             >>> import torch, torchop
@@ -305,7 +305,8 @@ class CustomOp(Registrations, Generic[P, R]):
             unchanged, if an output differs from the result in shape, dtype or device.
 
         Raises:
-            SchemaError: a `ValueError`: this operator is not functional, or `outputs` is invalid.
+            SchemaError: this operator is not functional, or `outputs` is invalid. This error is a
+                `ValueError`.
 
         Example:
             >>> import torch, torchop

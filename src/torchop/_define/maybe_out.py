@@ -43,7 +43,7 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
 
     Raises:
         OperatorNotFoundError: one of the operators is not defined.
-        SchemaError: a `ValueError`: the schemas do not match.
+        SchemaError: the schemas do not match. This error is a `ValueError`.
 
     Example:
         >>> import torch, torchop

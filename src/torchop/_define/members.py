@@ -162,7 +162,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a `torchop.Rule` may not have this name, because a member or method has it."""
+    """Return whether a member or method has this name, so that no `torchop.Rule` can have it."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

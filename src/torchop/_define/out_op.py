@@ -224,14 +224,15 @@ def _define_form(
     ).handle
 
 
-# This is `_compat.planned_outputs.plan`, which registers the forms of an operator with Inductor.
-# `torchop/__init__.py` sets this variable, because this package must not import torchop's tools.
+# `torchop/__init__.py` sets this variable to the function `plan` of `_compat/planned_outputs.py`,
+# which registers the forms of an operator with Inductor. This package must not import that module.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Let Inductor replace the functional operator with a form that writes into a buffer."""
-    # Inductor's table holds `overload`, so strong references would keep the forms alive forever.
+    # Inductor's table of replacements stores the function `overload` below. Strong references in
+    # this function would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
     def overload() -> OpOverload | None:
@@ -239,7 +240,7 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
             member for ref in members if (member := ref()) and member.deregistration_reason is None
         ]
         if len(alive) < 2 or _kernels_of(alive[0]) != _kernels_of(alive[1]):
-            return None  # the forms might compute different results
+            return None  # different kernels might compute different results
         return alive[1].overload
 
     if plan_outputs is not None:

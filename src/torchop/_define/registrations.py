@@ -62,7 +62,7 @@ class Registrations(Handle):
     @SameAs(effect.register_effect)
     def register_effect(self) -> None: ...
 
-    # Instances of torchop.Rule
+    # Methods that register a value for an instance of torchop.Rule
     register_inverse = inverse.register_inverse
     register_right_inverse = inverse.register_right_inverse
     register_flop_formula = flop_formula.register_flop_formula

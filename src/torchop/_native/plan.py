@@ -82,8 +82,8 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        # Set `dispatch`, the function for calls that are not native, before the entry receives
-        # calls from other threads.
+        # Set `dispatch`, the function for calls that are not native, before the next line, because
+        # the entry then receives calls from other threads.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -148,8 +148,8 @@ class OwnCalls(NativeCalls):
     def attach(self) -> None:
         """Make calls through `torch.ops` native too. The caller must hold `registration_lock`.
 
-        This happens when the operator is first used, because creating an `OpOverload` would take
-        longer than everything else in a definition.
+        This happens when the operator is first used, and not when it is defined, because creating
+        an `OpOverload` would take longer than all other steps of the definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.deregistration_reason is None:

@@ -72,7 +72,10 @@ def _obtain() -> None:
 
 
 def _obtain_for_dynamo() -> None:
-    """Load the extension when Dynamo is imported. An error here would make the import fail."""
+    """Load the extension when Dynamo is imported.
+
+    Errors are not raised here, because they would make the import of Dynamo fail.
+    """
     try:
         _obtain()
     except NativeBuildWarning as problem:  # the user's filters turn the warning into an error
@@ -179,7 +182,8 @@ def _ready(module: ModuleType) -> None:
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
-                    # The operator was already used, perhaps only through torch.ops.
+                    # If there is a plan, the operator was already used, perhaps only through
+                    # torch.ops, so make calls through torch.ops native too.
                     if handle._definition.has_plan:
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:

@@ -21,6 +21,8 @@ Register = TypeVar("Register", bound=Callable[..., None])
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
+    """Maps each device type to the dtype to which autocast casts the inputs of an operator."""
+
     dtypes: Mapping[str, torch.dtype] = NOTHING
 
     def compile(self) -> Mapping[str, torch.dtype]:
@@ -73,10 +75,10 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                # The device type of a custom backend is "privateuseone" or the name that it
-                # registered. Both have the same autocast key, so compare the keys too.
+                # The user may have named a custom backend "privateuseone", or by its registered
+                # name. Both names have the same autocast key, so compare the keys too.
                 and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
-                and tensor.dtype is not torch.float64  # PyTorch's autocast skips it too
+                and tensor.dtype is not torch.float64  # PyTorch's autocast skips float64
                 # The kernel must write into the caller's tensor, so do not cast mutated arguments.
                 and not argument.is_mutated
             )
@@ -90,7 +92,7 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 
 def _require_both(register: Register) -> Register:
-    """Wrap `register_autocast` to name the operator in the TypeError for a missing argument.
+    """Wrap `register_autocast` so that the error for a missing argument names the operator.
 
     Default values for `device_type` and `cast_inputs` would be simpler, but type checkers would
     then accept calls without these arguments.

@@ -70,8 +70,9 @@ class EffectRule(CompiledRule[Declared]):
             if self.restore_effect is None:
                 libraries.on_close(definition.library, restore)
                 if not definition.is_ours:
-                    # Do not remove the checkpointing rule when the library closes. A checkpoint
-                    # policy may need this rule, and without an effect, the rule changes nothing.
+                    # When the library closes, remove only the rule that `watch` registered. Keep
+                    # the checkpointing rule, because a checkpoint policy may need it. Without an
+                    # effect or a policy, the checkpointing rule changes nothing.
                     libraries.on_close(definition.library, self._withdraw_watch)
             self.restore_effect = restore
             self.update(self._install, declared=declared)

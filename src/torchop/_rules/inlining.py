@@ -79,17 +79,21 @@ def declared_inlining(
 
 
 class InliningRule(CompiledRule["Inlined | None"]):
+    """The compiler backends that inline an operator, or None if no backend inlines it."""
+
     inlined: Inlined | None = None
 
     def disable(self) -> None:
-        """Disable inlining, because the user registers another rule for FunctionalTensorMode."""
+        """Disable inlining, because the user is registering a rule for FunctionalTensorMode."""
         self.inlined = None
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             yield from (str(self.inlined), self.definition.function)
             providers = self.definition.rule(KernelRule).providers
-            if providers is not None:  # the graph contains the code of the chosen provider's kernel
+            if providers is not None:
+                # The graph contains the code of one provider's kernel. Include everything that
+                # affects which provider is chosen.
                 yield from providers.cache_parts(self.definition.name)
 
     def repr_text(self) -> str | None:

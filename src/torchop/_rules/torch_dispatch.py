@@ -23,6 +23,8 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
+    """Maps each mode and each Tensor subclass to the rule that the user registered for it."""
+
     functions: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
@@ -57,8 +59,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(InliningRule).disable()
-            # Call `on_close` before registering the rule, because it raises if the library is
-            # already closed.
+            # Call `on_close` before registering the rule, because `on_close` raises if the library
+            # is already closed.
             libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
 
@@ -79,7 +81,8 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
             return result  # another Tensor subclass may handle the call
-        # Check the number of results here, because PyTorch would convert them without a check.
+        # Check the results here, because PyTorch does not check their number when it converts them
+        # to the return types of the schema.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call

@@ -1,4 +1,4 @@
-"""Calling conventions: in which form kernels and rules take arguments and return results."""
+"""Calling conventions: how kernels and rules take arguments and return results."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Formula: TypeAlias = tuple[Function, Function | None]
 class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
-    Each method converts a function that a user registers, such as a kernel, to one that takes and
-    returns the values of the schema. Here, that is the same function. `StructuredConvention`
-    overrides the methods for operators whose functions take or return structures, such as
-    dataclasses.
+    Each method converts a function that a user registers, such as a kernel, to a function that
+    takes and returns the values of the schema. The methods of this class return the function
+    unchanged. `StructuredConvention` overrides them for operators whose functions take or return
+    structures, such as dataclasses.
     """
 
     __slots__ = ()
@@ -50,9 +50,9 @@ class Convention:
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Put one value per schema result, e.g. a shape, into the structure of a kernel's result.
+        """Arrange one value per schema result, such as a shape, like the result of a kernel.
 
-        For example, if kernels return a NamedTuple of tensors, return the NamedTuple with shapes.
+        For example, if kernels return a NamedTuple of tensors, return a NamedTuple of shapes.
         """
         return result
 

@@ -35,8 +35,8 @@ def infer_schema(
         The schema, such as `"(Tensor pic, SymInt[] box) -> Tensor"`.
 
     Raises:
-        SchemaError: a `ValueError`: an annotation is missing or unsupported. The message names the
-            parameter and the nearest supported type.
+        SchemaError: an annotation is missing or unsupported. The message names the parameter and
+            the nearest supported type. This error is a `ValueError`.
 
     Example:
         >>> import torch, torchop

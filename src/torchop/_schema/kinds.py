@@ -348,10 +348,10 @@ def leaf_kind(annotation: Any) -> Kind | None:
 
 
 def argument_type(annotation: Any) -> str | None:
-    """Return the schema type that `infer_schema` infers for an annotation, or None if it fails.
+    """Return the schema type that `infer_schema` infers for an annotation.
 
-    The result does not depend on the release of PyTorch. Older releases support the same types in
-    schemas, although their `infer_schema` infers fewer types.
+    Return None if `infer_schema` rejects the annotation. The result is the same for all releases of
+    PyTorch: `infer_schema` of older releases infers fewer types, but their schemas support all.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred

@@ -48,7 +48,8 @@ class OpName(NamedTuple):
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: a `ValueError`: `qualname` is not a string of this form.
+            OperatorNameError: `qualname` is not a string of this form. This error is a
+                `ValueError`.
         """
         if not isinstance(qualname, str):
             name = short_text(getattr(qualname, "__name__", "crop"))
@@ -74,7 +75,7 @@ class OpName(NamedTuple):
             qualname: `"ns::name"` or `"ns::name.overload"`.
 
         Raises:
-            OperatorNameError: a `ValueError`: no operator can have this name.
+            OperatorNameError: no operator can have this name. This error is a `ValueError`.
         """
         result = OpName.parse(qualname)
         assert isinstance(qualname, str)

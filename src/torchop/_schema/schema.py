@@ -46,7 +46,7 @@ class Argument(NamedTuple):
         return "Tensor" in self.kind
 
 
-# The dispatcher ignores tensors in these lists when it computes dispatch keys.
+# The dispatcher ignores tensors in lists of these types when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
@@ -121,7 +121,7 @@ class Schema:
     def is_backward_compatible(self, older: Schema) -> bool:
         """Return whether all calls that were valid with an older schema remain valid.
 
-        Changes are judged by PyTorch's rules for ATen operators.
+        PyTorch checks changes of ATen operators by the same rules.
 
         Args:
             older: the previous `Schema` of the operator.
@@ -129,7 +129,7 @@ class Schema:
         return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self) -> None:
-        """Free memory. The text is parsed again when the schema is needed."""
+        """Free the parsed schema to save memory. The text is parsed again when needed."""
         self._source = self._parsed.name.partition("::")[0]
 
     @property

@@ -47,7 +47,7 @@ from torchop._schema.structure.shapes import MISSING, argument_shape, result_sha
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
 
-_RESULT = "the result"  # stands for a path in error messages about the result
+_RESULT = "the result"  # replaces the path in error messages about the result
 
 
 class FunctionTree:

@@ -59,8 +59,8 @@ def derive_form(
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because the results are computed before any output is
-        # written.
+        # An output may also be an input, because all results are computed before any of them is
+        # copied into an output.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
     return define_member(functional, op_name, schema, kernel, guard, lib)

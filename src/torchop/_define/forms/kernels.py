@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
-This kernel writes its results into output arguments, which are checked before it runs. If PyTorch's
-own operators reject an output too, the error message is PyTorch's.
+This kernel writes its results into output arguments, which are checked before the kernel runs. If
+PyTorch's own operators would also reject an output, the error message is the same as PyTorch's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Tensor metadata, which must be equal for a result and the output it is written into."""
+    """The metadata in which a result and the output that it is written into must agree."""
 
     shape: list[Any]
     dtype: torch.dtype

@@ -86,8 +86,8 @@ class Extension:
         self._lock = threading.Lock()
         self._is_requested = False
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
-        # The number of running calls to `wait`. These raise an error if loading fails, so no
-        # warning is needed.
+        # The number of running calls to `wait`. If loading fails during such a call, the call
+        # raises an error, so no warning is needed.
         self._waiters = 0
         self._state: State = "idle"
         self._path: Path | None = None

@@ -64,7 +64,7 @@ class Build:
                 return
             if is_alone:
                 # Remove the folders that killed processes left behind. No running process uses
-                # them, because it would hold the lock.
+                # these folders, because that process would hold the lock.
                 for folder in self.target.parent.glob(f"{self.target.name}.*.build"):
                     shutil.rmtree(folder, ignore_errors=True)
             self.run()
@@ -73,7 +73,8 @@ class Build:
         """Compile the file. An existing file is replaced atomically."""
         target = self.target
         try:
-            # Do not use TemporaryDirectory. A forked child would remove the folder at its exit.
+            # Do not use TemporaryDirectory, because a forked child would remove the folder when the
+            # child exits.
             folder = tempfile.mkdtemp(prefix=f"{target.name}.", suffix=".build", dir=target.parent)
         except OSError as error:
             raise NativeUnavailableError(
@@ -123,7 +124,7 @@ class Build:
                     process = self._process = subprocess.Popen(
                         [*nice, *self._compiler, *arguments],
                         # An empty entry in PATH or CPATH means the working directory. The compiler
-                        # must not use files in the user's working directory, so run it in its own.
+                        # must not use files in the user's working directory, so set its own.
                         cwd=folder,
                         env={**os.environ, "TMPDIR": str(folder)},
                         stdin=subprocess.DEVNULL,

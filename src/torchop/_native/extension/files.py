@@ -33,7 +33,7 @@ WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
 
 class UnusableFileError(ImportError):
-    """The dynamic linker cannot load the file."""
+    """Raised if the dynamic linker cannot load the file."""
 
 
 class Place(NamedTuple):
@@ -141,7 +141,7 @@ def check_private(path: Path) -> None:
             f"{path} is not a folder (a symbolic link?), so its target may change. {REMEDY}"
         )
     if not hasattr(os, "geteuid"):
-        return  # Windows, where the user's profile is private
+        return  # on Windows, the cache is in the user's profile, which is private
     if info.st_uid != os.geteuid():
         _refuse(f"{path} belongs to another user (number {info.st_uid})")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -129,7 +129,8 @@ def compile_flags() -> list[str]:
         f"-DTORCHOP_NEEDS_GIL={int(NEEDS_LOCK)}",
     ]
     if not torch.version.debug:
-        # Debug assertions in PyTorch's headers call functions that release builds do not export.
+        # Turn off debug assertions in PyTorch's headers, because they call functions that release
+        # builds do not export.
         flags.append("-DNDEBUG")
     return flags
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
-# The operators of other packages to which `torchop.accelerate` applies.
+# The operators of other packages that `torchop.accelerate` has accelerated.
 accelerated: dict[OpName, TableCalls] = {}
 # All existing TableCalls objects, by operator name. The function in `OpOverload._op` keeps each of
 # them alive.
@@ -118,7 +118,7 @@ class TableCalls(NativeCalls):
             finish=kernels.finish,
             convert=kernels.convert,
             sources=sources if kernels.pairs else (),
-            is_foreign=True,  # a closed library may leave another package's kernel in place
+            is_foreign=True,  # other packages may register kernels at any time
             as_dispatched=kernels.as_dispatched,
         )
         if kernels.pairs and plan.unknown_parameter is not None:
@@ -188,7 +188,7 @@ def calls_of(name: OpName) -> TableCalls | None:
 
 
 def entry_of(name: OpName) -> Entry | None:
-    """Return the entry that receives an operator's calls through `torch.ops`, if there is one."""
+    """Return the C++ object that receives calls to an operator through `torch.ops`, or None."""
     native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None
@@ -236,7 +236,8 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # Exclude PyTorch's own operators, for which torchop may have registered a kernel too.
+    # Exclude operators that are defined in C++, such as PyTorch's own, although torchop may have
+    # registered a kernel for one of them.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 

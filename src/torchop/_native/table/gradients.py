@@ -73,7 +73,7 @@ def _setup_context(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[..., Any] | None:
     function = formula.setup_context
-    if not function:  # the condition is copied from torch/_library/autograd.py
+    if not function:  # not `is None`, because torch/_library/autograd.py tests it like this
         return None
     is_simple, takes_keywords = _has_simple_defaults(schema), formula.takes_keywords
 
@@ -94,8 +94,8 @@ def _inputs(
     """Return a function that flattens the positional arguments, or None if none of them is a list.
 
     The function returns the flat arguments, and a function that computes `ctx._pt_metadata` from
-    the operator's result. There PyTorch stores the structure of the lists in the arguments and in
-    the result.
+    the operator's result. In `_pt_metadata`, PyTorch stores the structure of the lists in the
+    arguments and in the result.
     """
     note_lists = formula.note_lists
     if note_lists is None:

@@ -81,7 +81,9 @@ def _stock(
         convert,
         sources=tuple(source for _, inside in stock for source in inside.sources),
         returned_parameters=tuple(i for i, _ in schema.mutated_places) if must_return else (),
-        are_fresh=True,  # PyTorch checks this only for operators of custom_op
+        # For operators of `torch.library.custom_op`, PyTorch also checks that no result shares
+        # memory with an argument or with another result.
+        are_fresh=True,
     )
 
 
@@ -130,7 +132,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return the Python kernels at Autograd keys, which end a call unless they redispatch."""
+    """Return the Python kernels at Autograd keys. They may end a call without redispatching it."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")

@@ -21,8 +21,9 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of dispatch keys. A call ends at the key of a backend, such as "CPU". It may also end at
-# the backend's Autograd key, such as "AutogradCPU", if the kernel there does not redispatch.
+# Prefixes of the dispatch keys at which a call can end: the key of a backend, such as "CPU", which
+# has no prefix, or the backend's Autograd key, such as "AutogradCPU", if the kernel there does not
+# redispatch.
 BACKEND, AUTOGRAD = "", "Autograd"
 
 # The attribute in which the wrapper of `Library.impl` stores the user's function.
@@ -61,7 +62,7 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
         )
     check = result_check(schema.returns)
     # As in the dispatcher, arguments that equal their default are not passed to kernels from
-    # `Library.impl`. The kernels of a definition add these arguments themselves.
+    # `Library.impl`. Kernels from `register_kernel` add these arguments themselves.
     return Kernels(
         tuple(
             (kernel, function if kernel in places else checked(name, schema, function))

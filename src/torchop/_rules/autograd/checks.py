@@ -65,9 +65,10 @@ def check_tensors(
 
 
 def check_derivable(definition: Definition, *, decomposes: bool) -> None:
-    """Raise GradientError if differentiating the kernel would be wrong or pointless.
+    """Raise GradientError if a backward formula cannot be derived from the operator's kernel.
 
-    If `decomposes` is true, torchop derived this in-place or out= form from another operator.
+    `decomposes` is true for an in-place or out= operator that torchop derived from a functional
+    operator.
     """
     schema = definition.schema
     if decomposes or schema.form is Form.OUT:

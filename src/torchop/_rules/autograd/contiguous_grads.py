@@ -25,8 +25,8 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     return cast(FunctionType, contiguous)
 
 
-# All wrapped formulas share this code object, by which the C++ implementation of the backward
-# recognizes them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
+# All wrapped formulas share this code object, so the C++ implementation of the backward can
+# recognize them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
 
 

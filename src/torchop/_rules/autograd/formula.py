@@ -88,7 +88,7 @@ NO_FORMULA = Formula(None)
 
 
 class Derived:
-    """The type of `torchop.derived`, which makes an operator class derive its formula."""
+    """The type of `torchop.derived`, a marker in place of the formula in an operator class."""
 
     __slots__ = ()
 

@@ -70,7 +70,7 @@ class ForwardContext(FunctionCtx):
     each input whether the input has a tangent. For a list of tensors, it contains a list of bools.
     """
 
-    # Default values of attributes that the methods of the base class `FunctionCtx` set
+    # The methods of the base class `FunctionCtx` set these attributes. Here are the default values.
     to_save: Any = ()
     saved_for_forward: Any = None
     non_differentiable: Any = ()

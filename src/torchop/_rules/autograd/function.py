@@ -114,7 +114,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             is_inside = functorch.is_active()
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
-                result = call.args[0]  # because a mode may have returned another object
+                result = call.args[0]  # a mode may have returned a different object
                 # Without mark_dirty, autograd would return a view of the input, not the input.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
@@ -127,7 +127,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                 except Exception as error:
                     values = (*inputs, *keywords.values(), result)
                     raise_if_data_was_read(definition, "setup_context", values, error)
-                    if compilers.dynamo_is_tracing():  # Dynamo's error does not show this frame
+                    if compilers.dynamo_is_tracing():
+                        # Dynamo's error does not show this frame, so name the operator in a note.
                         add_note(error, f"in setup_context of {definition}")
                     raise
         if isinstance(result, Tensor):
@@ -300,7 +301,8 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     # operator `name__with_residuals` raises if a residual is differentiated.
     if not torch.is_grad_enabled() or functorch.is_active():
         return tensors
-    # `guard` replaces the residuals. Calls that run in C++ store it in `non_differentiable`.
+    # `guard` replaces the residuals. For calls that ran in C++, it is stored in the attribute
+    # `non_differentiable`.
     guard = ctx._torchop_guard or ctx.non_differentiable
     return guard(ctx, tensors) if guard else tensors
 

@@ -135,8 +135,8 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """Return the minimum number of gradients that a formula must return.
 
-    Gradients are optional for trailing arguments that have a default and need no gradient, because
-    formulas for torch.library return none for trailing arguments that the call omits.
+    Formulas written for torch.library return no gradients for trailing arguments that a call omits.
+    So trailing arguments that have a default and need no gradient may be left out.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
@@ -164,8 +164,8 @@ def in_fresh_memory(
 
     For each gradient, the fake kernel returns `torch.empty_like(like)`, and compiled code relies on
     this. But a gradient that a formula returns may be expanded or may be one of the incoming
-    gradients. So copy each gradient that has other strides, or that shares memory with `inputs` or
-    with another gradient.
+    gradients. So copy each gradient that has different strides, or that shares memory with `inputs`
+    or with another gradient.
     """
     taken = list(tensors_in(inputs))
     count = len(taken)

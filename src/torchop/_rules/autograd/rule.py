@@ -27,10 +27,12 @@ from torchop._schema.forms import Form
 
 
 class AutogradRule(CompiledRule[Formula]):
+    """The backward and forward-mode formulas of an operator, and its kernel at the Autograd key."""
+
     formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
     # If the operator has no formula, a call that needs a gradient runs this function instead of the
-    # operator. The function only calls operators that autograd can differentiate.
+    # operator. Autograd can differentiate the operators that the function calls.
     decomposition: Callable[..., Any] | None = None
     # The `autograd.Function` of the operator. The first call that records a gradient creates it,
     # because creating a class is slow.
@@ -80,7 +82,7 @@ class AutogradRule(CompiledRule[Formula]):
             with registration_lock:
                 if self.cached_function is None:
                     self.cached_function = make_function(self.definition, AutogradRule)
-                    self.definition.outdate_plan()  # calls that run in C++ need the function
+                    self.definition.outdate_plan()  # C++ finds the function in the new plan
         return self.cached_function
 
     def register_jvp(
@@ -127,7 +129,8 @@ class AutogradRule(CompiledRule[Formula]):
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
-            # In a torch.func transform, a decomposition writes into a copy, so it needs no check.
+            # In a torch.func transform, a decomposition writes into a copy, so the caller's tensor
+            # needs no check.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:

@@ -51,7 +51,7 @@ def declared(
 
 
 class _MisfitError(Exception):
-    """A declaration does not fit the schema."""
+    """Raised if a declaration does not fit the schema."""
 
 
 def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Output]:
@@ -66,7 +66,8 @@ def _outputs(definition: Definition, options: Mapping[str, Any]) -> Iterator[_Ou
 class DeclaredFake(functools.partial[Any]):
     """A fake kernel that was created from a declaration.
 
-    The cache keys of compiled graphs contain the arguments of this partial, and so the declaration.
+    The arguments of this partial contain the declaration, and are a part of the cache keys of
+    compiled graphs.
     """
 
     is_declared = True
@@ -158,7 +159,7 @@ def _parameters(
     check_callable(f"{definition}: shape for {where}", shape)
     try:
         parameters = inspect.signature(shape).parameters
-    except ValueError:  # some builtins
+    except ValueError:  # some builtins have no signature
         raise _MisfitError(
             f"shape for {where} must name arguments of the operator, but {short_repr(shape)} "
             f"has no signature"

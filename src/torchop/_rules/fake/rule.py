@@ -43,6 +43,8 @@ class Fake(NamedTuple):
 
 
 class FakeRule(CompiledRule[Fake]):
+    """The fake kernel of an operator, and the kernel at the Meta key that calls it."""
+
     function: Callable[..., Any] | None = None
     # Whether the operator has a kernel at the Meta dispatch key: `FakeRule.kernel`, or a meta
     # kernel that the operator's author wrote.
@@ -399,7 +401,7 @@ def impl_abstract(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
 ) -> Function:
-    """Register a fake kernel under the deprecated name of `register_fake`.
+    """Deprecated alias of `register_fake`.
 
     Warns:
         FutureWarning: use `register_fake`.

@@ -30,8 +30,8 @@ from torchop._schema.text import results_of, without_writes, write, write_result
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-# The name that replaces the argument name `mode` in helper operators. A user's operator is unlikely
-# to have an argument with this name.
+# Helper operators use this name instead of the argument name `mode`, with which PyTorch's
+# functionalization would fail. A user's operator is unlikely to have an argument with this name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")

@@ -53,10 +53,11 @@ def keep_copies_with_offset(
 ) -> None:
     """Make sure that compilers keep the copies that a traced call mutates.
 
-    For example, in `y = x[2].clone(); op(y)`, Inductor removes the clone, because it copies the
-    argument of `op` again. But PyTorch has recorded that the argument has the storage offset 0 of
-    the clone (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so Inductor would copy the
-    first elements of `x` instead of the row. This only matters if what was copied has an offset.
+    For example, in `y = x[2].clone(); op(y)`, Inductor copies `y` again before the call, so it
+    removes the clone. But PyTorch has recorded that `y` has the storage offset 0
+    (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so Inductor would copy the first
+    elements of `x` instead of the row `x[2]`. If the original tensor has the storage offset 0 too,
+    removing the clone is harmless, so this function does nothing.
     """
     for _, tensor in mutated_tensors(schema, args, kwargs):
         base = tracing.traced_base(tensor)
@@ -105,7 +106,10 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
 
 
 def _writes_a_part(node: torch.fx.Node | None) -> bool:
-    """Return whether a node writes a part of a tensor, so that it cannot be a copy of another."""
+    """Return whether a node overwrites only a part of a tensor.
+
+    The result of such a node is not a plain copy of another tensor.
+    """
     if node is None or node.target not in _SCATTERS:
         return False
     written, part = node.args[:2]

@@ -1,10 +1,10 @@
-"""Copy mutated views that PyTorch's functionalization describes wrongly.
+"""Copy mutated views that PyTorch's functionalization describes incorrectly.
 
-In a compiled program, functionalization replaces a mutated view with its base, and makes the view
-again from a description: its sizes, strides and storage offset, or the start and end of a slice.
-Two of these descriptions are wrong, so the operator would read and write the wrong elements (see
-`tracing.is_misread_view`). For such a view, the operator writes into a copy instead, and the new
-value of the copy is then copied into the view.
+In a compiled program, functionalization replaces a mutated view with its base, and recreates the
+view from a description: its sizes, strides and storage offset, or the start and end of a slice. In
+two cases, the description is incorrect, so the operator would read and write the wrong elements
+(see `tracing.is_misread_view`). In these cases, the operator writes into a copy of the view
+instead, and the new value of the copy is then copied into the view.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def _functionalize_low_level(
 def copy_misread_views(
     mode: Any, name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, TensorPairs]:
-    """Replace each mutated view that PyTorch describes wrongly with a copy.
+    """Replace each mutated view that PyTorch describes incorrectly with a copy.
 
-    Returns the arguments with the copies, and pairs of a view and its copy.
+    Return the arguments with the copies, and pairs of a view and its copy.
     """
     copies: TensorPairs = []
 
@@ -90,8 +90,8 @@ def names_if_shared(
 ) -> str:
     """Return the names of all mutated arguments, or an empty string if no memory is shared.
 
-    `tensors` contains some of the mutated arguments. Memory is shared if one of these may overlap
-    another mutated argument.
+    `tensors` contains some of the mutated arguments. Memory is shared if a tensor in `tensors` may
+    overlap another mutated argument.
     """
     mutated = mutated_tensors(schema, args, kwargs)
     if all(sum(tracing.may_overlap(one, other) for _, other in mutated) < 2 for one in tensors):

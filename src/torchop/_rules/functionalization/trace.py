@@ -8,11 +8,11 @@ the trace contains a helper operator instead, which PyTorch compiles correctly:
   returned argument as fresh memory and reuse that memory for later results. For `out=`, PyTorch
   would also pass uninitialized memory instead of the caller's tensor.
 - If an operator mutates a list that contains None, the trace contains the list without None. An
-  argument named `mode` has another name in the trace.
+  argument named `mode` is renamed in the trace.
 - An operator that returns lists is traced as a functional operator that writes into copies. The
   same functional operator is traced if all mutated arguments of a call are None.
 
-For all operators, this module also copies mutated views that PyTorch describes wrongly (see
+For all operators, this module also copies mutated views that PyTorch describes incorrectly (see
 `misread_views`), and protects copies that compilers might remove (see `hidden_aliases`).
 """
 
@@ -143,8 +143,9 @@ def _trace(
 ) -> tuple[Any, TensorPairs]:
     """Trace a call to the operator or to one of its helper operators.
 
-    There are no pairs unless `name__functional` was traced, because other operators write the new
-    values themselves.
+    Return the result, and pairs of a mutated argument and its new value, which the caller must copy
+    into the argument. There are no pairs unless `name__functional` was traced, because the other
+    operators write the new values themselves.
     """
     schema = definition.schema
     functional = helpers.get(FUNCTIONAL)

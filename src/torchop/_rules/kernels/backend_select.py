@@ -83,9 +83,9 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # functorch runs before the BackendSelect kernel and skips its transforms if it sees no wrapped
-    # tensor. In the BackendSelect kernel, it would be too late to find this out, so this check runs
-    # at functorch's own dispatch key, before the transforms.
+    # functorch does not see tensors in optional lists. If all wrapped tensors of a call are in such
+    # lists, functorch would silently skip its transforms, so raise an error. Check this at
+    # functorch's own dispatch key, because the BackendSelect kernel runs after functorch.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)

@@ -36,7 +36,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """Return the device types as a tuple. Raise RuntimeError if PyTorch does not know one."""
+    """Return the device types as a tuple. Raise RuntimeError if one is unknown to PyTorch."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:

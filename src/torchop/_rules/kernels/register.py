@@ -53,8 +53,8 @@ def register_kernel(
             supports the call. It receives tensors without data and may read only shapes, strides,
             dtypes, devices and plain values, because the answer is cached for all calls with the
             same shapes, strides and so on.
-        batch_invariant: whether each row of the result is bitwise the same, whatever the other rows
-            of the batch are.
+        batch_invariant: whether each row of the result is bitwise the same regardless of the other
+            rows in the batch.
         deterministic: whether equal inputs give bitwise equal results. If not, the kernel is
             skipped under `torch.use_deterministic_algorithms`.
         tolerance: the allowed difference from the result of the reference kernel in tests, as a
@@ -70,7 +70,7 @@ def register_kernel(
     Raises:
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not accept the operator's arguments, or a provider's kernel
-            has other names or defaults for them.
+            has different names or defaults for them.
         ProviderError: the provider's name is invalid. This error is a `ValueError`.
         RuntimeError: PyTorch does not know a device type.
         NotImplementedError: `provider` is given, but torchop did not define the operator.
@@ -119,8 +119,8 @@ def register_kernel(
     )
 
 
-# The function that registers a provider's kernel. `_rules/providers` sets this variable, because
-# that package imports this module.
+# The function that registers a provider's kernel. The package `_rules/providers` sets this
+# variable, because it imports this module, so this module cannot import it.
 register_provider: Any = None
 
 

@@ -34,7 +34,7 @@ log = logging.getLogger(registries.LOGGER_NAME)
 
 
 class Kernels(NamedTuple):
-    """The kernels in an operator's call plan, i.e. the object that is compiled from all its rules.
+    """The part of an operator's call plan that contains its kernels.
 
     The mappings contain kernels by device type. The key None stands for all devices without an
     entry.
@@ -192,7 +192,7 @@ class KernelRule(CompiledRule[Kernels]):
             for key, device in keys.items():
                 self._install(key, device)
 
-        # "cpu" and its dispatch key "CPU" share one kernel. It is stored under the name that was
+        # "cpu" and its dispatch key "CPU" share one kernel, which is stored under the name that was
         # registered first.
         return [self.installed.get(key, device) for key, device in keys.items()], install
 

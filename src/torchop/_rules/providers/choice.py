@@ -126,13 +126,14 @@ class Choice:
     def __init__(self, kernels: DeviceKernels) -> None:
         self.kernels = kernels
         self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # The bool in a key says whether PyTorch requires deterministic algorithms.
+        # The keys contain the settings of the open `torchop.priority` blocks, and whether PyTorch
+        # requires deterministic algorithms.
         self._selections: dict[tuple[Settings, bool], Selection] = {}
 
     def function(self) -> Function:
-        """Return the function that calls run.
+        """Return the function that runs all calls.
 
-        This is a kernel if the same kernel runs all calls. Otherwise, the function chooses a kernel
+        This is a kernel if all calls use the same kernel. Otherwise, the function chooses a kernel
         in each call.
         """
         if not priority.blocks_were_opened():
@@ -178,7 +179,10 @@ class Choice:
         return chosen, skipped, function
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """Return the provider whose kernel a compiler must inline, or None for the reference."""
+        """Return the provider whose kernel a compiler must inline.
+
+        None means that the compiler must inline the reference kernel.
+        """
         selection = self._selection(priority.current(), self._is_deterministic())
         provider, _ = selection.choose(args, kwargs, is_traced=True)
         return None if provider is None or provider.name == REFERENCE else provider

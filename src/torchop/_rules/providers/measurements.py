@@ -28,11 +28,11 @@ Sizes: TypeAlias = "tuple[tuple[int, int | None], ...]"
 
 
 class TableError(Exception):
-    """A file cannot be read, or is not a table of measurements."""
+    """Raised if a file cannot be read, or is not a table of measurements."""
 
 
 class NewerTableError(TableError):
-    """A newer version of torchop wrote the table, so it must not be overwritten."""
+    """Raised if a newer version of torchop wrote the table, so it must not be overwritten."""
 
 
 class Measured(NamedTuple):
@@ -139,7 +139,7 @@ def _parsed(item: Any) -> Measurement:
             _checked(kernel["config"], dict),
             _checked(kernel["digest"], str),
             float(kernel["microseconds"]),
-            tuple(map(float, kernel["interval"])),  # type: ignore[arg-type]  # two, as written
+            tuple(map(float, kernel["interval"])),  # type: ignore[arg-type]  # checked below
         )
         for kernel in item["kernels"]
     ]

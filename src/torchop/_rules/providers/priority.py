@@ -109,7 +109,8 @@ class OpenBlocks(NamedTuple):
 
 
 _NOTHING_OPEN = OpenBlocks()
-# The C++ extension also reads this variable, and must do the same as `_open_blocks`.
+# `open_blocks` in csrc/choice.cpp also reads this variable, and must do the same as the function
+# `_open_blocks` below.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
@@ -145,7 +146,7 @@ _rules_with_providers: weakref.WeakSet[KernelRule] = weakref.WeakSet()
 
 
 def add_rule(rule: KernelRule) -> None:
-    """Requires the registration lock."""
+    """The caller must hold `registration_lock`."""
     _rules_with_providers.add(rule)
 
 
@@ -271,7 +272,7 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
 
 
 def outdate_plans() -> None:
-    """Requires the registration lock."""
+    """The caller must hold `registration_lock`."""
     for rule in tuple(_rules_with_providers):
         rule.definition.outdate_plan()
 
@@ -360,8 +361,8 @@ class priority(Block):  # noqa: N801  (called like a function)
     Raises:
         ProviderError: no operator of this name or pattern has this provider. This error is a
             `ValueError`.
-        ProviderError: with `strict=True`, by a call inside the block, if no provider supports the
-            call.
+        ProviderError: raised by a call inside the block, if `strict` is set and no provider
+            supports the call.
 
     Example:
         >>> import torch, torchop

@@ -230,7 +230,7 @@ def _check_parameters(
 ) -> None:
     """Raise if a kernel's parameter names or defaults differ from the operator's.
 
-    The kernel receives all arguments by position, including default values, so other names and
+    The kernel receives all arguments by position, including default values, so different names and
     defaults would have no effect and would only mislead readers of the kernel. Builtins and
     functions with `*args` are not checked.
     """
@@ -284,7 +284,7 @@ def _check_parameters(
 def _support_check(
     what: str, definition: Definition, supports: Callable[..., Any]
 ) -> Callable[[tuple[Any, ...], Mapping[str, Any], bool], bool]:
-    """Wrap a user's function `supports` to pass it tensors without data.
+    """Wrap a user's function `supports` so that it receives tensors without data.
 
     The wrapper also checks that `supports` returns a bool, and warns if it is slow.
     """

@@ -77,7 +77,7 @@ class ProviderTable(NamedTuple):
         disabled: Collection[str],
         prepare: Callable[[Function], Function],
     ) -> Mapping[str | None, Function]:
-        """Return the function that calls run on each device type. It may be a `Choice`.
+        """Return the function to run on each device type: a kernel, or a `Choice` among kernels.
 
         `references` contains the kernels registered without a provider. Only these kernels may run
         on the `disabled` device types, which `set_kernel_enabled` has disabled. `prepare` wraps a

@@ -39,7 +39,7 @@ class Tuning(NamedTuple):
 
 
 class UnknownKindError(Exception):
-    """An argument has a type that cannot be part of a cache key, such as a sparse tensor."""
+    """Raised if an argument, such as a sparse tensor, cannot be part of a cache key."""
 
 
 # The measurements that this process made, or received from rank 0 in a distributed program
@@ -59,7 +59,7 @@ def add(new: Sequence[Measurement]) -> None:
 
 
 def forget() -> None:
-    """Make later calls read the files again. Requires the registration lock."""
+    """Make later calls read the files again. The caller must hold `registration_lock`."""
     _read.cache_clear()
     _index.cache_clear()
     priority.outdate_plans()
@@ -75,8 +75,9 @@ def find(
 ) -> Measurement | None:
     """Return a measurement that matches a call and is not outdated, or None.
 
-    A measurement is outdated if it was made on another device, with another PyTorch release, or
-    with another version of a kernel. If all matching measurements are outdated, warn once.
+    A measurement is outdated if it was made on a different device, with a different PyTorch
+    release, or with a different version of a kernel. If all matching measurements are outdated,
+    warn once.
 
     `digests` maps each provider to the digest of its current kernel, and `reported` contains the
     problems that were already reported to the user.
@@ -121,7 +122,7 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
     if measurement.torch != torch_release():
         return f"they were made with PyTorch {measurement.torch}, and this is {torch_release()}"
     for kernel in measurement.kernels:
-        # The kernel of a provider that is no longer registered has no digest to compare.
+        # A provider that is no longer registered has no digest to compare, so ignore its kernel.
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None

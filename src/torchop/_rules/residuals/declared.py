@@ -93,9 +93,10 @@ class Declared:
         return f"torchop.residuals(output, {', '.join(self.named._fields)})"
 
     def flat(self, request: Request) -> tuple[Any, ...]:
-        """Check the residuals that a kernel stored in `request`, and return them as a flat tuple.
+        """Check the number and types of the residuals in `request`, and return them as a tuple.
 
-        Each tensor in a structure becomes a separate item.
+        If a residual is a structure, such as a dataclass, each tensor in it becomes a separate item
+        of the tuple.
         """
         saved = request.saved or ()
         if len(saved) != len(self.named._fields):

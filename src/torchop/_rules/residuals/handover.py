@@ -183,8 +183,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
             return result.output if type(result) is Returned else result
         thread = get_ident()
         request, records = _recording.get(thread, _NOTHING)
-        waiting = None  # a request for the kernel of another operator
-        if request is not None and request.key is not key:
+        waiting = None
+        if request is not None and request.key is not key:  # for another operator's kernel
             request, waiting = None, request
         # Clear the request, because the kernel may call the operator again.
         _recording[thread] = waiting, request is not None
@@ -206,8 +206,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
 def not_recording(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
     """Make `records_gradient` return False in the kernel of an operator without residuals.
 
-    Without this wrapper, `records_gradient` would return True if another operator's kernel, which
-    must return residuals, calls the operator.
+    The kernel may be called by the kernel of another operator that must return residuals. Without
+    this wrapper, `records_gradient` would then return True in both kernels.
     """
     if not _recording or definition.declaration.residuals is not None:
         return function

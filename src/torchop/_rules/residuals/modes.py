@@ -32,7 +32,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator's torch_dispatch rule, and collect the residuals when it calls `func`."""
+    """Call the operator's torch_dispatch rule. Collect the residuals when the rule calls `func`."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)
@@ -52,8 +52,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The rule may unwrap the arguments and wrap the results. The residuals would have to be wrapped
-    # too, but only the author of the rule knows how.
+    # The torch_dispatch rule may unwrap the arguments and wrap the results. The residuals must be
+    # wrapped in the same way, but only the author of the rule knows how, so raise an error.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

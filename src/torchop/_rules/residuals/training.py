@@ -126,8 +126,8 @@ class TrainingForm:
     def computing(self, setup: Callable[..., Any]) -> Callable[..., None]:
         """Return a `save` function for a forward-mode formula that uses residuals.
 
-        A call in forward mode does not request residuals, so the function runs the kernel again to
-        compute them.
+        A call in forward mode does not request residuals, so the returned function runs the kernel
+        again to compute them.
         """
         return lambda ctx, inputs, keywords, output: setup(
             ctx,
@@ -140,17 +140,18 @@ class TrainingForm:
     def differentiate(self, backward: Callable[..., Any], setup: Callable[..., Any]) -> None:
         """Register a backward formula for `name__with_residuals`.
 
-        Nested torch.func transforms need this: the innermost one calls `name__with_residuals`, so
-        the outer ones must differentiate it.
+        This is for nested torch.func transforms. The innermost transform calls
+        `name__with_residuals`, so the outer transforms must be able to differentiate that operator.
         """
         count = len(self.definition.schema.returns)
 
         def save(ctx: Any, inputs: Any, keywords: Any, result: Any, *seen: Any) -> None:
             output, flat = self.split(result)
-            # `gradients` must see whether the gradient of a residual is None, so autograd must not
-            # materialize gradients. Unless the user's `setup_context` also turns materialization
-            # off, `gradients` materializes the gradients of the results itself. `ctx` has no getter
-            # for this flag, so intercept the setter.
+            # Autograd must not materialize gradients (replace None with zeros), because `gradients`
+            # must see whether the gradient of a residual is None. Instead, `gradients` materializes
+            # the gradients of the results itself, unless the user's `setup_context` turns this off
+            # with `set_materialize_grads`. `ctx` has no getter for this flag, so intercept the
+            # setter.
             materialize = [True]
             ctx.set_materialize_grads = materialize.append
             setup(ctx, inputs, keywords, output, residuals=self.declared.rebuilt(flat))
@@ -194,8 +195,8 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
     Without the replacement, a double backward would treat residuals as constants, and the second
     derivative would silently be wrong. `places` contains the indices of the residuals in `tensors`.
 
-    Each replacement is the output of an autograd node that raises. Autograd only runs nodes on a
-    path to an input, so the node is connected to `anchor`, a tensor that requires grad.
+    Each replacement is the output of an autograd node that raises. Autograd runs a node only if it
+    leads to a tensor that requires grad, so the node is connected to such a tensor, `anchor`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:

@@ -20,12 +20,12 @@ from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._rules.vmap.sequential import result_of_one, with_dims
 
 # The default vmap rule of `name__with_residuals`. It equals "sequential" but is a separate object,
-# because it must be distinguished from a rule "sequential" that the user registered.
+# so that `follow` can distinguish it from a rule "sequential" that the user registered.
 _BY_DEFAULT: Any = type("Default", (str,), {})(SEQUENTIAL)
 
 
 def follow(form: Any) -> None:
-    """Register a vmap rule for `name__with_residuals` that matches the operator's own rule.
+    """Register a vmap rule for `name__with_residuals`, derived from the operator's own vmap rule.
 
     Do nothing if the user has registered a vmap rule for `name__with_residuals`.
     """

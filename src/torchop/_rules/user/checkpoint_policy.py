@@ -1,8 +1,8 @@
 """Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch itself has no policies for operators and only calls the policy function that the user
-passed for the checkpointed region. In torchop, an operator's policy takes precedence over the
-result of this function, unless only this result is a `MUST_...` policy.
+PyTorch itself has no policies for operators. It only calls the policy function that the user passed
+for the checkpointed region. In torchop, an operator's policy takes precedence over the region's
+policy, unless only the region's policy is a `MUST_...` policy.
 """
 
 from __future__ import annotations

@@ -35,7 +35,11 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """Stores inverses, which take the operator's output in place of its first argument."""
+    """Stores inverse functions.
+
+    An inverse has the parameters of the operator, but receives the operator's output in place of
+    the first argument.
+    """
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
@@ -225,7 +229,7 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
 def _with_defaults(
     function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
 ) -> Callable[..., Any]:
-    """Wrap an inverse to pass the operator's default values for arguments that the caller omits.
+    """Wrap an operator's inverse so that it receives the operator's defaults for omitted arguments.
 
     Dynamo traces the wrapper, so it contains only simple loops over lists.
     """

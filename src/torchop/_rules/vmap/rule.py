@@ -25,6 +25,8 @@ VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
 class VmapRule(CompiledRule["VmapFunction | None"]):
+    """The vmap rule that the user registered for an operator, or None if there is none."""
+
     function: VmapFunction | None = None
 
     def compile(self) -> VmapFunction | None:
@@ -94,7 +96,8 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         try:
             return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
         except Exception as error:
-            if compilers.dynamo_is_tracing():  # Dynamo's error does not show this traceback
+            if compilers.dynamo_is_tracing():
+                # Dynamo's error does not show this frame, so name the operator in a note.
                 add_note(error, f"in the vmap rule of {definition}")
             raise
 
@@ -170,9 +173,9 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
 
 
 def missing_rule_error(name: str, error: RuntimeError) -> RuntimeError | None:
-    # PyTorch's batchedTensorForLoopFallback (aten/src/ATen/functorch/BatchedFallback.cpp) raises
-    # these messages. The error may be about another operator, which a vmap rule called. The name of
-    # that operator may begin with `name`, so compare up to the end of the name.
+    # Recognize the errors that PyTorch's batchedTensorForLoopFallback raises for this operator
+    # (aten/src/ATen/functorch/BatchedFallback.cpp). A vmap rule may have called another operator
+    # whose name starts with `name`, so also compare the character after the name.
     start = f"Batching rule not implemented for {name}"
     if not str(error).startswith((f"{start};", f"{start}. ")):
         return None

@@ -40,7 +40,10 @@ class StructuredConvention(Convention):
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule. `in_dims` and `out_dims` contain a mapping for each structure."""
+        """Convert a vmap rule.
+
+        For a structure, `in_dims` and `out_dims` contain a mapping from field names to dimensions.
+        """
         structure = self.structure
         if not callable(function):
             return function
@@ -57,7 +60,7 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a torch_dispatch rule. It receives a `func` that can be called with objects."""
+        """Convert a torch_dispatch rule. The rule receives a `func` that takes objects."""
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -19,8 +19,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The types of the class attributes that implement slots and NamedTuple fields. Reading such an
-# attribute of an instance runs no Python code.
+# The descriptor types of slots and of NamedTuple fields. Reading an attribute through one of these
+# descriptors runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),

@@ -79,7 +79,7 @@ class Leaf(Node):
             it.
         unwritable_default: the default, if a schema cannot express it. The schema then has the
             default None.
-        is_required_if_given: whether None is only valid if the enclosing structure is None.
+        is_required_if_given: whether None is valid only if the enclosing structure is None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -321,7 +321,7 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """An optional structure. An extra bool in the schema is False if the structure is None."""
+    """An optional structure. In the schema, an extra bool is False if the structure is None."""
 
     def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))

@@ -26,7 +26,7 @@ class Field(NamedTuple):
 
 
 class Shape:
-    """A type with fields. Generates code that reads the fields, and code that creates objects."""
+    """Describes a type with fields. Generates code that reads its fields or creates instances."""
 
     def __init__(
         self, spelled: str, fields: Mapping[str, Field], qualified: str | None = None

@@ -48,8 +48,8 @@ class Structure:
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
         self._bind: Callable[..., Any] | None = None
-        # The generated functions that call the flat operator. With each function, the list has the
-        # name of the global variable in which that function finds the operator.
+        # One pair for each generated function that calls the flat operator: the function, and the
+        # name of the global variable in which the function finds the operator.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -77,7 +77,7 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Put one value per flat result, e.g. a shape, into the author's structure."""
+        """Arrange one value per flat result, such as a shape, like the author's result."""
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
@@ -194,9 +194,10 @@ class Structure:
         return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
 
     def _binder(self, what: str) -> Callable[..., Any]:
-        """Generate `bind`, which makes a wrapper with flat arguments for a function of objects.
+        """Generate `bind(function)`, which returns a wrapper that takes flat arguments.
 
-        If `what` is "kernel", the wrapper also flattens the result.
+        The wrapper rebuilds the objects from the flat arguments and passes them to `function`. If
+        `what` is "kernel", the wrapper also flattens the result.
         """
         source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
@@ -276,7 +277,7 @@ def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 class _Expression:
-    """`str(inspect.Signature)` shows this default as the expression `text`."""
+    """A parameter default that `str(inspect.Signature)` shows as the expression `text`."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -127,7 +127,7 @@ class DerivedFormula(Formula):
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
         # For DTensors, call `name__backward`, because it uses the operator's sharding rule. But if
-        # grad mode is enabled, run the body, because a double backward may differentiate it.
+        # grad mode is enabled, run the body instead, so a double backward can differentiate it.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
         if (
             torch.compiler.is_dynamo_compiling()  # true in compiled autograd

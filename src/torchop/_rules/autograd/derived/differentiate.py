@@ -30,9 +30,10 @@ class Rerun(NamedTuple):
     state: Tensor | None  # the packed ambient state of the first run
 
     def in_saved_state(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """Call `run` with inputs that require grad.
+        """Call `run` with inputs that require grad, in the ambient state of the forward.
 
-        The random number generators and settings such as autocast are as in the first run.
+        The ambient state consists of the states of random number generators and settings such as
+        autocast.
         """
         args, kwargs = self.call.with_tensors(self.tensors)
 
@@ -58,7 +59,8 @@ class Rerun(NamedTuple):
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
         rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:  # the kernels of providers may not be differentiable
+        if rule.providers is not None:
+            # Kernels of providers may not be differentiable, so run the reference kernel.
             result = rule.run_reference(key, args, kwargs)
         else:
             result = kernels.get(key, kernels[every])(*args, **kwargs)
@@ -76,9 +78,9 @@ class Rerun(NamedTuple):
     ) -> list[Tensor]:
         """Return the gradient of each tensor that needs one.
 
-        If no output depends on a tensor, the gradient is zero. `grad_outputs` contains a gradient
-        for each tensor in a list, and None means zero. `run` computes the outputs. By default, it
-        runs the kernel.
+        If no output depends on a tensor, the gradient is zero. `grad_outputs` contains the gradient
+        of each output tensor, also of each tensor in a list. None means zero. `run` computes the
+        outputs. By default, it runs the kernel.
         """
         run = run or self.outputs
         inputs, outputs = differentiable(
@@ -201,7 +203,7 @@ def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[T
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Call `run`, and raise GradientError if it fails because the body is not differentiable."""
+    """Call `run`. If it fails because the operator's body is not differentiable, explain that."""
     try:
         return run()
     except RuntimeError as error:

@@ -41,7 +41,7 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import results_of, write, write_results
 
-# If `call_number` has this value, `name__training` returns no ambient state.
+# If this value is passed as the argument `call_number`, `name__training` returns no ambient state.
 _WITHOUT_STATE = -1
 
 _IN_CUDA_GRAPH = (
@@ -54,8 +54,8 @@ _IN_CUDA_GRAPH = (
 def derived_formula(definition: Definition) -> DerivedFormula:
     """Return the derived formula of an operator, and define its helper operators on first use."""
     # Store the helper operators on the operator's library, because the library lives as long as the
-    # operator. If the formula is derived again, the helper operators are reused, because compiled
-    # graphs call them by name.
+    # operator. Compiled graphs call the helper operators by name, so do not define them again if
+    # the formula is derived again.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
 
@@ -153,7 +153,8 @@ class TrainingOperator:
         results = as_tuple(self._definition.schema, result)
         if is_without_state:
             return (*results, _no_state(values))
-        # If the arguments are meta tensors, all results must be on the meta device.
+        # The ambient state is a CPU tensor. But if the arguments are meta tensors, all results must
+        # be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
         return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
@@ -186,7 +187,8 @@ def define_backward(definition: Definition) -> Definition:
         **kwargs: Any,
     ) -> list[Tensor]:
         call, tensors = split_tensors(args, kwargs)
-        # If autograd is active, the gradients may be differentiated again (double backward).
+        # If autograd is active, the gradients may be differentiated again (double backward), so
+        # record a graph for them.
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)

@@ -41,10 +41,10 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
-    """Convert a list with an entry for each value to a list with an entry for each tensor.
+    """Flatten entries for arguments, such as `in_dims`, into a list with one entry for each tensor.
 
-    If a value is a list of tensors, its entry may be a list too, or one entry that applies to all
-    tensors. For example, `entries` may be the `in_dims` of a vmap rule.
+    `values` contains the arguments. If an argument is a list of tensors, its entry may be a list
+    too, or a single value that applies to all tensors in the list.
     """
     flat: list[Any] = []
     # `entries` may be shorter than `values`, because `in_dims` has no entries for trailing

@@ -70,7 +70,10 @@ def _inplace(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: C
 
 
 def _out(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Use the functional operator's rows, with each output placed like its result."""
+    """Return the functional operator's rows, extended by the placements of the outputs.
+
+    Each output has the same placement as the result that is copied into it.
+    """
     inputs = [each for each in call.inputs if not each.is_written]
     names = {argument.name for argument in origin._schema.arguments}
     kwargs = {name: value for name, value in call.kwargs.items() if name in names}
@@ -84,7 +87,7 @@ def _number_of(op: OpOverload) -> str:
 
 
 def _training(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call) -> list[Row]:
-    """Use the rows of `name`, with a replicated placement for the additional last result.
+    """Return the rows of `name`, with a replicated placement for the additional last result.
 
     This result is the ambient state of the forward, such as the states of random number generators.
     """
@@ -133,7 +136,7 @@ def _backward(origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: 
 def _with_residuals(
     origin: OpOverload, rows_of: _RowsOfOrigin, op: OpOverload, call: Call
 ) -> list[Row]:
-    """`rows_of` also handles the residuals in the results of `name__with_residuals`."""
+    """Return the rows of `name__with_residuals`. `rows_of` already handles the residuals."""
     return rows_of(call)
 
 

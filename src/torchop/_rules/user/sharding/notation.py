@@ -66,7 +66,7 @@ class Sharding:
         whole: the names of dimensions that are never sharded.
         reduce: maps the name of a dimension that a result lacks to the reduction that combines the
             ranks' partial results.
-        linear: groups of arguments. The operator is linear in the arguments of each group together.
+        linear: groups of arguments. The operator is jointly linear in the arguments of each group.
     """
 
     __slots__ = ("arguments", "linear", "reduce", "residuals", "results", "text", "whole")

@@ -183,7 +183,8 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def missing_error(self, op: OpOverload) -> MissingRuleError:
         origin, kind = op, ""
-        # A helper operator may itself have a helper operator.
+        # Find the operator that is not derived from another operator. A helper operator may itself
+        # have helper operators, so this may take several steps.
         while (derived := self.origin(origin)) is not None:
             origin, kind = derived
         called = origin if kind in ("training", "backward") else op  # the operator that users call
