@@ -19,10 +19,10 @@ STOCK = "operators of PyTorch fail there, too"
 STANDIN = "there, operators of PyTorch run on the CPU"
 LACKING = "the stand-in has no such tensors"
 RANKS = "simulated ranks are on the CPU"
-# Reasons that apply to the simulated device only, not to GPUs.
+# Reasons that apply only to the stand-in, a simulated accelerator, and not to GPUs.
 NOT_ON_GPUS = {INDUCTOR, CHECKPOINT, OPCHECK, STANDIN, LACKING}
 
-# Files and folders that are not collected, with the reason.
+# Files and folders that a run on another device does not collect, each with the reason.
 FILES = {
     "native/extension": "it is about compiling",
     "native/test_leaks.py": "tests/integration/device has it, with fewer calls",
@@ -173,8 +173,8 @@ def reason(file: str, name: str, device_type: str) -> str | None:
     for reason, entries in TESTS.get(file, {}).items():
         if reason in NOT_ON_GPUS and device_type != "standin":
             continue
-        # An entry is "test_one", or "test_one[word]" for those cases of the test whose parameters
-        # include the word.
+        # The entry "test_one" means all cases of that test. "test_one[word]" means only the cases
+        # that have `word` among their parameters.
         for entry in entries:
             of_entry, _, word = entry.rstrip("]").partition("[")
             if of_entry == function and (not word or f"-{word}-" in f"-{parameters}-"):
@@ -186,7 +186,7 @@ def reason_for_failure(raised: pytest.ExceptionInfo[BaseException], device_type:
     """Return the reason why a failed test needs the CPU, judging by its exception, or None.
 
     The exception must come from a line of the tests that converts a tensor to NumPy, or from
-    Inductor's lookup of the device. An error in torchop therefore never excuses a failure.
+    Inductor's lookup of the device. So an exception that torchop raises never excuses a failure.
     """
     error: BaseException | None = raised.value
     while error is not None:

@@ -11,11 +11,12 @@
 
 `exhaustive` skips a slow test or `pytest.param` whose behaviour a faster test also covers.
 
-For a parameter `backend="inductor"`, most of the time goes into compiling C++ for PyTorch's own
-operators. Two thirds of these tests call the operators instead, as with
-`torch.compile(mode="lite")`.
+Tests with the parameter `backend="inductor"` spend most of their time compiling C++ code for
+PyTorch's own operators. To save that time, Inductor calls the existing operators in two thirds of
+these tests, as it does with `torch.compile(mode="lite")`.
 
-A parametrized test that loops over many objects can check a different share of them in each case:
+A parametrized test that loops over many objects can check a different part of the objects in each
+case:
 
     for check in combinations.share(checks, SPECIMENS.index(specimen), 8, request.config):
 """
@@ -33,7 +34,8 @@ from tests._support.releases import is_older
 
 T = TypeVar("T")
 OPTION = "--all-combinations"
-# Backends of torch.compile. "eager" runs only Dynamo, the first stage of "aot_eager".
+# Backends of torch.compile. "eager" runs only Dynamo, which "aot_eager" also runs, so `make test`
+# skips "eager".
 BACKENDS = [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager", "inductor"]
 MARKERS = (
     "pairwise: of its combinations, runs so many that all pairs of values are there; "
@@ -65,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = [item for item in group if item not in left_out]
         by_inductor = [item for item in group if item.callspec.params.get("backend") == "inductor"]
         for number, item in enumerate(by_inductor):
-            # Before 2.13, Inductor always compiles in-place operators to C++.
+            # Before 2.13, Inductor compiles in-place operators to C++ even if the marker is set.
             if number % 3 != 0 and not is_older("2.13"):
                 item.add_marker("without_cpp")
     if left_out:

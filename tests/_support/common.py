@@ -29,8 +29,8 @@ class Both(NamedTuple):
 def on_both(scenario: Callable[[Any, str], Any], namespace: str) -> Both:
     """Run `scenario(library, namespace)` with torchop and with torch.library.
 
-    Tests also assert on the result of torch.library, to prove that the scenario detects the
-    difference.
+    Tests also assert that torch.library has a different outcome, which proves that the scenario can
+    tell the two apart.
     """
     ours = _outcome(scenario, torchop, namespace)
     with warnings.catch_warnings():
@@ -60,7 +60,7 @@ def node_of(tensor: torch.Tensor) -> Any:
 
 
 def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomOp[..., Any]:
-    """Define `ns::op`, which adds `amount` to a tensor, with these options of `custom_op`."""
+    """Define `ns::op`, which adds `amount` to a tensor. `options` are passed to `custom_op`."""
     return torchop.custom_op(
         f"{namespace}::op",
         lambda x: x + amount,
@@ -73,7 +73,8 @@ def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomO
 # --------------------------------------------------------------------------------------------------
 # Native calls
 
-# Skips only if TORCHOP_NATIVE=0 is set. If the native build fails, the run stops before any test.
+# Skips a test only if native calls were turned off with TORCHOP_NATIVE=0. If the extension cannot
+# be built, the whole run stops before the first test, so a broken build is never overlooked.
 needs_native = pytest.mark.skipif(
     os.environ.get("TORCHOP_NATIVE") == "0", reason="TORCHOP_NATIVE=0 turns native calls off"
 )
@@ -81,7 +82,10 @@ needs_native = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
-    """Yield a dictionary with the number of calls in the block, by reason, filled at its end."""
+    """Yield a dict that, after the block, contains the number of calls by counter.
+
+    A counter is "native", or the reason why a call went through the dispatcher instead.
+    """
     calls: dict[str, int] = {}
     before = torchop.native.counters(op)
     yield calls
@@ -104,7 +108,7 @@ def run_program(
     )
 
 
-# Some builds of PyTorch log which optional features the machine lacks.
+# Some builds of PyTorch log these lines if the machine lacks an optional feature.
 _LACKING = re.compile(r"^.*(triton not found|No CUDA runtime).*\n", re.MULTILINE)
 
 
@@ -114,7 +118,7 @@ def without_notes_of_pytorch(text: str) -> str:
 
 def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     """Check that a program succeeded and wrote nothing to stderr, and return its output."""
-    # In the message, because pytest would shorten a comparison.
+    # Pass the output as the message, because pytest shortens the strings of a failed comparison.
     ended = f"exit code {done.returncode}\n{done.stderr}"
     assert done.returncode == 0, ended
     assert not without_notes_of_pytorch(done.stderr), ended
@@ -190,7 +194,7 @@ class Outcome:
 
 
 def close_operators(namespace: dict[str, Any]) -> None:
-    """Deregister the operators of a page, so that the next page can define the same names."""
+    """Deregister the operators of a docs page, so that the next page can define the same names."""
     for value in namespace.values():
         if isinstance(value, torchop.CustomOp):
             value._definition.deregister("the page that defined it is over")

@@ -10,16 +10,18 @@ DEVICE = torch.device(os.environ.get("TORCHOP_TEST_DEVICE", "cpu"))
 TYPE = DEVICE.type
 # A second device type, used in names and dispatch keys. Tests create no tensors on it.
 OTHER = "xpu" if TYPE == "cuda" else "cuda"
-# The dispatch keys of the device and of its autograd.
+# The dispatch key of the device's kernels, such as "CPU" or "PrivateUse1".
 BACKEND = torch._C._dispatch_key_for_device(DEVICE.type)
-# The backend in error messages: PrivateUse1 does not identify a device, so they add its type.
+# The backend as error messages show it. Several devices can use PrivateUse1, so for that key the
+# messages add the device type.
 BACKEND_SHOWN = f"{BACKEND} ({TYPE})" if BACKEND == "PrivateUse1" else BACKEND
 OTHER_BACKEND = torch._C._dispatch_key_for_device(OTHER)
 AUTOGRAD = f"Autograd{BACKEND}"
 # True if torch.library can register autocast for every device. PyTorch 2.11 supports only CPU and
 # CUDA.
 STOCK_AUTOCASTS_ALL = "_autocast_dtype" in CustomOpDef.__init__.__code__.co_names
-# The CPU runs the backward in the calling thread, every other device in a thread of its own.
+# Autograd runs the nodes of the CPU in the thread that calls `backward`, and the nodes of other
+# devices in separate threads, which have the caller's context variables only since 2.12.
 needs_context_in_backward = pytest.mark.needs_torch(
     "2.0" if TYPE == "cpu" else "2.12", "backward has the context of its caller"
 )

@@ -3,9 +3,9 @@
 Importing PyTorch, and especially its compilers, takes longer than most of these programs run. So a
 server imports them once for the whole test run, and all pytest processes share it. A forked program
 still has its own `__main__`, arguments, folder, environment and PYTHONPATH, and exits as Python
-normally does. But settings that PyTorch reads at import, such as OMP_NUM_THREADS, are the server's.
-Tests that depend on them, or on the import itself, start a new process with
-`tests._support.common.run_program`.
+normally does. But PyTorch reads some settings, such as OMP_NUM_THREADS, when it is imported, so the
+program gets the server's values. Tests that depend on these settings, or on the import itself,
+start a new process with `tests._support.common.run_program`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from typing import Any
 _SERVER = """
 import gc, importlib, json, os, select, signal, socket, sys
 
-# Ctrl-C must stop the tests and the programs. The server exits when the tests do.
+# Ignore Ctrl-C here, because it must stop only the tests and the programs. The server exits when
+# the tests exit.
 interrupted = signal.signal(signal.SIGINT, signal.SIG_IGN)
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])
@@ -140,7 +141,7 @@ class _Server:
             timer.start()
             try:
                 code = self._number()
-            except KeyboardInterrupt:  # nothing else would stop the program
+            except KeyboardInterrupt:  # otherwise the program would continue to run
                 stop()
                 self._number()  # otherwise the next program would read this exit code
                 raise
@@ -156,7 +157,7 @@ class _Server:
 
 
 def _folder() -> str:
-    """Return a folder for sockets. Some systems limit their paths to 103 bytes."""
+    """Return a folder with a short path, because some systems limit socket paths to 103 bytes."""
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
@@ -170,7 +171,7 @@ def _locked() -> Iterator[None]:
 
 
 def _start(place: str, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
-    Path(place).unlink(missing_ok=True)  # a server that was killed left its socket
+    Path(place).unlink(missing_ok=True)  # the socket of a server that was killed remains
     process = subprocess.Popen(
         [sys.executable, *options, "-c", _SERVER, place, *modules],
         stdin=subprocess.PIPE,
@@ -201,10 +202,10 @@ _server = functools.cache(_Server)
 
 
 def leave_guards_untimed() -> None:
-    """Keep Dynamo, once it is imported, from timing the guards of each graph that it compiles.
+    """If Dynamo is imported, keep it from measuring how long the guards of each graph take.
 
-    Before each measurement it flushes the processor's caches, which takes longer than compiling a
-    small graph. The tests do not use the timings.
+    Before each measurement, Dynamo flushes the processor's caches, which takes longer than
+    compiling a small graph. No test uses the measurements.
     """
     guards = sys.modules.get("torch._dynamo.guards")
     if guards is not None:
@@ -230,7 +231,7 @@ def run_module(
     timeout: float = 120,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module in a folder, like `python -m`; `stdout` is a file to write to."""
+    """Run a module in a folder, like `python -m`, and write its output to the file `stdout`."""
     return _compilers().run(  # most commands import the compilers
         timeout,
         stdout=stdout,
@@ -293,7 +294,7 @@ def _torch() -> _Server:
 def _compilers() -> _Server:
     modules = ["torch", "torch._dynamo", "torch._inductor.compile_fx"]
     if os.environ.get("TORCHOP_TEST_DEVICE", "").startswith("cuda"):
-        # These modules initialize CUDA when they are imported, and CUDA cannot be used in a forked
-        # process.
+        # These modules initialize CUDA when they are imported, but a forked process cannot use CUDA
+        # if its parent has initialized CUDA.
         del modules[1:]
     return _server("compilers", (), tuple(modules))

@@ -4,9 +4,10 @@
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests._support.on_device  # FOLDERS below
     TORCHOP_TEST_DEVICE=cuda:0 python -m pytest -p tests._support.on_device tests/rules tests/define
 
-If a test creates a tensor without a device, the plug-in puts it on this one; a test that says "cpu"
-gets the CPU. The plug-in patches PyTorch's factory functions. It cannot set a default device,
-because that is a mode, and modes turn off native calls. Tests that need the CPU are listed in
+If a test creates a tensor without naming a device, the plug-in creates the tensor on
+`TORCHOP_TEST_DEVICE`. Tests that ask for "cpu" still get the CPU. To do this, the plug-in patches
+PyTorch's factory functions. It does not call `torch.set_default_device`, because that function
+enables a mode, and modes turn off native calls. Tests that need the CPU are listed in
 `about_the_cpu.py`.
 """
 
@@ -70,17 +71,19 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_plugin_registered(plugin: object) -> None:
     """Set up the device after `tests/conftest.py` has prepared torchop.
 
-    This is early enough for tensors that other `conftest.py` files create while they are imported.
+    The other `conftest.py` files are imported later, so the tensors that they create at import are
+    on the device.
     """
     if getattr(plugin, "__name__", None) != "tests.conftest":
         return
     if DEVICE_TYPE == "standin":
-        # Otherwise a custom operator that a test registers only for the CPU would run on the
-        # device.
+        # Only PyTorch's own operators may fall back to the CPU. Otherwise, a custom operator that a
+        # test registers only for the CPU would also run with tensors of the stand-in.
         os.environ["STANDIN_FALLBACK"] = "pytorch"
         importlib.import_module("tests.integration.device.standin").load()
-    device = importlib.import_module("tests._support.devices").DEVICE  # registered only now
-    # PyTorch compiles this module from its source, so import it before the factories are patched.
+    device = importlib.import_module("tests._support.devices").DEVICE  # needs the registered device
+    # TorchScript compiles this module when it is imported, and cannot compile patched factories, so
+    # import it now.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
     # Dynamo does not trace functions that it lists as PyTorch's own. Build that list before
     # patching, so Dynamo traces into the patched factories.
@@ -94,8 +97,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.path.relative_to(TESTS).as_posix()
         reason = about_the_cpu.reason(file, item.name, DEVICE_TYPE)
         if reason is not None:
-            # A failing operator of PyTorch may depend on the timing of autograd's threads, so such
-            # a test may pass.
+            # Tests with the reason STOCK fail because of a bug of PyTorch that depends on the
+            # timing of autograd's threads, so these tests sometimes pass.
             strict = reason != about_the_cpu.STOCK
             item.add_marker(pytest.mark.xfail(reason=f"about the CPU: {reason}", strict=strict))
 
@@ -138,7 +141,8 @@ def _on_device(factory: Callable[..., Any], device: torch.device) -> Callable[..
     def made(*args: Any, **kwargs: Any) -> Any:
         decided = [kwargs.get(name) for name in ("device", "out", "generator", "pin_memory")]
         is_dense = kwargs.get("layout") in (None, torch.strided)
-        # Under Dynamo no frames can be inspected, but only functions of tests are traced.
+        # The caller's frame cannot be inspected while Dynamo traces. But Dynamo traces only
+        # functions of tests, so the caller is one of them.
         is_ours = torch.compiler.is_dynamo_compiling() or _caller().startswith(TESTS)
         if is_ours and is_dense and all(each is None or each is False for each in decided):
             kwargs["device"] = device

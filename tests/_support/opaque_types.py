@@ -10,7 +10,10 @@ from torch._opaque_base import OpaqueBase
 
 
 class Reference(OpaqueBase):
-    """A graph input for `torch.compile`; PyTorch calls such a type "symbolic" since 2.15."""
+    """An opaque type whose objects are inputs of compiled graphs.
+
+    Since 2.15, PyTorch calls this kind of opaque type "symbolic".
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -20,7 +23,10 @@ class Reference(OpaqueBase):
 
 
 class Constant(OpaqueBase):
-    """A graph constant for `torch.compile`; PyTorch calls such a type "constant" since 2.15."""
+    """An opaque type whose objects are constants in compiled graphs.
+
+    Since 2.15, PyTorch calls this kind of opaque type "constant".
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -39,7 +45,7 @@ class Constant(OpaqueBase):
 
 
 class Derived(Reference):
-    """A subclass that is not registered; PyTorch treats it as its base class."""
+    """A subclass that is not registered itself, so PyTorch treats it like its base class."""
 
 
 opaque_object.register_opaque_type(Reference, typ="reference")
@@ -58,7 +64,7 @@ class Slotted:
 
 
 class Impostor:
-    """Claims to be a tensor through `__class__`, but has no tensor in memory."""
+    """Reports `torch.Tensor` as its `__class__`, but is not a tensor in C++."""
 
     __class__ = property(lambda self: torch.Tensor)  # type: ignore[assignment]
 

@@ -2,8 +2,8 @@
 
     @pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.out")
 
-On a release that does not fit, the test runs and must fail. So a wrong or outdated reason fails the
-run. `needs_torch(..., before="2.14")` is for behaviour that a release removed.
+On any other release, the test still runs, and must fail. So a marker that is wrong or outdated
+makes the run fail. `needs_torch(..., before="2.14")` is for behaviour that a release removed.
 """
 
 from __future__ import annotations
@@ -57,13 +57,15 @@ OUT: Any = getattr(torch.Tag, "out", "torch.Tag.out")
 
 
 def of_form(tag: str, schema: str) -> dict[str, Any]:
-    """Return options that define an in-place or out= operator: the tag, or a schema before 2.13."""
+    """Return the options that define an in-place or out= operator.
+
+    The option is the tag, or the schema before 2.13, which lacks the tags.
+    """
     return {"tags": getattr(torch.Tag, tag)} if hasattr(torch.Tag, tag) else {"schema": schema}
 
 
 needs_tags = pytest.mark.needs_torch("2.13", "torch.Tag.inplace and torch.Tag.out")
 
-# Enumerations are a schema type since 2.12.
 needs_enums = pytest.mark.needs_torch("2.12", "enumerations in schemas")
-# Generators have a class of their own since 2.13.
+# The type of `torch.Generator` in schemas was renamed in 2.13.
 GENERATOR = "torch._C.Generator" if _release(torch.__version__) >= (2, 13) else "Generator"

@@ -20,15 +20,15 @@ from hypothesis.strategies import DrawFn, SearchStrategy
 
 # `make test-all` sets a higher number.
 EXAMPLES = int(os.environ.get("TORCHOP_EXAMPLES", "30"))
-# Deterministic, so a failure can be reproduced everywhere. Examples of a test share the `namespace`
-# fixture, which no other test uses.
+# Examples are deterministic, so a failure can be reproduced on every machine. All examples of a
+# test share one `namespace` fixture, which is safe because no other test uses that namespace.
 stable = settings(
     derandomize=True,
     deadline=None,
     max_examples=EXAMPLES,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-# For tests with many cases, such as schemas with every type.
+# Twice as many examples, for tests that combine many features, such as all types in one schema.
 manifold = settings(stable, max_examples=2 * EXAMPLES)
 
 _HEADER = """
@@ -44,7 +44,10 @@ _FUTURE = "from __future__ import annotations\n"
 
 
 class Kind(NamedTuple):
-    """A supported type: its schema type, its spellings, and values to call and to default with."""
+    """A supported type: its name in schemas, its spellings as an annotation, and possible values.
+
+    `values` generates arguments for calls, and `defaults` generates defaults of parameters.
+    """
 
     schema: str
     spellings: tuple[str, ...]
@@ -53,7 +56,10 @@ class Kind(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """A parameter of a generated signature; `default` is `inspect.Parameter.empty` for none."""
+    """A parameter of a generated signature.
+
+    If the parameter has no default, `default` is `inspect.Parameter.empty`.
+    """
 
     name: str
     annotation: str
@@ -73,7 +79,7 @@ class Signature(NamedTuple):
     returns: str
 
     def function(self, seen: list[dict[str, Any]]) -> Callable[..., Any]:
-        """Return a function that appends its arguments to `seen` and has a result of the type."""
+        """Return a function with this signature that appends its arguments to `seen`."""
         return self._execute(self.source, seen)
 
     def function_without_defaults(self, seen: list[dict[str, Any]]) -> Callable[..., Any]:
@@ -117,7 +123,8 @@ def make_function(source: str, **names: Any) -> Callable[..., Any]:
 
 integers = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False, allow_subnormal=False)
-# Quotes, escapes, control characters and fragments of schemas.
+# Text that a careless parser or printer of schemas would get wrong: quotes, escapes, control
+# characters and fragments of schemas.
 nasty_text = st.text(
     st.one_of(
         st.sampled_from("\"'\\\n\r\t\0\x01\x7f\v\f\aé日\u2028😀nrtx0u(),=*[]? "),
@@ -126,7 +133,7 @@ nasty_text = st.text(
     max_size=12,
 )
 numbers = st.one_of(integers, floats, st.booleans())
-# Dtypes that every supported PyTorch has.
+# Only dtypes that every supported release of PyTorch has.
 dtypes = st.sampled_from(
     [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 )
@@ -226,7 +233,7 @@ def _body(returns: str) -> str:
 
 @st.composite
 def parameters(draw: DrawFn, name: str, keyword_only: bool, must_default: bool) -> Parameter:
-    """Generate a parameter; only a positional one may be a tensor."""
+    """Generate a parameter. Keyword-only parameters are never tensors."""
     kinds = [
         kind
         for kind in KINDS
@@ -276,7 +283,7 @@ def _written(parameter: Parameter) -> str:
 
 
 def start_of_suggestion(near: str) -> str:
-    # No supported type is similar, so the message lists all of them.
+    # If no supported type is similar, the message lists all supported types.
     if near.startswith("Tensor, "):
         return f"supported are {near}"
     return (
@@ -286,7 +293,7 @@ def start_of_suggestion(near: str) -> str:
     )
 
 
-# Maps an unsupported annotation to the suggested type.
+# Maps each unsupported annotation to the type that the error message must suggest.
 UNSUPPORTED_TYPES: dict[str, str] = {
     "dict[str, Tensor]": "one argument per field",
     "typing.Mapping[str, int]": "one argument per field",
@@ -343,7 +350,8 @@ UNSUPPORTED_RETURNS = (
 # Annotations that name no type.
 _UNKNOWN_TYPES = ("Tensr", "torch.Tensr", "Tensor[", "Optional['Tensr']", "1 / 0", "Nowhere.Type")
 
-# An annotation, a default that does not fit it, and text of the error message.
+# Each entry is an annotation, a default that the annotation does not allow, and text that the error
+# message must contain.
 UNSUPPORTED_DEFAULTS: tuple[tuple[str, Any, str], ...] = (
     ("int", "a", "expected an int"),
     ("int", 1.5, "expected an int"),
@@ -382,7 +390,7 @@ _function_names = st.sampled_from(["crop", "a_rather_long_name_for_a_function_" 
 
 
 def _start(text: str) -> str:
-    """Return the part of a long text that a message must repeat."""
+    """Return the start of a text, which a message must contain even if it truncates the text."""
     return text[:40]
 
 

@@ -1,4 +1,4 @@
-"""Run the tests of `device/` in a child process, because their device cannot be unloaded."""
+"""Run the tests of `device/` in a child process, because a process cannot unload their device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 FOLDER = Path(__file__).parent / "device"
 
 
-@pytest.mark.project  # takes a fifteenth of the time of all tests; `nox -s device` runs it alone
+@pytest.mark.project  # a slow test, which `nox -s device` runs alone
 def test_device() -> None:
     run(str(FOLDER))
 
 
-@pytest.mark.project  # most of the time goes into compiling the device, as in the test above
+@pytest.mark.project  # slow, because it compiles the device
 def test_other_tests_with_their_tensors_on_the_device() -> None:
     file = str(FOLDER.parents[1] / "testing" / "test_checking.py")
     assert "xfailed" in run("-p", "tests._support.on_device", file, TORCHOP_TEST_DEVICE="standin:1")

@@ -1,4 +1,7 @@
-"""Fixtures: an operator, and sources, compilers and caches for builds. Uses private names."""
+"""Fixtures: an operator, and sources, compilers and caches for builds of the extension.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests._support.common import adding
 from tests.native.scenarios import Made, Makers, T
 from torchop._native.extension import api, files, recipe
 
-# A minimal extension. PyTorch's headers would take ten seconds to compile.
+# A minimal extension, without PyTorch's headers, which take ten seconds to compile.
 TINY = """\
 #include <Python.h>
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_call_path", nullptr, 0, nullptr};
@@ -46,7 +49,7 @@ def make(request: pytest.FixtureRequest, namespace: str) -> Iterator[Callable[[A
 
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, without the user's environment variables."""
+    """An empty cache folder. Environment variables and prebuilt extensions are hidden."""
     for name in (
         "TORCHOP_NATIVE",
         "TORCHOP_NATIVE_DIR",
@@ -58,7 +61,8 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
     monkeypatch.setattr(files, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(files, "WHEEL_FOLDERS", (tmp_path / "packages",))
-    # `setitem` first, so the test's end restores the entry, or removes it if it did not exist.
+    # `delitem` alone fails if the module is not imported. Setting the entry first also makes
+    # monkeypatch restore or remove the entry after the test.
     monkeypatch.setitem(sys.modules, files.MODULE, None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, files.MODULE)
     return folder
@@ -79,7 +83,7 @@ def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make torchop compile `source` by default."""
+    """Make torchop compile `source` in place of its own C++ sources."""
     monkeypatch.setattr(recipe, "CSRC", source)
     return source
 
@@ -106,9 +110,10 @@ Compiler = Callable[[str], Path]
 
 @pytest.fixture
 def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Set CXX to a shell script; return a log to which each run appends a line.
+    """Return a function that sets CXX to a fake compiler with the given shell commands.
 
-    In the script, `$target` is the output file.
+    In these commands, `$target` is the output file. The function returns the path of a log file to
+    which each run of the compiler appends a line.
     """
 
     log, script, work = (tmp_path / name for name in ("compiler.log", "fake-c++", "work.sh"))
@@ -131,7 +136,7 @@ def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def copying_compiler(compiler: Compiler, built: Path) -> Path:
-    """Use a slow compiler that copies the real extension; return its log."""
+    """Use a slow fake compiler that copies an existing extension, and return the compiler's log."""
     return compiler(f'sleep 0.3; cp {built} "$target"')
 
 
@@ -142,7 +147,7 @@ def target(cache_folder: Path, source: Path, compiler: Compiler) -> Path:
 
 @pytest.fixture
 def in_cache(target: Path, built: Path) -> Path:
-    """Put the extension into the cache, as `compiler` would."""
+    """Put the extension into the cache, as if it had been compiled there."""
     target.parent.mkdir(mode=0o700)
     shutil.copy(built, target)
     return target

@@ -1,4 +1,4 @@
-"""Operators and tensors for native calls with errors or with unusual numbers of arguments."""
+"""Tensors, and four ways to define an operator, for tests of native calls."""
 
 from __future__ import annotations
 

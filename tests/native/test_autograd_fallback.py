@@ -1,4 +1,4 @@
-"""Calls with requires_grad of operators without an autograd registration."""
+"""Calls of operators without an autograd registration, with tensors that require grad."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     ),
     "lists": (
         "(Tensor x) -> (Tensor[], Tensor)",
-        # The call must convert this tuple to a list.
+        # The kernel returns a tuple for the schema's list, so the call must convert the tuple.
         lambda x: ((x * 2, x.detach() * 3), x.detach() * 4),
     ),
     "a list that may hold None": ("(Tensor x) -> Tensor?[]", lambda x: [x * 2, x.detach()]),
@@ -146,7 +146,7 @@ def test_calls_and_gradients_equal_the_dispatchers(namespace, package, kind):
     library = package.Library(namespace, "FRAGMENT")
     op = defined(library, kind)
     with torchop.accelerate(f"{namespace}::*"):
-        # For torchop's operators, calls are native only after the first.
+        # The first call of a torchop operator is not native, so make it before counting.
         observed(op, kind, torch.ones(2))
         start = torchop.native.counters(op).get("native", 0)
         calls = 0
@@ -160,7 +160,8 @@ def test_calls_and_gradients_equal_the_dispatchers(namespace, package, kind):
         counted = torchop.native.counters(op)
     library._destroy()
     if package is torchop and "Tensor?[]" in OPERATORS[kind][0].partition("->")[2]:
-        # Operators of torch.library do not check such a list, so their calls are native.
+        # torchop checks the results in a list that may hold None, so these calls use the
+        # dispatcher. torch.library has no such check.
         assert counted == {"operator": 2 * calls}
     else:
         assert counted == {"native": start + calls, "switched_off": calls}

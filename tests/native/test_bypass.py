@@ -1,4 +1,7 @@
-"""Dispatcher calls skip torchop's kernels if the kernels have nothing to do. Uses private names."""
+"""Calls through the dispatcher skip torchop's Python kernels that have nothing to do.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from torchop._rules.mutation import kernels as mutation_kernels
 
 pytestmark = needs_native
 
-# The dispatch keys of torchop's Python kernels, by code object.
+# Maps the code object of each of torchop's Python kernels to the kernel's dispatch key.
 KEYS = {
     autograd_rule.AutogradRule.kernel.__code__: "Autograd",
     mutation_kernels._MutationKernels.count_versions.__code__: "ADInplaceOrView",
@@ -129,8 +132,8 @@ def test_view_whose_base_later_required_grad_is_recorded(double):
 def test_tangents_are_followed(double):
     with fwad.dual_level():
         x = dual(torch.ones(2))
-        # With dual levels, the kernel is not skipped. It runs twice, because it calls the operator
-        # again without the tangents.
+        # The autograd kernel must not be skipped here, because the tensor has a tangent. The kernel
+        # runs twice, because it removes the tangent and calls the operator again.
         assert kernels_of(lambda: double(x, [])) == ["Autograd"] * 2
         assert kernels_of(lambda: double(x.view(2), [])) == ["Autograd"] * 2
         with torch.no_grad(), torch.autograd.profiler.emit_itt():
@@ -147,7 +150,8 @@ def test_without_native_calls_no_kernel_is_skipped(double, fill):
 def test_versions_are_counted_once(fill):
     x, other, y = torch.zeros(2), torch.zeros(2), torch.ones(2)
     assert kernels_of(lambda: fill(x, [other], y)) == []
-    # One count by the dispatcher, and one by the kernel's own operation.
+    # The dispatcher increments the version once, and the in-place operation in the kernel does so a
+    # second time.
     assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)
     assert x.tolist() == other.tolist() == [1, 1]
 
@@ -279,7 +283,10 @@ def test_deregistration_removes_the_bypass(namespace):
 
 @pytest.mark.needs_torch("2.13", "a warning where a kernel is overridden", before="2.14")
 def test_pytorchs_one_time_warning_is_still_shown():
-    """PyTorch warns once per process about overridden kernels; torchop must not trigger that."""
+    """PyTorch warns only once per process about overridden kernels.
+
+    If torchop's registrations triggered the warning, users would not see it for their overrides.
+    """
     done = run_forked("""
         import warnings
         import torch, torchop

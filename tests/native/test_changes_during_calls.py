@@ -54,11 +54,12 @@ def test_setup_context_may_replace_the_formula(namespace):
     op.register_autograd(lambda ctx, grad: grad, setup_context=setup_context)
     y = op(x)
     y.sum().backward()
-    assert x.grad.tolist() == [3, 3]  # the backward uses the formula that is registered now
+    # The backward uses the formula that `setup_context` registered during the call.
+    assert x.grad.tolist() == [3, 3]
 
 
 def test_kernel_may_drop_the_last_reference_to_the_handle_that_calls_it(namespace):
-    """A call keeps its plan and entry alive."""
+    """A running call must keep the native objects that it uses alive, even without a handle."""
 
     def kernel(x: Tensor) -> Tensor:
         handles.clear()
@@ -131,18 +132,22 @@ WAYS = pytest.mark.parametrize("way", ["packet", "default"])
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, again):
-    """Until its first call, the object uses PyTorch's own function, without counting calls."""
+    """A redefinition must wait for a running call, even the first call of a torch.ops object.
+
+    Before its first call, a torch.ops object has PyTorch's own function, which does not count
+    running calls.
+    """
     entered, release, order = threading.Event(), threading.Event(), []
 
     def blocking(x: Tensor) -> Tensor:
         entered.set()
         assert release.wait(20)
-        torch.ops.aten.neg.default(x)  # this thread's first call of an operator
+        torch.ops.aten.neg.default(x)  # a call of another torch.ops object
         time.sleep(0.05)
         order.append("left")
         return x + 1
 
-    if again:  # the object then calls the next operator of that name
+    if again:  # let the same torch.ops object call an earlier operator first
         define(namespace, lambda x: x + 3)
         assert looked_up(namespace, way)(T).tolist() == [3, 3]
     define(namespace, blocking)
@@ -174,7 +179,11 @@ def test_operator_cannot_be_deregistered_during_the_first_call_of_an_object(name
 @WAYS
 @pytest.mark.parametrize("defined_again", [False, True])
 def test_object_that_torch_ops_no_longer_refers_to(namespace, way, defined_again):
-    """If two threads look up a name at once, both create objects, but torch.ops keeps only one."""
+    """An object that torch.ops dropped must not call a deregistered operator.
+
+    If two threads look up a name at the same time, both create an object, but torch.ops keeps only
+    one of them, so programs can hold an object that torch.ops no longer refers to.
+    """
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.custom_op(
         f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=UNARY, lib=library
@@ -198,7 +207,11 @@ def test_object_that_torch_ops_no_longer_refers_to(namespace, way, defined_again
 
 
 def test_redefinition_keeps_operators_of_other_libraries(namespace):
-    """An overload of another library stays usable while a kernel keeps its entry."""
+    """An overload stays usable if one library defined it and another registered its kernel.
+
+    While the kernel is registered, the dispatcher keeps the operator's entry, although the schema's
+    library is closed and a new one defines the operator again.
+    """
     define(namespace, lambda x: x + 1)
     kernels = torch.library.Library(namespace, "FRAGMENT")
     schema = torch.library.Library(namespace, "FRAGMENT")
@@ -216,10 +229,13 @@ def test_redefinition_keeps_operators_of_other_libraries(namespace):
 
 
 def test_new_object_at_a_freed_address_is_not_confused(namespace):
-    """Simulates a new object at the address of a freed one by modifying an object."""
+    """A new overload may have the address of a freed one, and must not be confused with it.
+
+    The test simulates this by turning one object into another.
+    """
     overload = OpOverload.__new__(OpOverload)
     with contextlib.suppress(AttributeError):
-        overload(T)  # the object has no function yet
+        overload(T)  # raises, because the object has no function yet
     op = define(namespace, lambda x: x + 1)
     theirs = torch.library.Library(f"{namespace}_theirs", "FRAGMENT")
     theirs.define("op() -> ()")
@@ -232,7 +248,10 @@ def test_new_object_at_a_freed_address_is_not_confused(namespace):
 
 @pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
 def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits, gone):
-    """Only this error is replaced; the other exceptions of such a call are unchanged."""
+    """A packet that fails because its overload was deregistered must raise OperatorGoneError.
+
+    If the call fails for another reason, the exception must stay unchanged.
+    """
     entered, closed = threading.Event(), threading.Event()
 
     class Number:
@@ -260,7 +279,7 @@ def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits,
     thread = threading.Thread(target=call)
     thread.start()
     assert entered.wait(20)
-    libraries[1].close()  # waits up to a second for the call
+    libraries[1].close()  # waits for the running call, but at most a second
     closed.set()
     thread.join()
     (error,) = errors

@@ -62,8 +62,8 @@ PROGRAM = """
 """
 
 
-# Python 3.12 and 3.13 also limit the number of nested C calls, which programs cannot change. With a
-# large stack, this limit is reached first.
+# Python 3.12 and 3.13 also limit the number of nested C calls, and programs cannot change that
+# limit. In a thread with a large stack, the recursion reaches Python's limit before torchop's.
 COUNTS_CALLS_OF_C = (3, 12) <= sys.version_info < (3, 14)
 
 

@@ -1,4 +1,4 @@
-"""Native calls of operators from `Library.define` with later registrations."""
+"""Native calls of operators that `Library.define` defined and that got their kernels later."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def assert_native(name: str, *calls: Callable[[], Any], native: int | None = Non
     with torchop.native.disabled():
         expected = [described(outcome(call)) for call in calls]
     for call in calls:
-        outcome(call)  # the first calls create the plan and the class of autograd nodes
+        outcome(call)  # first calls are not native, but prepare the later ones
     with counting(name) as counted:
         assert [described(outcome(call)) for call in calls] == expected
     assert counted == {"native": len(calls) if native is None else native}
@@ -95,7 +95,11 @@ def test_calls_of_operators_without_a_library_are_native(namespace):
 
 
 def test_a_kernel_gets_the_default_of_the_schema_as_with_impl(namespace, library):
-    """Unlike `register_kernel`, the dispatcher omits arguments that equal the default."""
+    """A kernel from `register_kernel` gets the schema's defaults; one from `impl` uses its own.
+
+    The dispatcher does not pass arguments that equal the schema's default, so the defaults of a
+    kernel from `impl` apply.
+    """
     name = f"{namespace}::op"
     library.define("op(Tensor x, float scale=2.0, *, int n=1) -> Tensor")
     op = getattr(torch.ops, namespace).op
@@ -318,7 +322,8 @@ def test_calls_from_subsystems_are_correct(namespace, library):
     assert_native(name, lambda: op(T), lambda: op(leaf()), lambda: gradients(op, T))
     with Seeing():
         seen = op(T)
-    # The result is on the CPU, outside of the mode, because the rule copies from other devices.
+    # On a device other than the CPU, `tolist` copies the result, and the mode would change the
+    # copy. So call `tolist` outside of the mode.
     assert seen.tolist() == [100, 102, 104]
     with torch.autocast(TYPE, torch.bfloat16):
         assert op(T).dtype is torch.bfloat16
@@ -346,7 +351,7 @@ def test_calls_from_subsystems_are_correct(namespace, library):
 
 def test_nothing_keeps_a_closed_library_alive(namespace):
     def used() -> Any:
-        kernel = lambda x: x + 1  # noqa: E731  # a weak reference checks that it is freed
+        kernel = lambda x: x + 1  # noqa: E731  # a function, so that a weak reference can check that it is freed
         library = torchop.Library(namespace, "FRAGMENT")
         library.define("op(Tensor x) -> Tensor")
         torchop.register_kernel(f"{namespace}::op", TYPE, kernel, lib=library)

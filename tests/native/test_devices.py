@@ -14,14 +14,15 @@ from torchop._native import switch
 
 pytestmark = needs_native
 
-# Tensors of these devices have no data, or compute it later.
+# Native calls do not accept these devices, whose tensors have no data or compute it later.
 WITHOUT_DATA = {"meta", "xla", "lazy"}
-# PyTorch uses the key AutogradOther for these devices, as for tensors of other layouts.
+# Native calls do not accept these devices either, because they have no autograd key of their own.
+# PyTorch uses AutogradOther for them, as for tensors of other layouts.
 WITHOUT_AUTOGRAD = {"hip", "ve"}
 
 
 def backends() -> Iterator[str]:
-    """List the keys of dense tensors of all devices that PyTorch supports."""
+    """Yield the dispatch keys for dense tensors, for every device that has data and its own key."""
     for key in torch._C.DispatchKey.__members__:
         device_type = dispatch.device_of_key(key)
         if device_type is not None and not {device_type} & (WITHOUT_DATA | WITHOUT_AUTOGRAD):
@@ -36,7 +37,7 @@ def test_devices_with_keys_of_their_own():
 
 @pytest.mark.parametrize("key", ["AutogradMTIA", "AutogradCPU", "MAIA"])
 def test_python_kernels_can_be_looked_up_by_key(op, key):
-    """PyTorch cannot parse the names of all keys; AutogradMTIA is one that it cannot."""
+    """PyTorch cannot parse the names of some keys. torchop must find kernels at these keys, too."""
     native, name = switch.native_module(), op._definition.name
     assert native.python_kernel(name.packet, name.overload, key) is not None
     assert not dispatch.has_kernel(str(name), key)

@@ -81,7 +81,10 @@ def test_a_change_waits_for_a_call_of_another_thread(namespace, change):
 
 
 def test_a_change_waits_once_for_a_call_that_takes_long(namespace):
-    """If each change waited for the same call again, the test would take 20 s."""
+    """Only the first change waits for a call that takes long, and for at most a second.
+
+    If each of the 20 changes waited for the same call, the test would take 20 seconds.
+    """
     dispatched = InDispatcher(namespace)
     native = switch.native_module()
     for _ in range(20):
@@ -120,7 +123,7 @@ def test_a_call_waits_for_a_change_of_another_thread(namespace):
     calling.join(0.1)
     assert results == []
     with torchop.native.disabled():
-        assert op(T).tolist() == [1, 1]  # the thread of the change does not wait
+        assert op(T).tolist() == [1, 1]  # a thread does not wait for its own change
     assert op(T).tolist() == [1, 1]  # native calls do not use the dispatcher, so they do not wait
     del change
     calling.join(60)
@@ -128,7 +131,10 @@ def test_a_call_waits_for_a_change_of_another_thread(namespace):
 
 
 def test_change_does_not_wait_for_a_call_that_waits_for_the_lock(namespace):
-    """Once the call has the lock, the next change waits for the call."""
+    """A change holds the registration lock, so it must not wait for a call that needs the lock.
+
+    Once that call has got the lock, the next change waits for the call as usual.
+    """
     entered, is_through, released = threading.Event(), threading.Event(), threading.Event()
     done: list[object] = []
 
@@ -152,14 +158,14 @@ def test_change_does_not_wait_for_a_call_that_waits_for_the_lock(namespace):
     calling, changing = threading.Thread(target=call), threading.Thread(target=change)
     with registration_lock:
         released.set()
-        op(T)  # compile the plan, so that the call below reaches the lock in the kernel
+        op(T)  # prepare the operator, so that the call below first takes the lock in its kernel
         for event in (entered, is_through, released):
             event.clear()
         calling.start()
         assert entered.wait(60)
         start = time.monotonic()
         change()
-        # The change did not wait. For other calls it would wait a second.
+        # The change did not wait. It would wait a second for a call that does not need the lock.
         assert time.monotonic() - start < 0.9
         assert not is_through.is_set()
     del done[:]  # ends the change
@@ -204,7 +210,7 @@ def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monke
         for thread in threads:
             thread.start()
         started.wait(60)
-        time.sleep(0.1)  # until all threads wait for the lock
+        time.sleep(0.1)  # gives all threads the time to reach the lock
     for thread in threads:
         thread.join(60)
     assert [y.tolist() for y in results] == [[1, 1]] * 8
@@ -220,7 +226,7 @@ def test_changes_of_missing_operators_do_not_wait(namespace):
 
 
 def test_deregistration_during_a_call_in_the_dispatcher():
-    """Runs in a child process, which would crash if PyTorch freed data that the call uses."""
+    """Runs in a child process, which would crash if PyTorch freed data that a running call uses."""
     program = """
         import torch, torchop, warnings
         from tests.native.test_dispatcher_calls import InDispatcher

@@ -1,4 +1,4 @@
-"""Exceptions in native calls, with the same messages as the dispatcher's."""
+"""Native calls raise the same exceptions, with the same messages, as the dispatcher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KernelError(Exception):
 
 
 def raising(namespace, error):
-    """Define an operator whose kernel raises the last exception of the returned list."""
+    """Define an operator whose kernel raises the last exception in a list, and return both."""
     errors = [error]
 
     def kernel(x: Tensor) -> Tensor:
@@ -61,7 +61,7 @@ def test_exception_of_a_kernel_reaches_the_caller(namespace, error, with_grad):
     op, errors = raising(namespace, KernelError("first"))
     x = inputs(with_grad)
     with pytest.raises(KernelError):
-        op(x)  # the first call that records a gradient is never native
+        op(x)  # the first call that records a gradient is never native, so make it before counting
     errors.append(error)
     with counting(op) as calls:
         assert caught_from(lambda: op(x)) is error
@@ -92,7 +92,7 @@ def test_state_of_the_thread_is_restored_after_an_exception(namespace, with_grad
 
 
 def test_exception_raised_repeatedly_keeps_no_frames_alive(namespace):
-    """Only the exception's traceback may hold frames."""
+    """Once the traceback of the exception is removed, no frame of the call may be alive."""
     error = KernelError()
     op, _ = raising(namespace, error)
     kept = []
@@ -152,7 +152,7 @@ MISUSE = {
 
 @pytest.mark.parametrize("misuse", MISUSE)
 def test_misuse_of_ctx_raises_as_in_the_dispatcher(namespace, misuse):
-    """Runs in a child process, because misuse that is not rejected may crash."""
+    """Runs in a child process, because the process may crash if misuse is not detected."""
     program = f"""
     import sys
     sys.path[:0] = {sys.path!r}
@@ -174,7 +174,7 @@ def test_misuse_of_ctx_raises_as_in_the_dispatcher(namespace, misuse):
         expected = outcome()
     got = outcome()
     assert torchop.native.counters(op).get("native") == 1, torchop.native.counters(op)
-    # PyTorch truncates some of these messages.
+    # PyTorch truncates some of these messages, so compare only the start.
     assert got[0] is expected[0] and got[1].startswith(expected[1]), (got, expected)
     """
     assert_clean(run_forked(program))

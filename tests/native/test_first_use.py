@@ -9,7 +9,8 @@ from tests._support.forking import run_forked
 
 pytestmark = needs_native
 
-# Each use runs in a forked child, as the first use of its process.
+# Runs each program of USES in a forked process, where it is the first use of torchop, and prints
+# the traceback of each program that fails.
 PROGRAM = """
 import json, os, sys, traceback
 import torch, torchop
@@ -77,7 +78,8 @@ for depth in range(sys.getrecursionlimit(), 0, -1):
     try:
         descend(depth)
         break
-    except (RecursionError, AttributeError):  # torch.ops converts the first to the second
+    # `torch.ops` turns a RecursionError into an AttributeError.
+    except (RecursionError, AttributeError):
         failed += 1
 assert failed
 op(T)
@@ -192,8 +194,8 @@ assert results == [[1, 1]] * 8
 op(T)
 assert torchop.native.counters(op)["native"] >= 1
 """,
-    # Dynamo guards on the type of the handle. If the type changed during the trace, the next call
-    # would recompile.
+    # Dynamo guards on the type of the handle. If the type changed while Dynamo traces, the next
+    # call would fail the guard and recompile.
     "compiled call": """
 graphs = []
 
@@ -206,10 +208,11 @@ assert [program(T).tolist() for _ in range(3)] == [[2, 2]] * 3
 assert len(graphs) == 1, graphs
 assert state() == "ready"
 """,
-    # The trace runs the function twice and compares the operators' positions in the source.
+    # `torch.jit.trace` runs the function twice and compares the operators' positions in the source.
+    # If the operator became native in between, the positions would differ.
     "trace of TorchScript": """
 import warnings
-warnings.simplefilter("ignore")  # TorchScript is deprecated
+warnings.simplefilter("ignore")  # PyTorch warns that TorchScript is deprecated
 for call in (op, torch.ops.unused.op, bound):
     assert torch.jit.trace(lambda x: call(x), T)(T).tolist() == [1, 1]
 assert state() == "idle"
@@ -238,12 +241,13 @@ with patch.object(torchop.CustomOp, "__call__", lambda handle, *args: "observed"
     assert torch.ops.unused.op(T).tolist() == [1, 1]
 assert op(T).tolist() == torchop.CustomOp.__call__(op, T).tolist() == [1, 1]
 """,
-    # If this import of Dynamo fails, Python can't import it later either.
+    # Importing Dynamo must succeed even if the native build fails and warnings are errors, because
+    # Python could not import Dynamo again after a failed import.
     "import of Dynamo where warnings are errors": """
 import warnings
 os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
 warnings.simplefilter("error", torchop.native.NativeBuildWarning)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the warning is also logged to stderr
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hide the warning, which is also logged to stderr
 import torch._dynamo
 assert state() == "failed"
 assert torch.compile(op, backend="eager")(T).tolist() == op(T).tolist() == [1, 1]

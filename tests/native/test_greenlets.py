@@ -17,7 +17,7 @@ from tests._support.devices import BACKEND
 from tests._support.free_threads import HAS_GIL, needs_greenlets
 from torchop import _hooks
 
-if HAS_GIL:  # without the GIL, the tests are expected to fail
+if HAS_GIL:  # without the GIL, the tests are expected to fail, so don't skip them
     greenlet = pytest.importorskip("greenlet")
 
 pytestmark = [needs_native, needs_greenlets]
@@ -26,7 +26,7 @@ T = torch.zeros(2)
 
 
 def running() -> list[str]:
-    """Return the names of the operators that this thread is calling natively."""
+    """Return the names of the operators that are being called natively in this thread."""
     return sorted(str(entry.name) for entry in _hooks.extension.running())
 
 
@@ -48,7 +48,7 @@ def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
 
 
 def deep(depth: int, call: Callable[[], Any]) -> Any:
-    """Make a call from deep in the C stack."""
+    """Run `call` inside `depth` nested C calls, so that it uses a different part of the C stack."""
     return call() if depth == 0 else functools.partial(deep, depth - 1, call)()
 
 

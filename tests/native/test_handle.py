@@ -1,4 +1,6 @@
-"""Handles make native calls in every way of calling, and keep their Python behaviour.
+"""Handles make native calls in every way of calling, and still behave as Python objects.
+
+A handle is the object that `custom_op` returns.
 
 Uses private names.
 """
@@ -61,7 +63,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_call_is_native_in_every_way(op, way):
-    op(T)  # compiling the first plan also makes calls through torch.ops native
+    op(T)  # after the first call, calls through torch.ops are native as well
     with counting(op) as calls:
         assert WAYS[way](op).tolist() == [1, 1]
     assert calls == {"native": 1}
@@ -75,7 +77,7 @@ def test_first_call_is_native(op):
 
 def test_call_stays_native_when_attributes_are_assigned(op):
     op.__doc__, op.__name__, op.note = "another", "other", 3
-    # Python looks `__call__` up on the type, so this attribute has no effect.
+    # Python looks up `__call__` on the type, so this attribute must have no effect.
     op.__call__ = lambda x: x - 100
     with counting(op) as calls:
         assert op(T).tolist() == [1, 1]
@@ -200,15 +202,16 @@ def test_handle_is_freed_with_its_last_reference(op):
     reason="with a GIL, threads do not wait for each other to count references",
 )
 def test_objects_often_called_in_threads_become_immortal(namespace):
-    kernel = lambda x: x + 1  # noqa: E731  # Python itself makes functions of modules immortal
+    kernel = lambda x: x + 1  # noqa: E731  # a nested function, because Python makes functions of modules immortal
     schema = "(Tensor x) -> Tensor"
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
     own = torchop.custom_op(f"{namespace}::own", lambda x: x + 1, mutates_args=(), schema=schema)
-    op(T)  # create all objects in this thread
+    op(T)  # create all objects in this thread, so that the calls below come from a different thread
     overload, immortal = op.overload, sys.getrefcount(None)
 
     def call(*callees):
-        # Only one in 65,521 calls checks for calls from other threads; see `thread.h`.
+        # Only one in 65,521 calls checks whether other threads also call the operator (see
+        # `thread.h`), so make more calls than that.
         for _ in range(70_000 if len(callees) == 1 else 140_000):
             for callee in callees:
                 callee(T)
@@ -248,7 +251,7 @@ def test_weak_reference_calls_back(op):
 
 
 class CallsAtTheEnd:
-    """Calls the handle it is attached to, while both are garbage-collected."""
+    """Calls the handle that it is attached to, while both are being garbage-collected."""
 
     def __init__(self, handle, results):
         self.handle, self.results = handle, results
@@ -402,7 +405,7 @@ def test_second_overload_after_the_packet_was_switched_is_found(namespace):
 
 
 def test_attributes_of_a_native_handle_can_be_listed(op):
-    """As a debugger does. One of the slots does not contain an object."""
+    """Debuggers list all attributes. Listing them must not read the slot with a raw pointer."""
     op(T)
     names = dict(inspect.getmembers(op))
     assert names["__name__"] == op.__name__

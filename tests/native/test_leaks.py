@@ -1,6 +1,6 @@
 """Calls leak no memory, references or objects.
 
-`nox -s leaks` makes a million calls of each kind, a test run fewer.
+By default, the tests make 10,000 calls of each kind. `nox -s leaks` makes a million.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ pytestmark = [
 CALLS = int(os.environ.get("TORCHOP_LEAK_CALLS", "10000"))
 SLOW_CALLS = CALLS // 10  # calls with a backward or an exception
 
-# A leak of one byte per call is 20 kB to 1 MB, and an object takes 50 times as much. Allocators
-# need some, too.
+# Growth in bytes that is not reported as a leak, because allocators also need some memory.
 ALLOWANCE = 400_000
 
 
@@ -59,26 +58,26 @@ class _Statistics(ctypes.Structure):
 
 
 def memory_in_use() -> int:
-    """Return the bytes allocated by C and C++, or the process's memory if that is unknown."""
+    """Return the bytes that C and C++ code has allocated, or the process's memory if unknown."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
     mallinfo.restype = _Statistics
     found = mallinfo()
-    return found.uordblks + found.hblkhd  # blocks in arenas, and blocks in pages of their own
+    return found.uordblks + found.hblkhd  # small blocks, and large blocks, which `mmap` allocates
 
 
 def assert_flat(scenario: Callable[[], Any], calls: int, kept: float = 0) -> None:
     """Check that a scenario leaks nothing, except `kept` bytes per call that PyTorch leaks."""
     for _ in range(calls // 4 + 1):  # fill caches and let allocators grow
         scenario()
-    # Fewer blocks than one in a hundred calls come from something else. And a device's thread may
-    # hold about 90 blocks of a backward, after any number of calls.
+    # If fewer blocks remain than one per hundred calls, the calls themselves do not leak. Besides,
+    # the autograd thread of a device may hold about 90 blocks of a backward at any time.
     most_blocks = max(calls // 100, min(calls // 2, 100))
     most_bytes = ALLOWANCE + calls // 2 + calls * kept
     rounds: list[tuple[int, int]] = []
-    # A leak grows in every round; allocators and other threads only in some.
+    # A leak grows in each of three rounds. Allocators and other threads grow only in some of them.
     for _ in range(3):
         rounds.append(_growth(scenario, calls))
         blocks, growth = (min(numbers) for numbers in zip(*rounds, strict=True))
@@ -122,12 +121,12 @@ def same_references(*objects: Any):
     gc.collect()
     after = [sys.getrefcount(item) for item in objects]
     differences = [there - here for here, there in zip(before, after, strict=True)]
-    # The interpreter itself uses None, True and small numbers.
+    # Allow small differences, because the interpreter itself creates references to None and True.
     assert all(abs(difference) < 20 for difference in differences), differences
 
 
 def test_leak_is_detected():
-    """Tests the checks themselves."""
+    """Tests the checks of this file, which must detect leaked objects and leaked references."""
     kept = []
     with pytest.raises(AssertionError, match="blocks in"):
         assert_flat(lambda: kept.append(object()), 20_000)
@@ -262,7 +261,8 @@ ERRORS = {
     "kernel raises with grad": lambda ops: refused(lambda: ops.raising(X), ZeroDivisionError),
     "body raises": lambda ops: refused(lambda: ops.raising_rerun(X), ZeroDivisionError),
 }
-# The dispatcher rejects these calls after the native call has looked at the arguments.
+# Native calls convert some arguments before they fall back to the dispatcher, which rejects most of
+# these calls. The converted arguments must be freed.
 REFUSED = {
     "wrong type": lambda ops: refused(lambda: ops.plain("text"), RuntimeError),
     "wrong type in a list": lambda ops: refused(lambda: ops.lists([T, 3], [1]), RuntimeError),
@@ -277,10 +277,10 @@ REFUSED = {
 
 def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, native: bool) -> None:
     every = list(vars(ops).values())
-    # The first call that records a gradient is never native, and creates the plan of the next.
+    # The first call that records a gradient is never native, but prepares later calls.
     for _ in range(2):
         scenario(ops)
-    # Makes backward add to the gradient instead of allocating one.
+    # If X already has a gradient, backward adds to it in place, so it allocates no new tensor.
     X.grad = torch.zeros(2, device=DEVICE)
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(counting(op)) for op in every]
@@ -340,9 +340,13 @@ def live(*names: str) -> Counter:
 
 
 def test_replaced_plans_are_freed(ops):
-    """A registration invalidates the plan, so the next call compiles a new one."""
+    """A registration invalidates the plan, which is the data that is prepared for native calls.
+
+    The next call creates a new plan, and the old one must be freed.
+    """
     names = "Plan", "Entry", "Operator", "CallPlan"
-    # PyTorch never frees kernels. Registering the rule again reuses the same kernel.
+    # PyTorch never frees kernels, so `refresh` must not register any. A new autograd formula uses
+    # the kernel that the operator already has.
     ops.plain(X)
 
     def refresh():
@@ -362,7 +366,10 @@ def test_replaced_plans_are_freed(ops):
 
 
 def test_choices_for_ever_new_sizes_leak_nothing(namespace):
-    """The table of results of `supports` is cleared whenever it is full."""
+    """torchop caches the results of `supports` by argument, so every new size adds an entry.
+
+    When the cache is full, it is cleared, so its size is limited.
+    """
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, n: x[:1].clone(),
@@ -374,7 +381,8 @@ def test_choices_for_ever_new_sizes_leak_nothing(namespace):
     )
     op.set_priority(["fast", "reference"])
     numbers = itertools.count()
-    # Each result takes at least 20 us, so a test run fills the table only once or twice.
+    # Each new entry takes at least 20 us, so make only as many calls as fill the cache once or
+    # twice.
     assert_flat(lambda: op(T, next(numbers)), max(4097, CALLS // 4))
 
 
@@ -446,7 +454,7 @@ def test_deregistered_operators_leak_nothing(namespace, define, monkeypatch):
 
 @pytest.mark.needs_gil("classes are freed, of which an operator that records a gradient has two")
 def test_deregistered_operators_with_new_names_leak_no_objects(namespace):
-    """PyTorch's C++ tables keep a deregistered operator's name, but no object may remain."""
+    """Python objects of a deregistered operator are freed; PyTorch's C++ tables keep its name."""
     X.grad = torch.zeros(2)
     kinds = "Definition", "CustomOp", "OpOverload", "Entry", "Plan", "function", "cell"
     counts = []
@@ -459,7 +467,10 @@ def test_deregistered_operators_with_new_names_leak_no_objects(namespace):
 
 
 def test_cycles_through_ctx_are_collected(ops):
-    """The node refers to its output, and the output to its node."""
+    """Here `ctx`, which is the autograd node, refers to the output, which refers to the node.
+
+    The garbage collector must free such a reference cycle.
+    """
 
     class Token:
         pass

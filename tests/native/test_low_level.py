@@ -15,7 +15,7 @@ T = torch.arange(4.0)
 
 
 class Scaled(torch.autograd.Function):
-    """Multiply by three, with a gradient of six, to distinguish it from other formulas."""
+    """Multiply by 3, but with a gradient of 6, which no other formula of this file returns."""
 
     @staticmethod
     def forward(ctx, x):
@@ -27,7 +27,7 @@ class Scaled(torch.autograd.Function):
 
 
 def register(library, namespace, key):
-    """Define an operator with a CPU kernel, and an autograd kernel that records a gradient.
+    """Define an operator with a kernel for the device, and an autograd kernel.
 
     Return the overload, the list of kernels that ran, and the library.
     """
@@ -74,8 +74,9 @@ def made_in_inference():
         return torch.arange(4.0)
 
 
-# For each situation: a context, a tensor, and the number of native calls of the operator, including
-# those that its kernel makes.
+# Maps the name of each situation to a context manager for the calls, a function that makes the
+# tensor, and the number of native calls that two calls cause. The number includes the calls that
+# the autograd kernel makes.
 SITUATIONS = {
     "grad": (contextlib.nullcontext, T.clone, 4),
     "no grad": (torch.no_grad, T.clone, 4),
@@ -84,7 +85,7 @@ SITUATIONS = {
     "autocast": (lambda: torch.autocast(TYPE, torch.bfloat16), T.clone, 4),
     "below autograd": (torch._C._AutoDispatchBelowAutograd, T.clone, 2),
     "a view": (contextlib.nullcontext, lambda: T.clone()[1:], 4),
-    # Under a mode, the kernel's own call of the operator is not native either.
+    # Under a mode, neither the call nor the call that its autograd kernel makes is native.
     "a mode": (Sees, T.clone, 0),
     "a subclass": (contextlib.nullcontext, lambda: T.as_subclass(Subclass), 0),
     "a sparse tensor": (contextlib.nullcontext, T.to_sparse, 0),
@@ -98,7 +99,7 @@ def test_a_kernel_at_autograd_runs_natively_as_the_dispatcher_runs_it(namespace,
 
     def scenario(library, namespace):
         op, ran, home = register(library, namespace, key)
-        op(T)  # the next calls may be native
+        op(T)  # the first call is never native, but later calls may be
         ran.clear()
         outcomes = []
         before = dict(torchop.native.counters(op)) if library is torchop else {}
@@ -157,12 +158,12 @@ def test_accelerate_takes_an_operator_that_has_a_native_kernel_at_autograd(
             op(T)
             before = torchop.native.counters(op)["native"]
             assert op(T).tolist() == [10, 20, 30, 40]
-            # Including the call inside of the kernel.
+            # Two native calls: the one here, and the call that the kernel `record` makes.
             assert torchop.native.counters(op)["native"] == before + 2
         op(T)
         before = torchop.native.counters(op)["native"]
         assert op(T).tolist() == [10, 20, 30, 40]
-        # Only the call of the kernel that `guest` registered.
+        # Without `accelerate`, only the call here, which runs `record`, is native.
         assert torchop.native.counters(op)["native"] == before + 1
     others._destroy()
 
@@ -178,7 +179,8 @@ def test_a_kernel_is_native_again_after_its_override_is_removed(namespace):
             guest.impl("op", lambda x: x + 2, BACKEND)
             for _ in range(3):
                 assert op(T).tolist() == [2, 3, 4, 5]
-        assert op(T).tolist() == [1, 2, 3, 4]  # the first call after the change uses the dispatcher
+        # The first call after a registration is removed uses the dispatcher.
+        assert op(T).tolist() == [1, 2, 3, 4]
         before = torchop.native.counters(op)["native"]
         assert op(T).tolist() == [1, 2, 3, 4]
         assert torchop.native.counters(op)["native"] == before + 1

@@ -1,4 +1,4 @@
-"""Each mutant of `nox -s mutants` removes a condition that occurs exactly once in the source.
+"""`nox -s mutants` removes conditions from the C++ code. Each must occur exactly once there.
 
 Uses private names.
 """

@@ -1,4 +1,7 @@
-"""torchop.native: waiting for native calls, disabling and counting them."""
+"""`torchop.native` waits for native calls, disables them and counts them.
+
+Native calls go through torchop's C++ extension, without PyTorch's dispatcher.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients on a PyTorch whose autograd nodes have unknown fields. Uses private names."""
+"""Gradients with a release of PyTorch whose autograd nodes have fields unknown to torchop.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

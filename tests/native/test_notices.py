@@ -1,4 +1,4 @@
-"""Notices while the extension is compiled. Uses private names."""
+"""Notices that torchop prints while it compiles the extension. Uses private names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 pytestmark = needs_native
 
 READY = re.compile(r"torchop: native calls are ready, after \d+ s\.")
-# Writes incomplete lines, like a progress bar.
+# Writes incomplete lines, like a progress bar, which a notice must not interrupt.
 PROGRAM = """
 import os
 import sys
@@ -42,7 +42,7 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Environment variables with a slow compiler that copies the extension of this process."""
+    """Environment variables for a slow fake compiler, which copies this process's extension."""
     compiler = tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'

@@ -123,7 +123,7 @@ def test_objects_that_pytorch_inspects_are_dispatched(make, what, in_list):
     assert calls == {"argument_type": 1}
     assert type(found) is type(expected)
     assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
-    if what != "no class":  # `explain` also reads the class, which raises
+    if what != "no class":  # for "no class", `explain` raises, because it reads `__class__`
         reason = torchop.explain(op.name, T, value).reason
         assert f"'a' {'has' if in_list else 'is'} an object that PyTorch may inspect" in reason
 
@@ -149,7 +149,8 @@ def test_class_attributes_are_not_read_more_often_than_by_the_dispatcher(make):
 @pytest.mark.parametrize(
     ("value", "overrides"),
     [
-        ([Reference(1), Overriding()], False),  # the dispatcher only looks at the first object
+        # The dispatcher looks only at the first object, which has no override.
+        ([Reference(1), Overriding()], False),
         ([Overriding(), Reference(1)], True),
     ],
 )
@@ -359,7 +360,8 @@ def test_gradients_are_recorded(namespace, how, with_list):
     assert seen[0][0] == [5, 5, 5]
 
 
-# PyTorch trusts `__class__`, and may crash if the object is no tensor.
+# PyTorch treats an object as a tensor if its `__class__` is `torch.Tensor`, and may crash if it is
+# not one. Native calls must leave such objects to the dispatcher.
 @pytest.mark.parametrize("how", ["low_level", "stock_low_level"])
 def test_an_object_that_says_it_is_a_tensor_is_dispatched(namespace, how):
     makers = Makers(namespace)

@@ -1,4 +1,4 @@
-"""Operators that are redefined or closed, also during native calls."""
+"""Operators that are redefined or closed, sometimes during native calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = needs_native
 T = torch.zeros(2)
 
 
-# A library tries to close only once, so each test can use this once.
+# Only the first attempt to close a library raises, so a test can call this function only once.
 def assert_closing_is_refused(op, call):
     with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call to it"):
         call()

@@ -134,7 +134,8 @@ def test_tensor_with_special_keys_is_dispatched(namespace, package, unusual):
         with torchop.native.disabled():
             expected = str(outcome(lambda: op(torch.ones(2), [value])))
         assert str(outcome(lambda: op(torch.ones(2), [value]))) == expected
-        # A subclass calls the operator again, so compare only the reasons, not the counts.
+        # Compare only the reasons, not the counts, because a subclass calls the operator a second
+        # time.
         assert torchop.native.counters(op).keys() == {reason, "switched_off"}
     if unusual in ("meta", "sparse", "conjugated"):
         assert explanation.reason == (

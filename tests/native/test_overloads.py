@@ -1,4 +1,4 @@
-"""Calls of torch.ops objects without Python frames. Uses private names."""
+"""Calls of torch.ops objects do not run PyTorch's Python code. Uses private names."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ def test_errors_equal_the_dispatchers(cls, calls):
     assert str(raised.value) == str(expected.value)
 
 
-# PyTorch sets a flag to skip torch functions in one call. The first check for torch functions
-# resets it.
+# PyTorch skips `__torch_function__` once by setting a flag, which the next check for torch
+# functions resets. A native call must also reset the flag, or else the kernel's first operation on
+# a subclass would skip `__torch_function__`.
 @pytest.mark.needs_torch("2.13", "calls that skip torch functions")
 @pytest.mark.parametrize("way", ["handle", "overload", "packet"])
 def test_skipping_torch_functions_does_not_affect_the_kernel(namespace, way):
@@ -155,7 +156,7 @@ def test_first_call_of_a_packet_after_redefining_an_overload_is_counted(namespac
         def function(x: Tensor) -> Tensor:
             return packet(x)
 
-        scripted = torch.jit.script(function)  # the compiler reads `_op`
+        scripted = torch.jit.script(function)  # TorchScript's compiler reads `packet._op`
         assert str(scripted.graph).count(f"{namespace}::op(") == 1
     for _ in range(2):
         assert [packet(x)[0], packet(x, x)[0]] == [5, 10]
@@ -167,7 +168,10 @@ def test_first_call_of_a_packet_after_redefining_an_overload_is_counted(namespac
 @pytest.mark.parametrize("defined_by", ["custom_op", "Library"])
 @pytest.mark.parametrize("way", ["packet", "default"])
 def test_a_first_call_may_be_in_a_trace(namespace, defined_by, way):
-    """TorchScript runs the function twice, and the operator becomes native in between."""
+    """`torch.jit.trace` runs the function twice and compares the traces.
+
+    The operator becomes native after the first of these runs, which must not change the trace.
+    """
     library = torchop.Library(namespace, "FRAGMENT")
     if defined_by == "custom_op":
         overload(namespace, "", 1, 1)

@@ -1,4 +1,4 @@
-"""Calls run kernels that other libraries register over torchop's."""
+"""If another library overrides a kernel of torchop, calls run the other library's kernel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = needs_native
 T = torch.zeros(2)
 
 
-# An operator whose only kernel is its function has the function at CompositeExplicitAutograd.
+# Includes CompositeExplicitAutograd, because `custom_op` registers the operator's function there.
 KEYS = pytest.mark.parametrize("key", [BACKEND, "Autograd", AUTOGRAD, "CompositeExplicitAutograd"])
 
 
@@ -59,11 +59,12 @@ def test_override_of_an_override_is_honoured(op, key):
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_override_at_autograd_is_skipped_in_inference_mode(op):
-    """The override is at Autograd, which calls without gradients also reach."""
+    """Inference mode skips an override at Autograd, but `torch.no_grad` does not."""
     op(T)
     guest = override(op, "Autograd")
     with torch.inference_mode(), counting(op) as calls:
-        assert op(torch.zeros(2)).tolist() == [1, 1]  # inference tensors have no autograd keys
+        # The tensor is created in inference mode, so it has no autograd keys.
+        assert op(torch.zeros(2)).tolist() == [1, 1]
     assert calls == {"native": 1}
     with torch.no_grad():
         assert op(T).tolist() == [7, 7]
@@ -80,7 +81,7 @@ def test_override_for_another_device_has_no_effect(op):
 
 
 def test_the_same_function_registered_by_others_is_an_override(op):
-    """torchop cannot know that the kernel is the same, because PyTorch wraps the function."""
+    """torchop cannot recognize its own function, because PyTorch wraps the function of a kernel."""
     op(T)
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")
     guest.impl("op", op.__wrapped__, BACKEND)

@@ -1,7 +1,7 @@
 """Kernels get the same arguments in native and dispatched calls.
 
-torchop fills in the schema's defaults for the kernels of its operators. To other kernels, the
-dispatcher does not pass arguments that equal the default, so their own defaults apply.
+Kernels of torchop's operators also get the arguments that equal the schema's defaults. The
+dispatcher does not pass these arguments to other kernels, so the kernels' own defaults apply.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def implementation(x: Tensor, *, beta: float = 2.0) -> Tensor:
 
 
 def wrapped() -> Callable[..., Any]:
-    """Return a kernel that shows the schema's default in its signature, but has another one."""
+    """Return a kernel whose signature shows the default 2.0, although the kernel uses 10.0."""
 
     @functools.wraps(implementation)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ CALLS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((1, 2, (3,)), {}),
     ((1, 3, [3]), {}),
     ((1, 2, [3, 3]), {}),
-    ((1, 2.0, [3]), {}),  # a float, so it does not equal the default
+    ((1, 2.0, [3]), {}),  # a float is not the same as the default, which is an int
     ((1, True), {}),
     ((), {"c": [4]}),
     ((), {"d": 5}),
@@ -210,7 +210,7 @@ def test_replaced_defaults_of_a_function_are_noticed(namespace, way):
     library._destroy()
 
 
-def counting_calls(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006  (this is tested)
+def counting_calls(x: Tensor, d: list[int] = []) -> Tensor:  # noqa: B006  (the test is about mutable defaults)
     d.append(0)
     return x * len(d)
 
@@ -230,7 +230,7 @@ def test_a_list_that_is_a_default_is_a_new_one_for_each_call(namespace, schema):
 
 @pytest.fixture
 def counted(namespace):
-    """An operator, its library, its kernel, and the number of arguments of each call."""
+    """An operator, its library and kernel, and a list of the number of arguments in each call."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     seen = []

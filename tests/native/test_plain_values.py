@@ -32,7 +32,7 @@ class Mode(str, enum.Enum):
 
 
 class _Raising:
-    """Methods that no call may run, because the dispatcher reads the value in C."""
+    """Methods that raise. No call may run them, because the dispatcher reads the value in C."""
 
     def _refuse(self, *args: Any) -> Any:
         raise AssertionError
@@ -68,7 +68,7 @@ class Answering(int):
         raise AttributeError(name)
 
 
-# Values that native calls convert, by schema type.
+# Maps each schema type to values that native calls accept and convert.
 TAKEN: dict[str, list[Any]] = {
     "int": [Level.HIGH, Access.READ | Access.WRITE, True, False, Int(5), Int(2**63 - 1)],
     "SymInt": [Level.HIGH, True, Int(-(2**63))],
@@ -76,7 +76,8 @@ TAKEN: dict[str, list[Any]] = {
     "str": [Mode.MEAN, Str("é\0"), numpy.str_("mean")],
     "Scalar": [Level.HIGH, True, Int(5), Float(2.5), numpy.float64(-1.5)],
 }
-# Values for which native calls fall back to the dispatcher, which converts or rejects them.
+# Maps each schema type to values that native calls leave to the dispatcher, which converts or
+# rejects them.
 LEFT: dict[str, list[Any]] = {
     "int": [Int(2**63), Float(2.0), Mode.MEAN, numpy.int64(3), Overriding(3), Answering(3)],
     "SymInt": [Int(2**63), Overriding(3)],
@@ -85,7 +86,8 @@ LEFT: dict[str, list[Any]] = {
     "Scalar": [Int(2**63), Float(-0.0), Overriding(3), Mode.MEAN],
     "bool": [Level.HIGH, 1, 0.0],
 }
-# Maps the form of a schema type to a function that makes the argument from a value.
+# Maps each variant of a schema type, such as a list, to a function that makes an argument of that
+# type from a value.
 PASSED: dict[str, Any] = {
     "{}": lambda value: value,
     "{}?": lambda value: value,
@@ -167,7 +169,7 @@ def test_other_values_are_dispatched(make, kind, form):
     ],
 )
 def test_a_value_that_equals_the_default(make, parameter, value):
-    """The dispatcher does not pass such a value, so the kernel's own default applies."""
+    """The dispatcher omits a value that equals the default, so the kernel's own default applies."""
     seen: list[Any] = []
 
     def op(x, value=None, *, named=None):

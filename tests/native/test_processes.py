@@ -42,13 +42,14 @@ def test_interpreter_ends_with_graphs_and_handles_alive():
 
     sys.at_the_end = AtTheEnd()
     op.at_the_end = AtTheEnd()
-    enum.at_the_end = AtTheEnd(torch.ops.aten.neg.default)  # never called before; goes last
+    # This overload has not been called before. `enum` is one of the last modules to be freed.
+    enum.at_the_end = AtTheEnd(torch.ops.aten.neg.default)
     atexit.register(lambda: op(x).sum().backward())
 
     assert torchop.native.counters(op)["native"] > 5
     """
     assert_clean(run_program(program))
-    for _ in range(2):  # the order in which objects are freed varies
+    for _ in range(2):  # run twice, because objects are freed in varying order
         assert_clean(run_forked(program))
 
 

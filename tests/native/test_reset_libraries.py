@@ -1,4 +1,4 @@
-"""Operators of a C++ library that was reset raise."""
+"""Calls of an operator raise if the C++ object of its library was reset."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEMA = "(Tensor x) -> Tensor"
 
 @pytest.fixture(autouse=True)
 def _accelerated(namespace):
-    # Warns that nothing matches the pattern, and suggests similar namespaces.
+    # Ignore the warning that nothing matches the pattern, because the tests define operators later.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
         acceleration = torchop.accelerate(f"{namespace}::*")
@@ -31,7 +31,7 @@ def _accelerated(namespace):
 
 
 def theirs(namespace: str) -> tuple[Any, list[Any]]:
-    """Define an operator in torch.library; return the library and the operator's callables."""
+    """Define an operator with torch.library. Return its library, and its packet and overload."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define(f"op{SCHEMA}")
     library.impl("op", lambda x: x + 1, BACKEND)
@@ -99,7 +99,7 @@ def test_operator_that_reuses_the_name_is_independent(namespace, make):
     with (
         torchop.testing.checking(),
         pytest.raises(torchop.OperatorGoneError),
-    ):  # `checking` invalidates all plans
+    ):  # `checking` discards what was prepared for native calls
         overload(T)
     again._destroy()
 

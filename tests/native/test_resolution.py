@@ -1,4 +1,7 @@
-"""Packets call the same overload as PyTorch, natively if that overload is certain."""
+"""A packet calls the overload that PyTorch would choose.
+
+The call is native if torchop can be certain of the choice.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch import Tensor
 import torchop
 from tests._support.common import needs_native, outcome
 from tests._support.strategies import (
-    manifold as stable,  # the choice of overload depends on many combinations
+    manifold as stable,  # many examples, because the choice of overload depends on many conditions
 )
 
 pytestmark = needs_native
@@ -37,7 +40,7 @@ class Loud:
         raise ValueError("its repr raises")
 
 
-# Arguments by name. PyTorch converts a tensor with one element to a number.
+# Arguments by name. Some are tensors with one element, because PyTorch accepts them as numbers.
 VALUES: dict[str, Any] = {
     "floats": T,
     "ints": torch.tensor([1, 2]),
@@ -135,7 +138,7 @@ class Overload(NamedTuple):
         return f"({', '.join(parts)}) -> Tensor"
 
     def signature(self) -> tuple[tuple[str, str, bool], ...]:
-        """Return the signature by which TorchScript identifies overloads."""
+        """Return the names and types by which TorchScript tells overloads apart."""
         arguments = torch._C.parse_schema(f"op{self.schema()}").arguments
         return tuple((each.name, str(each.type), each.kwarg_only) for each in arguments)
 
@@ -146,7 +149,8 @@ class Call(NamedTuple):
 
 
 def parameters(names: str) -> st.SearchStrategy[tuple[Parameter, ...]]:
-    # A positional parameter after a default needs one too, so only the last may have one.
+    # Only the last parameter may have a default, because all positional parameters after it would
+    # need one too.
     def made(kinds: list[str], has_default: bool) -> tuple[Parameter, ...]:
         last = len(kinds) - 1
         return tuple(
@@ -163,9 +167,10 @@ overloads = st.builds(Overload, parameters("abc"), parameters("de"))
 
 @st.composite
 def calls(draw: st.DrawFn, of: list[Overload]) -> Call:
-    """Generate a call that fits one of the overloads, or nearly does."""
+    """Generate a call whose arguments fit one of the overloads, or nearly fit it."""
     overload = draw(st.sampled_from(of))
-    # If each value were drawn separately, few calls would fit.
+    # Decide for the whole call whether all values must fit. If each value were drawn independently,
+    # few calls would fit.
     all_fit = draw(st.booleans())
 
     def value(parameter: Parameter) -> str:
@@ -208,7 +213,10 @@ def defined(
 def assert_calls_the_same(
     packet: Any, names: list[str], calls: list[Callable[[], Any]], seen: list[str]
 ) -> Counter[str]:
-    """Check that native calls do not change outcomes; return the native calls by overload."""
+    """Check that calls have the same outcome with native calls and without.
+
+    Return the number of native calls of each overload.
+    """
 
     def observed(call: Callable[[], Any]) -> tuple[str, list[str]]:
         seen.clear()
@@ -223,7 +231,8 @@ def assert_calls_the_same(
         found = []
         for context in (torchop.native.disabled(), contextlib.nullcontext()):
             with context:
-                # On one line, because messages of PyTorch contain the line number.
+                # Both kinds of calls must be made in the same line, because PyTorch's messages
+                # contain the line number.
                 found.append(observed(call))
         assert found[0] == found[1]
     return native() - before
@@ -245,7 +254,7 @@ def library(request: pytest.FixtureRequest, namespace: str) -> Iterator[torch.li
 numbers = itertools.count()
 
 
-# PyTorch warns about some conversions, for example of complex numbers.
+# Ignore warnings, because PyTorch warns about some conversions, such as from complex to real.
 @pytest.mark.filterwarnings("ignore")
 def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.Library) -> None:
     native: Counter[str] = Counter()
@@ -257,7 +266,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.L
         of, made = packet_and_calls
         schemas = [overload.schema() for overload in of]
         packet, names = defined(library, f"generated{next(numbers)}", schemas, seen)
-        outcome(lambda: packet(T))  # calls of torchop's operators are native after the first
+        outcome(lambda: packet(T))  # the first call of a torchop operator is not native
         found = [
             functools.partial(
                 packet,
@@ -273,7 +282,8 @@ def test_a_packet_calls_the_overload_that_pytorch_would(library: torch.library.L
     assert min(native["default"], native["o1"], native["o2"]) > 20, native
 
 
-# The parameters of two overloads, and a call that only fits the second.
+# For each case: the parameters of two overloads, and the arguments of a call that only the second
+# overload accepts.
 SECOND = {
     "lists of ints": ("Tensor a, int[] b", "Tensor a, Tensor b", ("floats", "floats")),
     "ints": ("int a", "Tensor a", ("floats",)),
@@ -311,7 +321,9 @@ def test_overload_that_cannot_fit_is_skipped_natively(
     assert seen[0].startswith("'o1'")
 
 
-# Calls that PyTorch ends with the first overload, because it accepts the value or raises.
+# For each case: the parameters of two overloads, and the arguments of a call that does not reach
+# the second overload, because the first one accepts the argument, or because converting the
+# argument to the type of the first one raises.
 FIRST = {
     "a tensor as an int": ("int a", "Tensor a", ("one int",)),
     "a tensor as a float": ("float a", "Tensor a", ("one float",)),
@@ -360,5 +372,5 @@ def test_a_packet_calls_an_operator_natively_although_the_others_were_never_call
     y: Any = [1, 2] if last else T
     for _ in range(4):
         assert torch.equal(packet(T, y), functions[last](T, y))
-    # The first call uses the dispatcher, and makes later calls native.
+    # The first of the four calls uses the dispatcher, and prepares the native calls.
     assert torchop.native.counters(ops[last]) == {"native": 3}

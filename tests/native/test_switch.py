@@ -1,4 +1,4 @@
-"""Operators become native once the extension is loaded. Uses private names."""
+"""Calls bypass the dispatcher once the C++ extension is loaded. Uses private names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ T = torch.zeros(2)
 # Before the extension is loaded
 
 
-# Each program starts without the extension. Its compiler is a script that waits until the program
-# creates a file, and then copies the extension of this process.
+# The start of each program. The program has no extension at first, because its compiler is a script
+# that waits until `finish_build` creates a file, and only then copies the extension of this
+# process.
 PREAMBLE = """
     import pathlib, sys, threading, time
     import torch, torchop
@@ -51,7 +52,7 @@ PREAMBLE = """
 
 @pytest.fixture
 def switching(tmp_path: Path):
-    """A function that runs a program and makes the extension available meanwhile."""
+    """A function that runs a program, which can call `finish_build` to get the extension."""
     signal, compiler = tmp_path / "signal", tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n'
@@ -92,7 +93,8 @@ def test_operator_that_was_called_before_is_native_afterwards(switching):
     for n, call_now in enumerate((held, ours, overload), 1):
         assert call_now(T).tolist() == [1, 1]
         assert torchop.native.counters(op) == {"native": n}, (n, torchop.native.counters(op))
-    assert call(T).tolist() == [1, 1]  # a bound method from before the switch need not be native
+    # This method was bound before the extension was loaded, so its calls need not be native.
+    assert call(T).tolist() == [1, 1]
     """)
 
 
@@ -114,7 +116,8 @@ def test_operator_of_the_low_level_is_native_afterwards(switching):
         closed.define("op(Tensor x) -> Tensor")
         closed.impl("op", lambda x: x + 1, "CPU")
         torch.ops.switched_closed.op(T)
-    # The kernel of another library keeps the overload, which the next operator reuses.
+    # While the kernel of `guest` is registered, PyTorch keeps the overload object, so the next
+    # operator of this name reuses the object.
     guest = torchop.Library("switched_next", "IMPL")
     with torchop.Library("switched_next", "FRAGMENT") as first:
         first.define("op(Tensor x) -> Tensor")
@@ -196,7 +199,7 @@ def test_threads_that_call_during_the_switch_get_right_results(switching):
 
 
 def test_switch_inside_a_call_of_the_operator(switching):
-    """The call starts in the dispatcher and stays there."""
+    """If the extension is loaded during a call of `outer`, that call stays in the dispatcher."""
     switching("""
     @torchop.custom_op("switched::outer", mutates_args=())
     def outer(x: Tensor) -> Tensor:

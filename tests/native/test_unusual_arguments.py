@@ -18,7 +18,7 @@ from tests.native.scenarios import T, define
 pytestmark = needs_native
 
 
-# PyTorch accepts up to 64 arguments, including `n` and `k`.
+# At most 62 tensors, because PyTorch accepts up to 64 arguments, including `n` and `k`.
 @pytest.mark.parametrize("count", [1, 31, 37, 38, 39, 62])
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_any_number_of_arguments(namespace, count, with_grad):
@@ -104,7 +104,7 @@ WRITES = {
 @pytest.mark.parametrize("with_grad", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("write", WRITES)
 def test_kernel_may_write_anything_into_its_list(write, with_grad):
-    """Runs in a child process, which would crash if torchop used another object as a tensor."""
+    """Runs in a child process, which would crash if torchop used an object that is not a tensor."""
     program = f"""
     import torch, torchop
 
@@ -133,7 +133,10 @@ def test_kernel_may_write_anything_into_its_list(write, with_grad):
 
 
 def test_kernel_that_is_a_bound_method_or_an_object(namespace):
-    """The vectorcall of a method temporarily overwrites the slot before its arguments."""
+    """To insert `self`, the vectorcall of a bound method overwrites the slot before the arguments.
+
+    Native calls must therefore leave that slot free.
+    """
 
     class Kernel:
         amount = 5
@@ -176,7 +179,7 @@ def test_invalid_unicode_raises_as_in_the_dispatcher(namespace):
 
 
 def test_zero_has_the_sign_that_the_dispatcher_gives_it(namespace):
-    # The dispatcher treats -0.0 as equal to the default 0.0, and does not pass it.
+    # The dispatcher treats -0.0 as equal to the default 0.0, so the kernel gets 0.0.
     op = define(
         namespace,
         lambda x, a=0.0: x + math.copysign(1.0, a),

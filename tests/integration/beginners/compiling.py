@@ -1,4 +1,4 @@
-"""Mistakes that show up under a compiler, export or opcheck, most of them in fake kernels."""
+"""Mistakes that raise only under a compiler, export or opcheck. Most are in fake kernels."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Collect mistakes of beginners, with text that their error messages must contain.
+"""Collect mistakes that beginners make, with text that the error messages must contain.
 
-Each decorated function makes one mistake, as somebody would who has not read the documentation. The
-message must name the operator (or the function that was to become one), the cause and the fix.
+Each decorated function makes one mistake that is likely for somebody who has not read the
+documentation. The message must name the operator, the cause and the fix. If the operator could not
+be defined, the message names the function instead.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ MISTAKES: dict[str, Mistake] = {}
 def mistake(
     kind: type[BaseException], *, cause: str, fix: str
 ) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Register a function that takes a namespace; the message must contain `cause` and `fix`."""
+    """Register a function that makes a mistake. It takes the namespace for its operators.
+
+    The message of the exception or warning must contain `cause` and `fix`.
+    """
 
     def enter(make: Callable[[str], Any]) -> Callable[[str], Any]:
         MISTAKES[make.__name__] = Mistake(make, kind, cause, fix)

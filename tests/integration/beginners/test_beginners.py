@@ -1,4 +1,4 @@
-"""Error messages for beginners' mistakes name the operator, the cause and the fix."""
+"""Error messages for mistakes of beginners name the operator, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torchop
 
-# Each of these modules registers its mistakes.
+# Importing each of these modules registers its mistakes.
 from tests.integration.beginners import (  # noqa: F401
     calling,
     compiling,
@@ -33,20 +33,21 @@ INTERNAL = re.compile(
 
 
 class Message(NamedTuple):
-    """The class of an error or a warning, and the text that is shown, with notes."""
+    """The class of an exception or warning, and its message, including the exception's notes."""
 
     kind: type[BaseException]
     text: str
 
 
-# Extracts our message from a compiler's. PyTorch 2.15 quotes it.
+# Extracts torchop's message from the message of a compiler's exception, in which PyTorch 2.15
+# quotes it.
 _IN_A_COMPILER = re.compile(
     r"^\s*(?:torchop\.)?(\w+Error): (.*?)(?=^\s*Hint:|^Set |^ For more details|\Z)", re.M | re.S
 )
 
 
 def message_of(make: Callable[[str], Any], namespace: str) -> Message:
-    """Make the mistake and return its error, or else its warning."""
+    """Make the mistake, and return the exception, or the warning if nothing was raised."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("ignore")
         for kind in (torchop.RedefinitionWarning, torchop.SchemaWarning):
@@ -79,7 +80,8 @@ def test_the_message_names_the_operator_the_cause_and_the_fix(name: str, namespa
     assert issubclass(message.kind, kind), message
     assert cause.replace("{n}", namespace) in message.text
     assert fix.replace("{n}", namespace) in message.text
-    # The operator or the function. A message about neither shows an example name.
+    # The message must name the operator or the function. If neither exists, the message shows an
+    # example with a made-up name.
     assert re.search(rf"\b{namespace}::|{name}\.<locals>|mylib::|'out'", message.text), message.text
     assert len(explanation(message.text)) < LONGEST, message.text
     assert not INTERNAL.search(message.text), message.text
@@ -100,30 +102,32 @@ def test_unusual_but_valid_code_works(namespace: str) -> None:
         sizes.append(len(sizes))
         return x * len(sizes) if weight is None else x * weight
 
-    for _ in range(2):  # the default is part of the schema, and each call gets a new list
+    for _ in range(2):  # twice, because each call must get a new list as the default
         assert f(torch.ones(1)) == 1
     assert f(torch.ones(1), weight=torch.full((1,), 3.0)) == 3
     assert scale_of(namespace)(torch.ones(1), np.float32(3)) == 3  # type: ignore[comparison-overlap]
 
-    # A kernel that returns a list may be a generator.
+    # A kernel whose result is a list may be a generator.
     @torchop.custom_op(f"{namespace}::listed", mutates_args=())
     def listed(x: Tensor) -> list[Tensor]:
         yield x + 1
 
     assert [int(y) for y in listed(torch.ones(1))] == [2]
-    # Autograd casts gradients, and sums them over broadcast dimensions.
+    # The formula may return a gradient of a different dtype and a broadcast shape, because autograd
+    # casts gradients and sums them.
     x = torch.ones(1, 3, requires_grad=True)
     multiply = multiply_of(namespace)
     multiply.register_autograd(lambda ctx, grad: (grad.double(), None))
     multiply(x, torch.ones(2, 3)).sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [[2.0, 2.0, 2.0]]
-    # Without a vmap rule, the operator is called once for each element.
+    # vmap works without a vmap rule, because torchop then calls the operator once for each element.
     assert torch.vmap(scale_of(f"{namespace}_vmap"))(torch.ones(2, 3)).sum() == 12
 
 
 def test_inductor_names_the_operator_of_a_wrong_fake_kernel(namespace: str) -> None:
-    # This message is Inductor's. torchop checks the same mistake in `opcheck`.
+    # Inductor raises this error, which names only the operator. `opcheck` finds the same mistake
+    # and says how to fix it.
     scale = scale_of(namespace)
     scale.register_fake(lambda x, factor: x.new_empty(3))
     with pytest.raises(AssertionError, match=rf"torch\.ops\.{namespace}\.scale\.default"):

@@ -17,7 +17,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 @pytest.fixture
 def traced(monkeypatch) -> list[str]:
-    """List the functions that Dynamo inlines into the compiled function."""
+    """Return a list to which Dynamo adds the name of each function that it inlines."""
     names = []
     inline = InliningInstructionTranslator.inline_call
 

@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 
 from tests._support.combinations import BACKENDS as BACKENDS
 
-# For large programs, in which compiling C++ for PyTorch's own operators would take most of the
-# time.
+# Backends for tests with large programs. Without the marker, Inductor would spend most of the time
+# compiling C++ for PyTorch's own operators.
 WITHOUT_CPP = ["aot_eager", pytest.param("inductor", marks=pytest.mark.without_cpp)]
 
 
@@ -24,8 +24,8 @@ WITHOUT_CPP = ["aot_eager", pytest.param("inductor", marks=pytest.mark.without_c
 def fresh_compiler() -> Iterator[None]:
     """Reset the compilers before and after the block, and turn off their disk caches.
 
-    The caches identify an operator by its name, not by its rules. So a test could get the gradients
-    of another test that used the same name in an earlier run.
+    The disk caches identify an operator by its name, not by its rules. So a test could get a graph
+    that another test with the same operator name left in the cache in an earlier run.
     """
     torch._dynamo.reset()
     with (

@@ -1,4 +1,8 @@
-"""The same computation as an operator of each form of mutation, and programs that call it."""
+"""Operators that mutate a tensor, one of each form, and programs that call them.
+
+The forms differ in the result: nothing ("plain"), a new tensor ("with a result"), or the mutated
+argument (in-place and out= operators). By default, all forms make the same computation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ FORMS = ["plain", "with a result", "inplace", "out"]
 
 
 def accumulate(target: Tensor, x: Tensor) -> Tensor:
-    """Read and write `target`, so wrong orders and wrong copies change the result."""
+    """Read `target` and write to it, so that calls in an incorrect order change the result."""
     return target.mul_(2).add_(x)
 
 
@@ -26,9 +30,9 @@ def inputs() -> tuple[Tensor, Tensor]:
 
 
 def run_together(programs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function that runs each program on inputs of its own.
+    """Return a function that runs all programs, each on its own inputs.
 
-    Compiling one graph with all programs is much faster than a graph for each.
+    Compiling one graph with all programs is much faster than compiling a graph for each program.
     """
 
     def run(inputs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
@@ -40,9 +44,9 @@ def run_together(programs: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
 def assert_equals_eager(
     compiled: Callable[..., Any], eager: Callable[..., Any], names: Iterable[str] = ()
 ) -> None:
-    """Compare the results of two functions, and the inputs that they mutated.
+    """Check that a compiled function returns and mutates the same values as an eager one.
 
-    With `names`, the functions are those of `run_together`; without, they take two tensors.
+    With `names`, both functions must come from `run_together`. Otherwise, they take two tensors.
     """
 
     def arguments() -> tuple[Any, ...]:
@@ -90,7 +94,8 @@ def define(
 
         return inplace
 
-    # Not named `out`, because Dynamo itself rejects an `out` argument that is not contiguous.
+    # The argument is named `target`, because Dynamo rejects an argument named `out` if its tensor
+    # is not contiguous.
     @library.custom_op(
         name,
         mutates_args=("target",),
@@ -102,7 +107,8 @@ def define(
     return lambda target, x: out(x, target=target)
 
 
-# Each program takes a function of `define` and two tensors of 4 by 4, and may mutate the first.
+# Each program takes a function `write` from `define` and two tensors of size 4 by 4. The program
+# may mutate the first tensor.
 PROGRAMS: dict[str, Callable[[Write, Tensor, Tensor], Any]] = {}
 
 

@@ -1,4 +1,4 @@
-"""Inductor must keep a copy if an operator reads the copy while it writes the original."""
+"""Inductor must not remove a copy that an operator reads while it writes to the original."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FORMS = ["plain", "inplace", "out"]
 
 
 def reverse(target: Tensor, source: Tensor) -> Tensor:
-    """Write the elements one by one, so the result is wrong if both tensors share memory."""
+    """Write one element at a time, so that the result is incorrect if the tensors share memory."""
     for i in range(len(source)):
         target[i] = source[len(source) - 1 - i]
     return target
 
 
 def define(form: str, namespace: str, library: Any) -> Callable[[Tensor, Tensor], Any]:
-    """Define an operator that reverses, and return it as a function `write(source, target)`."""
+    """Define an operator with the kernel `reverse`, and return it as `write(source, target)`."""
     write = mutating.define(form, namespace, library, reverse)
     return lambda source, target: write(target, source)
 
@@ -37,7 +37,7 @@ def copy_into(x: Tensor) -> Tensor:
     return copy
 
 
-# Inductor 2.13 optimizes each of these copies away.
+# Inductor 2.13 removes each of these copies, so that the operator gets the original twice.
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": lambda x: x.clone(),
     "clone of a view": lambda x: x.view(2, 2).clone().view(4),
@@ -89,7 +89,7 @@ def test_inductor_itself_removes_the_copy(namespace, form):
 
     both = on_both(scenario, namespace)
     assert both.ours == [6.0, 4.0, 2.0, 0.0]
-    # The kernel overwrites the elements that it reads last.
+    # Inductor removed the clone, so the kernel overwrites elements before it reads them.
     assert both.stock == [6.0, 4.0, 4.0, 6.0]
 
 
@@ -147,7 +147,7 @@ def test_copies_of_a_part_and_in_a_row_of_calls(namespace, form):
 def test_a_copy_in_a_list_is_found(namespace, where):
     star = "*, " if where.startswith("keyword") else ""
     schema = f"(Tensor(a!) target, {star}Tensor?[] sources) -> ()"
-    if star:  # in this schema, only out= arguments are tensors passed by keyword
+    if star:  # only out= arguments may be keyword-only tensors
         schema = "(Tensor?[] sources, *, Tensor(a!) target) -> Tensor(a!)"
 
     def kernel(target=None, sources=None):

@@ -1,4 +1,7 @@
-"""Operators with other compiler features: the second table of `docs/how-to/torch-compile.md`."""
+"""Operators inside other compiler features, such as checkpoints and nested compile regions.
+
+These are the features in the second table of `docs/how-to/torch-compile.md`.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,7 @@ def test_a_program_is_trained_as_in_eager_mode(block, combine):
 
 
 def _operator(namespace: str) -> Any:
-    """Define an operator for which Inductor compiles no C++ code."""
+    """Define an operator that Inductor calls as it is, without compiling C++ code."""
     op = torchop.custom_op(f"{namespace}::op", _tripled, mutates_args=())
     op.register_fake(like="x")
     op.register_autograd(lambda ctx, grad: grad * 3)
@@ -127,7 +130,7 @@ def _tripled(x: Tensor) -> Tensor:
 
 def test_inductor_writes_the_code_of_a_nested_region_once(namespace):
     op = _operator(namespace)
-    # A nested compile region needs a function, because PyTorch rejects other callables.
+    # PyTorch accepts only functions as nested compile regions, so wrap the operator in a lambda.
     function = _regions(lambda x: op(x))
     compiled = torch.compile(function, fullgraph=True)
     result, (code,) = run_and_get_code(compiled, torch.ones(4))
@@ -176,7 +179,8 @@ def test_inductor_does_not_take_a_leaf_function(block):
 
 
 def test_pytorch_recomputes_a_checkpointed_region_with_other_random_numbers():
-    # The page warns about this bug of PyTorch. Remove the warning when this test fails.
+    # `docs/how-to/torch-compile.md` warns about this bug of PyTorch. If this test fails because
+    # PyTorch fixed the bug, remove the warning.
     function = _checkpointed_regions(lambda x: torch.nn.functional.dropout(x * 1, 0.5))
     gradients = []
     for compiled in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
@@ -185,8 +189,8 @@ def test_pytorch_recomputes_a_checkpointed_region_with_other_random_numbers():
     assert not torch.equal(*gradients)
 
 
-# PyTorch does not close the log file of draft export, so the garbage collector closes it in this
-# test.
+# PyTorch does not close the log file of draft export. Python warns when the garbage collector
+# closes the file.
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_profile_of_draft_export_replaces_a_fake_kernel(namespace):
     op = torchop.custom_op(f"{namespace}::op", _tripled, mutates_args=())

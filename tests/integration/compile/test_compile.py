@@ -30,7 +30,7 @@ def test_one_graph_contains_the_operator_and_equals_eager(namespace, name, backe
     assert_close(compiled(x), function(x))
     assert op.overload in recorder.targets
 
-    # Other data of the same shape must not recompile.
+    # A call with different data of the same shape must not recompile.
     x = torch.randn(4, 3)
     assert_close(compiled(x), function(x))
     assert len(recorder.graphs) == 1

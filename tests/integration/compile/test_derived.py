@@ -101,7 +101,7 @@ def test_backward_reuses_the_forwards_random_numbers(namespace, backend):
 
     def function(x):
         first = op(x)
-        torch.rand(3)  # advances the random state between the two calls
+        torch.rand(3)  # advances the random state, so that the two calls draw different numbers
         return first, op(x, 0.2)
 
     torch.manual_seed(0)
@@ -136,7 +136,8 @@ def test_a_checkpoint_in_a_compiled_graph(namespace):
 
 
 def test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers(namespace):
-    op = dropout(f"{namespace}::dropout")  # this must also work without the tag
+    # Without the tag nondeterministic_seeded, which must not be required here.
+    op = dropout(f"{namespace}::dropout")
     x = torch.ones(64, requires_grad=True)
 
     def function(x):
@@ -189,7 +190,8 @@ def test_a_second_derivative_inside_a_compiled_graph_is_refused(namespace):
         compiled(function)(torch.rand(()))
 
 
-# PyTorch 2.12 warns about its own buffer when a process first loads a program.
+# When a process first loads a program, PyTorch 2.12 warns about a buffer that PyTorch itself
+# created.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_an_exported_program_is_saved_loaded_and_trained(namespace):
     op = wave(f"{namespace}::wave")
@@ -295,7 +297,8 @@ def test_a_compiled_graph_of_a_deregistered_operator_raises(namespace):
     y = compiled(lambda x: op(x, x)[0])(x)
     with pytest.warns(torchop.RedefinitionWarning):
         torchop.custom_op(name, lambda x: x.clone(), schema="(Tensor x)->Tensor", mutates_args=())
-    # The graph either holds the operator or looks it up in torch.ops.
+    # The compiled graph either refers to the deregistered operator, which raises OperatorGoneError,
+    # or looks it up in torch.ops, which raises AttributeError.
     with pytest.raises((torchop.OperatorGoneError, AttributeError), match="wave__backward"):
         y.sum().backward()
 

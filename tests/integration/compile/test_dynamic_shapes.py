@@ -39,7 +39,8 @@ def test_an_int_argument_that_varies_becomes_symbolic(namespace):
     compiled = torch.compile(lambda x, n: repeat(x, n) + 1, backend=recorder, fullgraph=True)
     for times in (2, 3, 4, 5, 6):
         assert_close(compiled(torch.ones(2), times), torch.full((2 * times,), 2.0))
-    # One graph for the first number, and one for all others.
+    # Dynamo compiles one graph for the first value of `times`, and one dynamic graph for all
+    # others.
     assert len(recorder.graphs) == 2
 
 
@@ -89,7 +90,8 @@ def test_compiler_uses_the_bounds_of_a_size(namespace):
     @torch.compile(backend=recorder, fullgraph=True)
     def function(x: Tensor) -> Tensor:
         found = nonzero(x)
-        # Without the bounds, these comparisons would break the graph.
+        # The size of `found` depends on data. These comparisons do not break the graph only because
+        # the fake kernel declares bounds of the size.
         return found + (1 if found.shape[0] < 5 else 2) + (10 if found.shape[0] >= 2 else 20)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 import torchop
 from tests.integration.compile.graphs import BACKENDS
 
-# The exceptions with which Dynamo wraps an operator's. Since 2.14, under vmap, it quotes the
-# message inside of another.
+# Dynamo wraps an operator's exception in one of these. Since 2.14, under vmap, it also quotes the
+# message inside another message.
 FAILED = (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported)
 quotes_once = pytest.mark.needs_torch("2.11", "Dynamo quotes errors once", before="2.14")
 
@@ -32,7 +32,7 @@ def test_without_a_fake_kernel_the_error_names_the_operator_and_shows_one(namesp
     assert f"@torchop.register_fake('{namespace}::bare')" in message
     assert "def _(x, *, scale):" in message
     assert "return torch.empty_like(x), torch.empty_like(x)" in message
-    assert "\\n" not in message  # the example code contains real line breaks, as in eager mode
+    assert "\\n" not in message  # the message must contain real line breaks, not escaped ones
 
 
 READERS = {
@@ -143,7 +143,7 @@ def test_exception_of_a_users_function_is_shown_on_separate_lines(namespace, pla
     op = torchop.custom_op(f"{namespace}::op", torch.clone, mutates_args=(), schema=_UNARY)
 
     def fails(*args, **kwargs):
-        raise copy.copy(error)  # a copy, because torchop adds notes to the exception
+        raise copy.copy(error)  # a copy, because torchop adds notes to it
 
     op.register_fake(fails if place == "the fake kernel" else torch.empty_like)
     op.register_autograd(

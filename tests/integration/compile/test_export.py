@@ -194,7 +194,7 @@ LOAD = """
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a program that torchop saved, and the same program saved by PyTorch."""
+    """A folder with one program in two files: ours.pt2 from torchop, and stock.pt2 from PyTorch."""
     folder = tmp_path_factory.mktemp("exported")
     (folder / "triple_module.py").write_text(textwrap.dedent(MODULE))
     _run(folder, SAVE, "ours.pt2", "stock.pt2")
@@ -218,7 +218,8 @@ def test_loading_without_the_module_names_it_and_the_operator(saved):
     assert ours.startswith("OperatorNotFoundError True the exported program uses the operator")
     assert "exported_elsewhere::triple, which is not registered in this process" in ours
     assert "Import the module 'triple_module', which defines it, before loading" in ours
-    # PyTorch's file does not record the module.
+    # A file that PyTorch saved does not contain the name of the module, so the message cannot name
+    # it.
     assert "exported_elsewhere::triple, which is not registered in this process" in stock
     assert "Import the module that defines it, before loading" in stock
 
@@ -281,7 +282,8 @@ def test_operators_inside_higher_order_operators_are_found_too(namespace, make):
             file.seek(0)
             assert torchop.export.load(file).module()(torch.ones(2)).tolist() == [3.0, 3.0]
 
-    # Closing the library deregistered its operators, as in a process without this module.
+    # Closing the library deregistered its operators, so from now on loading fails as in a process
+    # that has not imported this module.
     for file in files:
         file.seek(0)
         with pytest.raises(torchop.OperatorNotFoundError) as caught:
@@ -327,7 +329,7 @@ def test_torch_export_loads_a_program_saved_by_torchop(model, tmp_path):
 
 @pytest.fixture
 def exported(model):
-    """A function that saves a program with `content` in place of torchop's manifest."""
+    """A function that saves a program with `content` in place of torchop's list of operators."""
     file = io.BytesIO()
     program = torch.export.export(model, (torch.randn(2, 3),))
 

@@ -56,7 +56,11 @@ def test_outputs_described_by_one_fake_tensor_stay_separate(namespace, fake, bac
 
 
 def test_fake_kernel_that_returns_mutated_inputs_compiles_and_exports(namespace):
-    """Some serving packages write such fake kernels, but kernels must not return mutated inputs."""
+    """The fake kernel returns the mutated inputs, but the kernel returns copies.
+
+    Some packages for serving models have such fake kernels, so they must work, although a kernel
+    must not return a mutated input.
+    """
 
     def scenario(library, namespace):
         @library.custom_op(f"{namespace}::store", mutates_args=("keys", "values"))

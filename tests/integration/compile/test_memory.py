@@ -1,4 +1,4 @@
-"""Allocations and copies of Inductor for operators that write into large buffers."""
+"""Inductor allocates and copies as little as possible for operators that write to large buffers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, WIDTH = 512, 16
 
 
 class Costs(NamedTuple):
-    """The allocations and kernels in the generated code, apart from the operators."""
+    """The size of each allocation in elements, and the number of kernels in Inductor's code."""
 
     allocations: list[int]
     kernels: int

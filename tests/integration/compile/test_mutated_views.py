@@ -44,7 +44,7 @@ def test_views_of_another_type_are_written(namespace, name, form, backend):
     ours, expected = tensors(), tensors()
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     if name == "view_as_complex" and backend == "inductor":
-        # Inductor cannot compile any operator that mutates complex tensors.
+        # Inductor cannot compile any operator that mutates a complex tensor, so expect its error.
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="was not removed"):
             compiled(*ours)
         return

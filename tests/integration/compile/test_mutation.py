@@ -1,4 +1,4 @@
-"""Compiled operators that mutate, in every form, equal eager mode."""
+"""Compiled programs with operators that mutate tensors have the same results as in eager mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.integration.compile.mutating import (
 @pytest.mark.parametrize("backend", WITHOUT_CPP)
 @pytest.mark.parametrize("form", FORMS)
 def test_compiled_programs_equal_eager(namespace, form, backend, request):
-    # Each program runs with two of the forms.
+    # By default, run only half of the programs with each form, to save time.
     names = combinations.share([*PROGRAMS], FORMS.index(form), 2, request.config)
     function = run_together(calling(define(form, namespace, torchop), names))
     compiled = torch.compile(function, backend=backend, fullgraph=True)
@@ -81,7 +81,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config
 
-config.fallback_by_default = True  # compile no C++
+config.fallback_by_default = True  # saves time: Inductor compiles no C++
 
 namespace = sys.argv[1]
 
@@ -120,8 +120,9 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 
 
 def test_cached_graph_finds_its_operators():
-    namespace = f"cached_{uuid.uuid4().hex}"  # a new name, so no cache contains it
-    for hits in (0, 1):  # the second process finds the graph in the cache
+    # A new name, so that no cache contains the operator yet.
+    namespace = f"cached_{uuid.uuid4().hex}"
+    for hits in (0, 1):  # two processes: the second one finds the graph in the cache
         done = run_compiling(_CACHED, namespace)
         assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
@@ -164,7 +165,7 @@ def test_a_tensor_of_a_closure_that_is_also_an_argument_is_written(namespace, fo
 
     assert_close(function(torch.ones(4), torch.ones(4)), torch.full((4,), 4.0))
     assert_close(constant, torch.full((4,), 3.0))
-    # Now `constant` is also an argument.
+    # Pass `constant` as an argument, too. The operator must still mutate it only once.
     assert_close(function(constant, torch.ones(4)), torch.full((4,), 14.0))
     assert_close(constant, torch.full((4,), 7.0))
 
@@ -182,7 +183,7 @@ def test_out_operator_reads_its_output_argument(namespace, backend):
             **of_form("out", "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"),
         )
         def op(x: Tensor, *, out: Tensor) -> Tensor:
-            out[1:] += x[1:]  # reads `out`, and leaves its first element unchanged
+            out[1:] += x[1:]  # reads `out`, and does not write to its first element
             return out
 
         def function(x: Tensor, out: Tensor) -> Tensor:
@@ -226,7 +227,11 @@ def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) 
 
 
 def test_argument_may_be_named_mode_with_underscore(namespace: str) -> None:
-    """torchop passes lists with None through a helper operator, which must rename `mode` only."""
+    """torchop must rename `mode`, but not `mode_`.
+
+    torchop passes a mutated list that contains None through a helper operator, where it renames an
+    argument called `mode`.
+    """
 
     def write(xs: list[Tensor | None], *, mode_: int) -> None:
         for x in xs:

@@ -32,7 +32,7 @@ def test_autocast_writes_into_the_tensor_of_the_caller(namespace, form, backend)
     assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
     x, y = inputs()
     function(x, y)
-    # Autocast casts `y`, but not the mutated `x`.
+    # The result shows that autocast casts `y` to bfloat16, but not `x`, because `x` is mutated.
     assert_close(x, inputs()[0] * 2 + y.bfloat16().float())
 
 

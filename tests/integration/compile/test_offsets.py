@@ -1,6 +1,6 @@
-"""Compiled operators that mutate tensors with a storage offset, or copies of them.
+"""Compiled operators that mutate tensors with a storage offset, or copies of such tensors.
 
-PyTorch 2.13 compiles many of these programs wrongly for operators of `torch.library`.
+With operators of `torch.library`, PyTorch 2.13 compiles many of these programs incorrectly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.integration.compile.mutating import (
     run_together,
 )
 
-# The tests do not name this parameter `backend`, because most tests with that name do not compile
-# C++ (see `combinations`). Without C++, Inductor does not see that a slice shares memory.
+# The tests name this parameter `compiler`. With the name `backend`, most cases would not compile
+# C++ (see `combinations`), and without C++ Inductor does not make the mistakes that are tested.
 BACKENDS = ["aot_eager", "inductor"]
 LOW_LEVEL = ["defined", "accelerated"]
 WITH_VIEWS = [
@@ -39,7 +39,8 @@ WITH_VIEWS = [
     "overlapping_views_in_order",
     "read_argument_is_a_view_of_the_mutated_one",
 ]
-# Copies of a part of an input. Inductor may remove the copy, and use the part of the input instead.
+# Functions that copy a part of an input. Inductor may remove such a copy and pass the part of the
+# input to the operator instead, which would mutate the input.
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone of a row": lambda x: x[2].clone(),
     "clone of rows": lambda x: x[1:].clone(),
@@ -54,7 +55,7 @@ COPIES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def offset_inputs() -> tuple[Tensor, Tensor]:
-    """Return the rows of larger tensors, so that both have a storage offset."""
+    """Return two tensors, each with a storage offset because it is a row of a larger tensor."""
     x, y = (torch.stack([value - 1, value, value + 1])[1] for value in inputs())
     assert x.storage_offset()
     assert y.storage_offset()
@@ -63,7 +64,7 @@ def offset_inputs() -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def write(namespace: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
-    """Define an operator `write(target, x)` of the form that is the parameter."""
+    """Define an operator `write(target, x)`. The parameter of the fixture is the form."""
     form = request.param
     if form == "defined":
         schema = "(Tensor(a!) target, Tensor x) -> ()"
@@ -160,7 +161,7 @@ def test_a_slice_that_is_copied_counts_as_copied_bytes(namespace: str) -> None:
     write = define("plain", namespace, torchop)
     cache, row = torch.zeros(3, 8, 4)[1], torch.ones(2, 4)
     copied = torchop.testing.copied_bytes(lambda cache, row: write(cache[3:5], row), cache, row)
-    assert copied == {"cache": 64}  # 8 numbers are copied, and copied back
+    assert copied == {"cache": 64}  # 8 floats of 4 bytes are copied, and copied back
 
 
 def test_pytorch_writes_a_slice_of_an_offset_input_elsewhere(namespace: str) -> None:

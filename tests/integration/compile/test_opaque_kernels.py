@@ -1,4 +1,4 @@
-"""Compilers do not trace into kernels and rules."""
+"""Compilers do not trace the Python code of kernels and rules."""
 
 from __future__ import annotations
 
@@ -91,21 +91,25 @@ def test_formulas_that_hold_tensors_are_distinguished(namespace):
         f"{namespace}::double", lambda x: x * 2, schema="(Tensor x) -> Tensor", mutates_args=()
     )
     revisions = []
-    # Their `==` compares tensors, which raises.
+    # torchop must not compare the formulas with `==`, which raises because they hold tensors.
     for formula in (Scaled(torch.ones(2)), Scaled(torch.ones(2))):
         op.register_autograd(formula)
         revisions.append(op._definition.revision)
     assert revisions[0] < revisions[1]
 
 
-# Dynamo reads `.grad` of tensors. It suppresses this warning itself, unless warnings are errors.
+# Dynamo reads the `.grad` of tensors that are not leaves. PyTorch warns about this, and Dynamo
+# hides the warning unless warnings are errors, as in these tests.
 _reads_grad = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )
 
 
 def _opaque(namespace: str) -> Any:
-    """Define an operator whose functions call functions of PyTorch that no graph may contain."""
+    """Define an operator whose kernel and rules each call a different function of PyTorch.
+
+    If a graph contains one of these functions, Dynamo has traced the kernel or the rule.
+    """
 
     @torchop.custom_op(f"{namespace}::opaque", mutates_args=())
     def opaque(x: Tensor) -> Tensor:
@@ -136,7 +140,8 @@ def _a_frame_left_to_python(op: Any, x: Tensor) -> Tensor:
     y = x
     for _ in range(2):
         with torch._dynamo.error_on_graph_break(False):
-            # In a loop and a context, so Dynamo stops tracing the frame.
+            # Dynamo cannot resume after a graph break in a loop and a context manager, so Python
+            # runs this whole frame.
             torch._dynamo.graph_break()
         y = op(y * 0.5)
     return y

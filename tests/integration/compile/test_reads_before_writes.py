@@ -20,7 +20,7 @@ Write = Callable[..., Any]
 
 
 def _writes(name: str) -> dict[str, Write]:
-    """Define operators of every form that add 100 to a tensor."""
+    """Define operators that add 100 to a tensor, one of each form of mutation."""
 
     def kernel(x: Tensor) -> Tensor:
         return x.add_(100)
@@ -78,7 +78,8 @@ def _writes(name: str) -> dict[str, Write]:
     }
 
 
-# Each program takes an operator, the tensor that it mutates, and tensors for the old values.
+# Each program takes an operator, the tensor that the operator mutates, and two tensors to which the
+# program writes the old values.
 READS: dict[str, Callable[[Write, Tensor, Tensor, Tensor], Any]] = {}
 
 
@@ -152,7 +153,7 @@ def a_value_of_an_intermediate(write, x, one, two):
 
 
 def _assert_equals_eager(programs: dict[Any, Any], compile_: Callable[..., Any]) -> None:
-    """Compare all programs with eager mode in one graph, because each graph runs g++ once."""
+    """Compare all programs with eager mode, in one graph, because compiling a graph takes long."""
 
     def tensors() -> dict[Any, tuple[Tensor, ...]]:
         return {
@@ -176,7 +177,8 @@ def test_values_read_before_a_write_are_unchanged(namespace: str, dynamic: bool)
         return lambda *tensors: read(write, *tensors)
 
     writes = _writes(namespace)
-    # Test each form with the simplest program, and each program with one form.
+    # Instead of all combinations, test each form with the simplest program, and each program with
+    # one form.
     programs = {form: reading(a_value, write) for form, write in writes.items()}
     forms = [*writes.values()]
     for n, (name, read) in enumerate(READS.items()):
@@ -185,7 +187,7 @@ def test_values_read_before_a_write_are_unchanged(namespace: str, dynamic: bool)
 
 
 def test_stock_operators_write_after_the_read(namespace: str) -> None:
-    """Covers accelerated operators of `Library.define` and of torch.library."""
+    """Tests two operators of `Library.define`, and an accelerated one of torch.library."""
 
     def kernel(x: Tensor) -> None:
         x.add_(100)
@@ -304,7 +306,8 @@ def test_views_of_one_base_are_written_in_place(namespace: str, dynamic: bool | 
     def program(views: dict[str, Any]) -> Tensor:
         for name, (_, write) in VIEWS.items():
             write(ops, views[name])
-        # Inductor also copies a single view if its old value is read after the call.
+        # The program needs the old value of `read` after the call, so Inductor must copy it
+        # although the call has only one view.
         (read,) = views["read"]
         y = read + 0.5
         write_all([read])
@@ -323,7 +326,11 @@ def test_views_of_one_base_are_written_in_place(namespace: str, dynamic: bool | 
 
 
 def test_inductor_is_imported_after_an_operator_was_deregistered() -> None:
-    """A kernel of another library keeps the deregistered name, which Inductor must skip."""
+    """Inductor's import must skip a name whose operator was deregistered.
+
+    `register_kernel` registered the kernel of `gone::f_` with another library, so the dispatcher
+    keeps the name.
+    """
     program = run_forked("""
         import torch, torchop
         library = torchop.Library("gone", "DEF")

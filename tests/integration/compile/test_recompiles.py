@@ -1,4 +1,4 @@
-"""The recompilations that `docs/how-to/torch-compile.md` lists."""
+"""The recompilations that the table in `docs/how-to/torch-compile.md` lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests._support import combinations
 from tests._support.opaque_types import Constant, Reference
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "torch-compile.md"
-# A row of the table: the argument, the number of graphs with both libraries, and advice.
+# Matches a row of the table: the argument, the number of graphs with torchop, the number with
+# torch.library, and advice.
 ROW = re.compile(r"^\| ([^|]+?) \| ([1-3]) \| ([1-3]|refused) \| (.*)\|$", re.M)
 
 
@@ -46,11 +47,11 @@ class _Pair(NamedTuple):
 
 
 class _Calls(NamedTuple):
-    """Three calls, with these values for an argument of this annotation."""
+    """Three calls of an operator whose argument has this annotation and these values."""
 
     annotation: Any
     values: tuple[Any, Any, Any]
-    # Dynamo traces a `Number` as a variable, but AOT Autograd specializes it and recompiles.
+    # Most cases need only Dynamo. A `Number` needs AOT Autograd, which recompiles for each value.
     backend: str = "eager"
 
 

@@ -21,7 +21,7 @@ def _logging_operator(namespace: str, log: list[float]) -> torchop.CustomOp:
     return record
 
 
-# torchop warns that the effect should be declared in the definition.
+# torchop warns if an effect is not declared in the definition, but later, as in these tests.
 declares_effect_later = pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 
 

@@ -1,4 +1,7 @@
-"""Structured operators under torch.compile, if possible without tracing into their fields."""
+"""Operators with arguments such as dataclasses, under torch.compile.
+
+If possible, Dynamo must not trace the code that flattens and checks their fields.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +123,7 @@ def test_dynamo_traces_nothing_for_fields_with_correct_types(namespace, traced, 
         config = make(*arguments)
         assert_close(compiled(x, config), op(op(x, config), config), rtol=0, atol=0)
     assert traced == []
-    # An equal configuration must not recompile.
+    # A call with an equal configuration must not recompile, so there are fewer graphs than values.
     assert 2 <= len(recorder.graphs) <= 4
     assert set(recorder.targets) == {op.overload}
 
@@ -275,7 +278,7 @@ def test_symbolic_numbers_are_converted_as_in_eager_mode(namespace, field):
 
     op = _operator(namespace, _Numbers, of_numbers)
     compiled = torch.compile(op, backend="eager", fullgraph=True)
-    for value in NUMBERS[field]:  # from the second number on, Dynamo treats it as symbolic
+    for value in NUMBERS[field]:  # from the second value on, Dynamo passes a symbolic number
         numbers = _Numbers(**{field: value})
         assert_close(compiled(torch.ones(2), numbers), op(torch.ones(2), numbers))
 
@@ -290,7 +293,8 @@ def test_a_replaced_structured_handle_is_freed_with_its_graphs(namespace):
     handle_class = compile_and_forget()
     _structured(namespace)
     torch._dynamo.reset()
-    # `inspect._shadowed_dict_from_mro_tuple` of CPython 3.12 keeps the last 128 classes alive.
+    # Workaround for CPython 3.12, in which the cache of `inspect._shadowed_dict_from_mro_tuple`
+    # keeps the last 128 classes alive.
     cached = getattr(inspect, "_shadowed_dict_from_mro_tuple", None)
     if cached is not None:
         cached.cache_clear()

@@ -13,9 +13,10 @@ from torch import Tensor
 import torchop
 from tests.integration.device import target
 
-# A scenario defines operators with `define`, which calls `custom_op` of torchop or torch.library
-# (or `by`) in a namespace of its own. It returns values, tensors and exceptions to compare, in
-# tuples and lists.
+# A scenario is a function that defines operators with its argument `define`. That argument calls
+# `custom_op` (or the function `by`) of torchop or of torch.library, in a namespace of its own. The
+# scenario returns values, tensors and exceptions in nested lists, which are compared between the
+# runs.
 Scenario = Callable[[Callable[..., Any]], Any]
 
 
@@ -71,7 +72,7 @@ def _is_family(op: Any) -> bool:
 
 
 def described(value: Any, namespace: str = "") -> Any:
-    """Convert a value into one that compares equal between the three runs."""
+    """Convert a value into one that can be compared between the three runs."""
     match value:
         case Tensor():
             number = value.detach().to("cpu").resolve_conj().resolve_neg().tolist()

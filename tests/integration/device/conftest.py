@@ -1,33 +1,34 @@
 """Run tests on a simulated device.
 
-The device is `standin`, a simulated type with two devices; see `standin/`. It cannot be unloaded,
-so these tests run in a process of their own: `pytest tests` skips them, but
+The device type `standin`, which has two simulated devices, is in the folder `standin/`. A process
+cannot unload it, so these tests need their own process. `pytest tests` skips the tests, but
 `tests/integration/test_device.py` runs all of them in a child process. To run them directly, use
-`nox -s device` or `python -m pytest tests/integration/device -q`, also with one of the files.
+`nox -s device` or `python -m pytest tests/integration/device -q`, or name one of the files.
 
-The device is loaded on import, so a test is as short as this:
+Importing `standin` loads the device, so a test can be as short as this:
 
     from tests.integration.device import standin
 
     def test_scaling_does_not_wait(namespace):
         op = torchop.custom_op(f"{namespace}::scale", lambda x: x * 2, mutates_args=(),
                                schema="(Tensor x) -> Tensor")
-        x = torch.ones(3, device="standin:1")  # torch.standin is as torch.cuda
+        x = torch.ones(3, device="standin:1")  # `torch.standin` is like `torch.cuda`
         with standin.host_waits() as waits:
             y = op(x)
-        assert waits == []                      # reading y.tolist() is one: "copy to the host"
+        assert waits == []                      # y.tolist() would add "copy to the host"
 
 `standin.trace()` lists the operations on the devices. `standin.capture()` captures a graph, with
-CUDA's restrictions. `standin.memory_limit(bytes)` limits memory. In `standin.without_fallback()`,
-operators without a kernel for the device raise instead of running on the CPU; STANDIN_FALLBACK=0
-does so from the start. If the host reads the device's memory, for example in `numpy.from_dlpack`,
-the process crashes, so test that with `tests._support.forking.run_forked`, in a program that starts
-with `from tests.integration.device import standin; standin.load()`.
+the restrictions of CUDA graphs. `standin.memory_limit(bytes)` limits memory. In
+`standin.without_fallback()`, operators without a kernel for the device raise instead of running on
+the CPU. With STANDIN_FALLBACK=0, they raise everywhere. If the host reads the device's memory, for
+example in `numpy.from_dlpack`, the process crashes. Test that with
+`tests._support.forking.run_forked`, in a program that starts with `from tests.integration.device
+import standin; standin.load()`.
 
-Device-independent tests take the device from `tests._support.devices`. Files in this folder import
-them to run them here, as `test_leaks.py` does. `target.py` provides traces and streams for both the
-simulated device and a GPU; `nox -s gpu` or `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest
-tests/integration/device` uses the GPU.
+Tests that work on any device take the device from `tests._support.devices`. To also run such tests
+on the simulated device, import them into a file in this folder, as `test_leaks.py` does.
+`target.py` provides traces and streams for both the simulated device and a GPU. To use the GPU, run
+`nox -s gpu` or `TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from tests.integration.device import standin
 
 HERE = Path(__file__).parent
 _DEVICE = "TORCHOP_TEST_DEVICE"
-# Files that test properties of PrivateUse1 backends or of the simulated device, so they are skipped
-# on a GPU.
+# These files are skipped on a GPU, because they test properties of PrivateUse1 backends or of the
+# simulated device.
 _ABOUT_THE_STANDIN = (
     "test_standin.py",
     "test_kernels.py",
@@ -54,7 +55,7 @@ _ABOUT_THE_STANDIN = (
 
 
 def runs_alone(config: pytest.Config) -> bool:
-    """Return whether only tests of this folder were selected; raise UsageError for a mixture."""
+    """Return whether only tests of this folder were selected. Raise if it is a mixture."""
     folder = config.invocation_params.dir
     paths = [(folder / argument.partition("::")[0]).resolve() for argument in config.args]
     are_here = {path.is_relative_to(HERE) for path in paths}

@@ -1,8 +1,8 @@
 """The device of the tests in this folder: the simulated one, or a GPU.
 
-`TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device` uses the GPU and skips tests
-of the simulated device itself; `nox -s gpu` includes this. If there is only one device, FIRST and
-SECOND are the same.
+`TORCHOP_TEST_DEVICE=cuda:0 python -m pytest tests/integration/device` uses the GPU and skips the
+tests of the simulated device itself. `nox -s gpu` includes that command. FIRST and SECOND are two
+devices, or the same device if there is only one.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def current_place() -> str:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yield a list that contains, after the block, the lines of `note` and the host's waits.
+    """Yield a list that, after the block, contains the lines from `note` and the waits of the host.
 
-    On the simulated device, it also contains the operators that ran, with device and stream.
+    On the simulated device, the list also contains each operator that ran, with device and stream.
     """
     if IS_STANDIN:
         with standin.trace() as lines:
@@ -73,7 +73,7 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yield a list that contains, after the block, why the host waited for a device."""
+    """Yield a list that, after the block, contains the reason of each wait of the host."""
     if IS_STANDIN:
         with standin.host_waits() as waits:
             yield waits

@@ -1,4 +1,4 @@
-"""Native calls on a device behave like calls through the dispatcher and of torch.library."""
+"""Native calls on a device behave like dispatched calls and like calls of torch.library."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ones(device: str = SECOND, **options: Any) -> Tensor:
 
 
 def scale(define: Define, **options: Any) -> Any:
-    """Define an operator that multiplies, and records the stream it runs on."""
+    """Define an operator that multiplies, and whose kernel and rules note the current stream."""
 
     @define("scale", mutates_args=(), **options)
     def scale(x: Tensor, by: float = 2.0) -> Tensor:
@@ -59,7 +59,7 @@ def _double(x: Tensor) -> Tensor:
 
 @functools.cache
 def side_stream() -> torch.Stream:
-    """Return the same stream for all three runs, because each new stream has a new number."""
+    """Return the same stream in all three runs, because new streams have different numbers."""
     return torch.Stream(SECOND)
 
 
@@ -123,7 +123,10 @@ def gradients(define: Define) -> Any:
 
 
 def a_gradient_on_the_host(define: Define) -> Any:
-    """Autograd sums a CPU gradient to the input's shape, and moves it only if it is 0-dim."""
+    """The formula returns a CPU gradient, which autograd sums to the shape of the input.
+
+    Autograd moves the sum to the device if it is 0-dim, and raises otherwise.
+    """
     results: list[Any] = []
     for shape in ((), (3,)):
         op = define("number" + "s" * len(shape), _double, mutates_args=(), schema=UNARY)
@@ -150,7 +153,7 @@ def threads(define: Define) -> Any:
             y.sum().backward()
             results[number] = y, x.grad
 
-    op(ones())  # the first call creates the call plan
+    op(ones())  # prepare the operator in the main thread
     for number in range(2):
         thread = threading.Thread(target=work, args=(number,))
         thread.start()
@@ -175,7 +178,7 @@ def autocast_with_a_rule(define: Define) -> Any:
 
     see.register_autocast(TYPE, torch.bfloat16)
     seen: list[Any] = []
-    # Autocast for this device type ignores tensors of other devices.
+    # Autocast for this device type casts only the first argument, because the second is on the CPU.
     with torch.autocast(TYPE, torch.float16):
         mixed = see(ones(), torch.tensor(2.0))
     return [inside, off, other, op(ones()), mixed, seen]
@@ -215,7 +218,8 @@ def a_default_device(define: Define) -> Any:
         return x + torch.ones(2)
 
     with torch.device(SECOND):
-        # PyTorch runs kernels without the mode that sets the default device.
+        # PyTorch runs the kernel without the mode that sets the default device, so the kernel's new
+        # tensor is on the CPU.
         inside = append(torch.ones(2, device="cpu"))
         wrong = error_of(lambda: append(torch.ones(2)))
     return [inside, wrong, error_of(lambda: append(ones())), append(ones("cpu"))]
@@ -291,7 +295,7 @@ def compiled(define: Define) -> Any:
     op = scale(define)
     x = ones(requires_grad=True)
     program = torch.compile(lambda x: op(x) + 1, backend="aot_eager", fullgraph=True)
-    program(x.detach())  # AOT Autograd first runs the function under a mode that analyses aliases
+    program(x.detach())  # compile first, because AOT Autograd then calls `op` under a mode
     program(x.detach())
     y = program(x)
     program(x).sum().backward()
@@ -309,10 +313,11 @@ def exported(define: Define) -> Any:
     return [program.module()(ones()), "scale" in str(program.graph)]
 
 
-# The expected number of calls by reason in the native run. None: only some must be native.
+# Maps each scenario to the number of calls, by counter, that its run with native calls must make.
+# None means that at least one call must be native.
 SCENARIOS: dict[Callable[[Define], Any], dict[str, int] | None] = {
     plain: {"native": 4},
-    through_torch_ops: {"native": 2},  # the first call only makes torch.ops look up the operator
+    through_torch_ops: {"native": 2},  # the first call of `packet` is not native
     kernels_by_device: {"native": 2},
     two_devices_of_a_type: {"native": 2},
     a_number_on_the_host: {"backends": 3},
@@ -368,7 +373,8 @@ def test_native_dispatched_and_stock_runs_agree(
     assert native.trace == dispatched.trace
     assert not native.waits() - stock.waits()
     expected = SCENARIOS[scenario]
-    # On the CPU, no call falls back to the dispatcher because of its device.
+    # Don't compare the counts on the CPU, where no call falls back to the dispatcher because of its
+    # device.
     if target.TYPE == "cpu":
         return
     if expected is None:

@@ -1,4 +1,4 @@
-"""`check` on a device. Uses private names."""
+"""`torchop.testing.check` finds faults of operators on a device. Uses private names."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_memory_that_stays_on_the_device(namespace: str) -> None:
     def leak(x: Tensor) -> Tensor:
         if len(kept) < 4096:
             kept.append(torch.empty(1000, device=x.device))
-        else:  # limits the memory that a failing test takes
+        else:  # if the test fails, the kernel must not use up the memory
             kernels.append(1)
         return x * 2
 
@@ -172,7 +172,10 @@ def test_checking_restores_the_current_device() -> None:
 
 
 def _grows(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
-    """A kernel that caches a buffer, and replaces it if it is too small."""
+    """Return a kernel that caches a buffer, and replaces the buffer if it is too small.
+
+    A graph that was captured with the old buffer would then use freed memory.
+    """
 
     def kernel(x: Tensor) -> Tensor:
         if not kept or kept[0].numel() < x.numel():
@@ -184,7 +187,7 @@ def _grows(kept: list[Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def _uses_own_stream(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
-    """A kernel that runs on a stream of its own, without synchronization."""
+    """Return a kernel that uses its own stream without waiting for the caller's stream."""
 
     def kernel(x: Tensor) -> Tensor:
         if not streams:
@@ -195,7 +198,8 @@ def _uses_own_stream(streams: list[torch.Stream]) -> Callable[[Tensor], Tensor]:
     return kernel
 
 
-# Matches the cause, not the error that ending a broken capture raises.
+# Matches the error of the operation that broke the capture, not the later error at the end of the
+# capture.
 READS = r"\w+\(.*operation not permitted when stream is capturing"
 
 
@@ -210,7 +214,7 @@ def _reads(x: Tensor) -> Tensor:
     [
         pytest.param(
             _grows([]), "memory that was given back", marks=target.only_on_the_standin
-        ),  # on a GPU the freed memory may or may not be reused by then
+        ),  # on a GPU, the freed memory may not have been reused yet
         (_uses_own_stream([]), "a replay of the kernel with other values"),
         (_reads, f"the kernel cannot be captured into a graph: {READS}"),
     ],
@@ -224,16 +228,16 @@ def test_a_kernel_that_a_graph_breaks(
 
 
 def _backward_grows(kept: list[Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """A formula that caches a buffer, and replaces it if it is too small."""
+    """Return a formula that caches a buffer, and replaces the buffer if it is too small."""
     kernel = _grows(kept)
     return lambda ctx, grad: grad * kernel(ctx.saved_tensors[0])
 
 
 def _backward_uses_own_stream(streams: list[torch.Stream]) -> Callable[[Any, Tensor], Tensor]:
-    """A formula that runs on a stream of its own, without synchronization."""
+    """Return a formula that uses its own stream without waiting for the caller's stream."""
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        if not streams:  # a new stream has no memory yet, and a capture must not allocate it
+        if not streams:  # once, because a new stream must allocate, which a capture forbids
             streams.append(torch.Stream(grad.device))
         with streams[0]:
             return grad * 2 * ctx.saved_tensors[0]
@@ -253,8 +257,8 @@ def _backward_reads(ctx: Any, grad: Tensor) -> Tensor:
         pytest.param(
             _backward_grows([]), "memory that was given back", marks=target.only_on_the_standin
         ),
-        # The formula may read the gradient before it was computed, so the values may or may not
-        # differ.
+        # The formula may read the gradient before it has been computed, but not always, so accept
+        # any message about a replay.
         (_backward_uses_own_stream([]), "a replay of the formula with"),
         (_backward_reads, f"the formula cannot be captured into a graph: {READS}"),
     ],
@@ -383,7 +387,8 @@ def test_kernel_that_caches_a_table(namespace: str, kept_by: str) -> None:
         return x + tables[key]
 
     report = run(define(namespace, adds_table), "subsystems.accelerator", device="cpu")
-    # With one device of a type, the type identifies the device.
+    # The kernel is correct if the key of its cache identifies the device. The type is enough if
+    # there is only one device of that type.
     if kept_by == "device" or (kept_by == "type" and target.COUNT == 1):
         assert failed(report) == {}
         return
@@ -411,7 +416,7 @@ def test_memory_shared_through_dlpack(namespace: str) -> None:
 
 
 def _wrapped(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return another storage for the same memory, as from DLPack."""
+    """Return a second storage for the same memory, made with DLPack."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(whole)).untyped_storage()
 
@@ -420,7 +425,8 @@ def test_a_copy_for_which_there_is_no_memory(
     namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(storage: Any) -> Tensor:
-        raise RuntimeError("a device: out of memory")  # few devices raise torch.OutOfMemoryError
+        # Most devices do not raise torch.OutOfMemoryError.
+        raise RuntimeError("a device: out of memory")
 
     op = define(namespace, lambda x: x * 2)
     monkeypatch.setattr(snapshot, "bytes_of", no_memory)

@@ -45,7 +45,7 @@ def test_a_captured_call_is_native_and_replays(namespace: str) -> None:
     assert calls == {"native": 1}
 
 
-# PyTorch keeps the autograd graph of its last warm-up call alive.
+# PyTorch warns, because it keeps the autograd graph of its own last warm-up call alive.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None:
@@ -68,11 +68,12 @@ def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None
         assert module.weight.grad.tolist() == [number] * 4
 
 
-# Inductor captures an empty graph to create the memory pool.
+# PyTorch warns, because Inductor captures an empty graph to create its memory pool.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) -> None:
-    from torch._dynamo.utils import counters  # imports Dynamo, which only this test needs
+    # Not at module level, because this imports Dynamo, which only this test needs.
+    from torch._dynamo.utils import counters
 
     op = with_fake(namespace, derived=derived)
     counters.clear()
@@ -170,6 +171,6 @@ def _add_one(triton: Any, x: Tensor) -> Tensor:
     )
 
     result = torch.empty_like(x)
-    with torch.accelerator.device_index(x.device.index):  # Triton launches on the current device
+    with torch.accelerator.device_index(x.device.index):  # Triton uses the current device
         add_one[(triton.cdiv(x.numel(), 1024),)](x, result, x.numel(), BLOCK=1024)
     return result

@@ -42,7 +42,7 @@ def draws(x: Tensor) -> Tensor:
 def test_backward_restores_random_state_of_every_device(namespace, device, native, body):
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device=device).requires_grad_()
-    for _ in range(2):  # the first call that records a gradient is never native
+    for _ in range(2):  # twice, because the first call that records a gradient is never native
         with torchop.native.disabled() if not native else torch.enable_grad():
             result = op(x)
         torch.rand(8, device="standin:1")
@@ -58,7 +58,7 @@ def test_plain_state_contains_all_devices():
     packed = _hooks.extension.pack_plain(values, None, 2)
     assert torch.equal(packed, replay._of_all_devices(values, 2, False).packed)
     assert _hooks.extension.pack_plain(values, packed, 2) is packed
-    # The packed state does not depend on the arguments.
+    # The packed state does not depend on the arguments, so other arguments reuse it.
     assert _hooks.extension.pack_plain(values[:1], packed, 2) is packed
     for device in ("cpu", "standin:0", "standin:1"):
         torch.rand(1, device=device)
@@ -71,7 +71,7 @@ def test_plain_state_contains_all_devices():
 @needs_native
 def test_other_states_are_packed_in_python(side_stream, monkeypatch):
     values = (torch.ones(2, device="standin:1"),)
-    # Count 1: the second device is not in use.
+    # With a count of 1, only the first device is in use, although the tensor is on the second.
     assert _hooks.extension.pack_plain(values, None, 1) is None
     assert _hooks.extension.pack_plain(values, None, 0) is None
     with torch.autocast("standin", torch.bfloat16):
@@ -91,7 +91,7 @@ def test_replay_in_the_current_state_restores_the_generators(namespace, body, mo
     op = derived(f"{namespace}::f", body)
     x = torch.ones(8, device="standin:0").requires_grad_()
     op(x)
-    # Breaks the Python path, to show that plain states are packed natively.
+    # Remove the Python function, to show that plain states are packed without it, in C++.
     monkeypatch.setattr(replay, "_of_all_devices", None)
     torch.manual_seed(0)
     result = op(x)
@@ -143,7 +143,10 @@ def sine(x: Tensor) -> Tensor:
 
 @pytest.fixture
 def side_stream():
-    """PyTorch refuses to capture the backward of calls that ran on the default stream."""
+    """Run the test on a side stream.
+
+    PyTorch refuses to capture the backward of calls that ran on the default stream.
+    """
     with torch.standin.stream(torch.Stream("standin")):
         yield
 
@@ -185,7 +188,7 @@ def test_random_numbers_in_a_capture_are_refused(namespace, native, nested, side
     with standin.capture(), pytest.raises(GradientError, match=message):
         torch.autograd.grad(result, x, torch.ones(8, device="standin"))
     with standin.capture(), torch.no_grad():
-        op(x)  # allowed, because no gradient needs the random numbers again
+        op(x)  # allowed, because without a gradient nothing needs the random numbers again
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ def test_graph_for_cuda_graphs_has_no_cpu_tensors(namespace, cuda_graphs, tagged
     with torch._inductor.config.patch("triton.cudagraphs", cuda_graphs):
         graph = make_fx(train, tracing_mode=tracing_mode)(x)
     assert f"{namespace}.f__training.default" in {str(node.target) for node in graph.graph.nodes}
-    # Inductor does not use CUDA graphs for a graph with CPU tensors.
+    # Inductor does not use CUDA graphs for a graph with CPU tensors, so there must be none here,
+    # unless CUDA graphs are off or the tag makes the graph save random states.
     devices = {device.type for device in get_device_node_mapping(graph)}
     assert devices == ({"standin"} if cuda_graphs and not tagged else {"standin", "cpu"})
     (gradient,) = graph(x)
@@ -249,7 +253,8 @@ def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_c
     result = compiled(op)(x)
     torch.rand(8, device="standin:1")
     (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
-    if body is draws:  # a graph saves the random states of its arguments' devices only
+    # A graph saves only the random states of the devices of its arguments.
+    if body is draws:
         assert torch.equal(gradient.cpu(), result.detach().cpu())
 
 

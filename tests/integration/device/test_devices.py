@@ -1,4 +1,4 @@
-"""Properties of device types. Uses private names."""
+"""Properties of device types that torchop looks up in PyTorch. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Compare native and dispatched calls on generated examples; `nox -s fuzz` compares more."""
+"""Compare native and dispatched calls of generated operators on a device.
+
+`nox -s fuzz` compares more examples.
+"""
 
 from __future__ import annotations
 

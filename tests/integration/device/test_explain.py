@@ -56,7 +56,7 @@ def test_tensors_on_devices_of_several_types(namespace):
     )
     explanation = torchop.explain(op, ones(), torch.tensor(1.0))
     assert explanation.reason == "the tensors are on devices of several types"
-    assert explanation.keys[-1] == "PrivateUse1"  # the key where the dispatcher finds the kernel
+    assert explanation.keys[-1] == "PrivateUse1"  # the dispatcher finds the kernel at this key
 
 
 def test_a_gradient_without_a_formula(namespace):

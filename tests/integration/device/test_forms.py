@@ -1,4 +1,4 @@
-"""Features without an equivalent in torch.library, on a device."""
+"""Features of torchop that torch.library does not have, on a device."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def derived_formula(define: Define) -> Any:
     results = []
     for context in (torch.enable_grad(), torch.autocast(TYPE, torch.bfloat16)):
         x, weight = ones(requires_grad=True), ones(requires_grad=True)
-        drop(x, weight)  # the first call creates the class of the autograd node
+        drop(x, weight)  # prepare the operator, because a first call is never native
         with context:
             y = drop(x, weight)
-        torch.rand(3, device=SECOND)  # random numbers in between must not affect the backward
+        torch.rand(3, device=SECOND)  # so the backward must restore the random state
         y.sum().backward()
         results += [y, x.grad, weight.grad, torch.rand(1, device=SECOND)]
     return results
@@ -173,7 +173,7 @@ def test_a_provider_for_one_of_the_devices(namespace):
 
 
 def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op: Any) -> None:
-    """Check that accelerated calls give the same results and traces, and that two are native."""
+    """Check that `accelerate` does not change results and traces, and that two calls are native."""
 
     def seen() -> Any:
         with target.trace() as trace:
@@ -190,7 +190,10 @@ def assert_unchanged_by_acceleration(namespace: str, run: Callable[[], Any], op:
 
 @target.only_on_the_standin
 def test_a_call_that_is_captured(namespace):
-    """Native calls must not read generator states or wait, which would raise during a capture."""
+    """During a capture, reading a generator's state raises, and so does waiting for the device.
+
+    So native calls must do neither.
+    """
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )

@@ -65,7 +65,8 @@ def test_a_call_without_tensors_runs_through_the_fallback(namespace):
         return [make(2, torch.device(name)) for name in ("standin:1", "standin:1", "cpu")]
 
     both = on_both(scenario, namespace)
-    # In torch.library, a BackendSelect kernel rejects the call before the backend's fallback.
+    # With torch.library, a BackendSelect kernel rejects the call before the fallback of the backend
+    # could run.
     assert "does not have a kernel registered for standin" in str(both.stock)
     assert [(str(r.device), r.tolist()) for r in both.ours] == [
         ("standin:1", [1, 1]),
@@ -75,7 +76,8 @@ def test_a_call_without_tensors_runs_through_the_fallback(namespace):
 
 
 def test_an_optional_list_runs_through_the_fallback(namespace):
-    # torch.library does not dispatch on the device of tensors in a list.
+    # The only tensors are in an optional list, which the dispatcher ignores when it selects a
+    # backend. torchop must select the backend, which falls back to the CPU kernel.
     @torchop.custom_op(f"{namespace}::total", mutates_args=(), device_types="cpu")
     def total(xs: Optional[List[Tensor]]) -> Tensor:
         return sum(xs)
@@ -197,7 +199,8 @@ def test_autocast_rule_of_the_device_applies_during_recording(namespace, library
         op(x)
         with torchop.record(f"{namespace}::*") as recorded:
             op(x)
-    # torch.library ignores rules under PyTorch's original name of the device type.
+    # A rule registered under "privateuseone", the original name of the device type, works in
+    # torchop. torch.library accepts the rule, but does not use it.
     is_cast = library is torchop or name == "standin"
     assert seen == [(torch.bfloat16 if is_cast else torch.float32, torch.float32)] * 2
     assert recorded.calls(f"{namespace}::product") == 1

@@ -17,7 +17,7 @@ from tests.native.test_leaks import (  # noqa: F401  # collects these tests
 
 @pytest.fixture(autouse=True)
 def fewer_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make fewer calls, because kernels that fall back to the CPU are a hundred times slower."""
+    """Make fewer calls, because falling back to the CPU makes kernels a hundred times slower."""
     if "TORCHOP_LEAK_CALLS" not in os.environ:
         monkeypatch.setattr(leaks, "CALLS", 500)
         monkeypatch.setattr(leaks, "SLOW_CALLS", 200)

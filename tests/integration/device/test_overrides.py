@@ -1,4 +1,4 @@
-"""Native calls respect kernels that other libraries register for the device."""
+"""Calls run the kernels that other libraries register for the device over those of torchop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def fragment(namespace: str) -> Iterator[torch.library.Library]:
 
 
 def both_paths(op: Any, x: Callable[[], Tensor]) -> tuple[list[float], dict[str, int]]:
-    """Check that the native result equals the dispatched one; return it and the counted calls."""
+    """Check that native and dispatched calls have the same result.
+
+    Return the result, and the number of calls by counter.
+    """
     with counting(op) as calls:
         result = op(x())
     with torchop.native.disabled():
@@ -58,7 +61,7 @@ def test_a_kernel_at_a_key_of_the_device(op, fragment, key):
     assert result == [8, 8]
     assert calls == {"kernel": 1}
     assert f"the kernel at {key}" in torchop.explain(op, ones()).reason
-    # The CPU has its own keys.
+    # An override at a key of the device does not affect tensors on the CPU, which have other keys.
     assert both_paths(op, lambda: torch.ones(2)) == ([2, 2], {"native": 1})
 
 
@@ -69,7 +72,8 @@ def test_a_kernel_at_the_key_of_another_device(op, fragment):
     assert both_paths(op, lambda: ones(requires_grad=True)) == ([2, 2], {"native": 1})
 
 
-# PyTorch cannot restore the previous fallback, so each test replaces it in a process of its own.
+# Replaces PyTorch's fallback for autograd. The previous fallback cannot be restored, so each case
+# runs this program in its own process.
 FALLBACKS = """
     import sys, torch, torchop
     from tests.integration.device import standin
@@ -116,7 +120,12 @@ FALLBACKS = """
 
 @pytest.mark.parametrize("chosen", ["python", "fallthrough"])
 def test_a_fallback_of_the_backend_for_autograd(chosen):
-    """torchop's operators have an Autograd kernel. Those of torch.library use the fallback."""
+    """A new fallback for the device's autograd key affects operators without an autograd kernel.
+
+    `op` has one, because torchop registers an autograd kernel for each operator. `low`, from
+    torch.library, has none, so its calls run the fallback, and are native only if the fallback
+    falls through.
+    """
     native, met = "(True, [])", "(False, ['fallback of ours::low'])"
     *before, op, low = assert_clean(run_forked(FALLBACKS, chosen)).splitlines()
     assert before == [f"op {native} {native}", f"low {native} {native}"]
@@ -137,5 +146,5 @@ def test_without_a_fallback_for_kernels(op, namespace):
         with pytest.raises(torchop.MissingKernelError, match="standin"):
             only_cpu(nothing)
         with pytest.raises(NotImplementedError, match="aten::add"):
-            op(nothing)  # the kernel is found, but an operator that it calls is not
+            op(nothing)  # the kernel runs, but calls `aten::add`, which has no kernel
     assert both_paths(op, ones) == ([2, 2], {"native": 1})

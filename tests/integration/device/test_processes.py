@@ -1,4 +1,4 @@
-"""Child processes of `torchop check` use the device."""
+"""Child processes of `torchop check` can use the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.integration.device import target
 
 ROOT = Path(__file__).parents[3]
 LOAD = "from tests.integration.device import standin\nstandin.load()\n" if target.IS_STANDIN else ""
-# Like CUDA, the device cannot be used in a forked process.
+# Code of a module that asks for the device when it is imported. Afterwards a forked process cannot
+# use the device, as with CUDA, so `torchop check` must start its child processes without a fork.
 ASK = (
     "process = os.getpid()\ntorch.standin._is_in_bad_fork = lambda: os.getpid() != process\n"
     if target.IS_STANDIN

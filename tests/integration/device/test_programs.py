@@ -1,4 +1,7 @@
-"""Programs with memory, graphs, streams and modes, compared in the three runs of `arms.py`."""
+"""Programs with memory limits, graphs, streams and modes, as scenarios for `arms.py`.
+
+Each scenario runs with native calls, through the dispatcher, and with torch.library.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ from tests.integration.device.test_calls import Define, ones, scale, side_stream
 pytestmark = [
     needs_native,
     target.needs_accelerator,
-    # PyTorch 2.11 warns, once per process, if a formula moves a gradient to another device.
+    # PyTorch 2.11 warns if a formula moves a gradient to another device.
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 
 
 @functools.cache
 def first_side_stream() -> torch.Stream:
-    """Return the same stream of the first device for all three runs."""
+    """Return the same stream in all three runs, because new streams have different numbers."""
     return torch.Stream(FIRST)
 
 
@@ -352,7 +355,8 @@ ANYWHERE = (
     fake_tensors,
     a_mode_for_devices,
 )
-# The first uses the backend's fallback, and the second has tensors on devices of several types.
+# In these scenarios no call is native, because the first uses the backend's fallback, and the
+# second passes tensors on devices of several types.
 NEVER_NATIVE = (a_kernel_for_the_cpu_alone, pinned_memory)
 LACKING = {pinned_memory: pytest.mark.needs_torch("2.13", "stock counts what its kernel writes")}
 

@@ -12,7 +12,8 @@ from tests.integration.device.target import SECOND, TYPE
 def test_a_recorded_call_under_autocast(namespace):
     @torchop.custom_op(f"{namespace}::product", mutates_args=())
     def product(x: Tensor) -> Tensor:
-        # `register_autocast` turns autocast off inside the kernel.
+        # Autocast is off inside the kernel because of `register_autocast`, so this product is in
+        # float32.
         return x.float() @ x.float()
 
     product.register_autocast(TYPE, torch.bfloat16)

@@ -85,7 +85,7 @@ def test_waits_of_the_host_are_traced():
         "copy from the host",
         "read a value",
         "aten::nonzero",
-        "aten::nonzero",  # an indexing mask is converted to indices
+        "aten::nonzero",  # indexing with a mask calls `nonzero`
         "aten::equal",
         "synchronize device 0",
         "synchronize stream 0.0",
@@ -119,7 +119,7 @@ def test_random_numbers():
 def test_allocator_counts_memory():
     before = [torch.accelerator.memory_allocated(device) for device in (0, 1)]
     x = torch.empty(5000, device="standin:1")
-    assert torch.standin.memory_allocated(1) == before[1] + 20480  # allocations take whole pages
+    assert torch.standin.memory_allocated(1) == before[1] + 20480  # five pages of 4096 bytes
     assert torch.accelerator.memory_allocated(0) == before[0]
     torch.accelerator.reset_peak_memory_stats(1)
     torch.empty(5000, device="standin:1")
@@ -134,7 +134,7 @@ def test_a_graph_replays_its_work_in_the_same_memory():
         y = torch.cat([x, x.t() * 2])
         z = y.add_(1).reshape(2, 3).sum(0)
         pinned.copy_(z, non_blocking=True)
-        # The operator's kernel resizes the output.
+        # The kernel of `arange` resizes its output, which must also work in a replay.
         numbers = torch.arange(4, device="standin:1") * x[0]
     assert (y.tolist(), z.tolist(), pinned.tolist()) == ([2, 2, 2, 3, 3, 3], [5] * 3, [5] * 3)
     x.fill_(2)
@@ -179,7 +179,7 @@ def test_capture_rejects_the_same_operations_as_cuda():
         lambda: torch.accelerator.current_stream().query(),
         lambda: event.query(),
     ):
-        with (  # the error also breaks the capture
+        with (  # after the error, ending the capture raises, too
             pytest.raises(RuntimeError, match="due to a previous error during capture"),
             standin.capture(),
             pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
@@ -194,7 +194,8 @@ def test_graph_keeps_only_its_pools_memory():
     reserved = torch.accelerator.memory_reserved(0)
     with standin.capture() as graph:
         y = (x + 1) * 2
-    # Including memory that was freed during the capture.
+    # The pool has two pages of 4096 bytes: one for `y`, and one for `x + 1`, which was freed during
+    # the capture but remains in the pool.
     assert torch.accelerator.memory_reserved(0) == reserved + 8192
     with standin.capture(pool=graph.pool()) as second:
         z = y + x
@@ -268,7 +269,11 @@ print(results)
 def test_greenlets_in_the_fallback_behave_as_in_any_dispatched_call(
     defined_by, key, device, survives
 ):
-    """pybind11 aborts if greenlets leave its calls in another order. Native calls don't use it."""
+    """Greenlets may leave their calls in a different order than they entered the calls.
+
+    In dispatched calls, pybind11 then aborts the process. Native calls do not use pybind11, so they
+    work.
+    """
     pytest.importorskip("greenlet")
     program = LOADED + "import torchop\n" + GREENLETS
     for word, value in (("DEFINED_BY", defined_by), ("KEY", key), ("DEVICE", device)):

@@ -1,4 +1,7 @@
-"""Calls add no synchronization or memory to those of their kernel. Uses private names."""
+"""A call neither waits for the device nor takes memory, unless its kernel does.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from tests.integration.device.target import SECOND, TYPE
 from torchop.testing._timing import Way, timed
 
 pytestmark = [needs_native, target.needs_accelerator]
-# Large enough that work on an unsynchronized stream is still running.
+# On a GPU, the tensors are so large that the work on another stream is still running when a test
+# reads the result. So a missing synchronization is detected.
 SIDE = 2048 if TYPE == "cuda" else 16
 
 

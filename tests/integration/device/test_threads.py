@@ -1,4 +1,4 @@
-"""Backward threads of an accelerator must see the settings of the caller."""
+"""Settings of the thread that calls `backward` apply in the backward threads of an accelerator."""
 
 from __future__ import annotations
 
@@ -46,13 +46,16 @@ def test_checking_reports_mutation_in_backward(namespace):
         with pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
             y.backward(retain_graph=True)
         other = threading.Thread(target=y.backward, kwargs={"retain_graph": True})
-        other.start()  # a thread outside the block, so its backward must not be checked
+        other.start()  # the block does not apply to this thread, so nothing raises
         other.join()
     y.backward()
 
 
 def chosen(namespace: str) -> tuple[Any, list[str]]:
-    """Define an operator with two providers; return it and the list of providers that ran."""
+    """Define an operator with kernels of two additional providers, "first" and "second".
+
+    Return the operator, and a list to which each kernel adds the name of its provider.
+    """
     ran: list[str] = []
 
     def kernel(name: str) -> Any:
@@ -108,7 +111,10 @@ def test_backward_uses_the_tasks_priority(namespace):
 
 @pytest.mark.parametrize("is_native", [True, False])
 def test_nested_backward_loses_the_callers_priority(namespace, is_native):
-    """After a nested backward, PyTorch has lost the caller's context with the settings."""
+    """A limitation: after a nested backward in a formula, PyTorch has lost the caller's context.
+
+    So the priority that the caller has set does not apply to later calls in the formula.
+    """
     op, ran = chosen(namespace)
     run = op if is_native else torchop.native.disabled()(op)
 
@@ -128,7 +134,7 @@ def test_native_calls_are_disabled_in_backward(namespace):
 
     def call(grad: Tensor) -> Tensor:
         with torchop.native.disabled():
-            op(grad)  # leaving this block must not undo the caller's block around the backward
+            op(grad)  # leaving this block must not end the caller's block
         return op(grad)
 
     y = calling_in_backward(namespace, call)
@@ -136,7 +142,7 @@ def test_native_calls_are_disabled_in_backward(namespace):
     with torchop.native.disabled():
         backward()
         other = threading.Thread(target=backward)
-        other.start()  # a thread outside the block, so its backward makes native calls
+        other.start()  # the block does not apply to this thread, so its calls are native
         other.join()
         backward()
     backward()

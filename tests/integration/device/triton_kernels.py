@@ -1,4 +1,4 @@
-"""Kernels for Triton, which reads their source from a file."""
+"""Triton kernels. They are in a module, because Triton reads their source from its file."""
 
 import triton
 import triton.language as tl

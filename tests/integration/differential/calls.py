@@ -29,7 +29,7 @@ from tests.integration.differential.tensors import TensorSpec, tensors
 
 
 class Same(NamedTuple):
-    """Reuse the argument tensor with this number."""
+    """Stands for the tensor with this number among the call's arguments, which is passed again."""
 
     number: int
 
@@ -108,14 +108,14 @@ def _replace(value: Any, replaced: dict[int, Tensor]) -> Any:
 
 
 class Level(enum.IntEnum):
-    """Kernels must get the plain integers."""
+    """Members are passed as arguments. Kernels must get the plain integers instead."""
 
     ZERO = 0
     THREE = 3
 
 
 class Mode(str, enum.Enum):
-    """Kernels must get the plain string."""
+    """Members are passed as arguments. Kernels must get the plain string instead."""
 
     MEAN = "mean"
 
@@ -153,7 +153,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     ),
 }
 
-# Values that the dispatcher converts or rejects.
+# Arguments of incorrect or unusual types, which the dispatcher converts or rejects.
 _ODD: tuple[Any, ...] = (
     *(-0.0, 1, 2**64, -(2**63) - 1, 10**400, True, 1.5, 2.0, 1j, None, "cpu", "mean", b"bytes", ()),
     *(numpy.float64(1.5), numpy.int64(3), numpy.bool_(True), numpy.float32(-0.0), numpy.ones(2)),
@@ -164,7 +164,7 @@ _ODD: tuple[Any, ...] = (
 
 
 class _Odd(int):
-    """An int whose `__float__` returns another number."""
+    """An int whose `__float__` returns a different number."""
 
     def __float__(self) -> float:
         return 7.5
@@ -204,13 +204,14 @@ def _values(draw: DrawFn, kind: Kind, focus: str) -> Any:
     if kind.schema == "int[2]":
         items = (draw(single), draw(single))
     else:
-        # An empty list of tensors does not determine the device, so it is rare.
+        # Generate few empty lists of tensors, because without a tensor there is no device.
         least = 1 if kind.holds_tensors and not draw(one_in(8)) else 0
         items = tuple(draw(st.lists(single, min_size=least, max_size=3)))
     return Items(items, draw(st.sampled_from([list, list, tuple])))
 
 
-# For these types, PyTorch accepts any number or tensor, and crashes if it is out of range.
+# For these types, PyTorch accepts any number or tensor, and crashes if the value is out of range.
+# So omit values that it could convert to a number.
 _ENUMERATIONS = ("ScalarType", "Layout", "MemoryFormat")
 _NO_NUMBERS = tuple(value for value in _ODD if not hasattr(value, "__index__"))
 _NO_NUMBERS = tuple(value for value in _NO_NUMBERS if not hasattr(value, "__float__"))
@@ -242,7 +243,7 @@ def calls(draw: DrawFn, spec: OperatorSpec, focus: str = "plain") -> CallSpec:
         value = draw(_values(parameter.kind, focus))
         if parameter.has_default and draw(st.booleans()):
             if draw(st.booleans()):
-                # The arguments after it must be passed by keyword.
+                # Leave this argument out. The arguments after it must then be passed by keyword.
                 first_keyword = min(first_keyword, index)
                 continue
             value = _default(parameter)

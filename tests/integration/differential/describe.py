@@ -13,7 +13,7 @@ Described = Any
 
 
 class Names:
-    """Names of tensors, by identity."""
+    """Gives names to tensors, which are recognized by identity."""
 
     def __init__(self) -> None:
         # Keep a reference to the tensor, so that its id is not reused.
@@ -58,7 +58,8 @@ def thread_state() -> Described:
 
 def describe(value: Any, names: Names) -> Described:
     if isinstance(value, Tensor):
-        # The description must not be visible to the modes and subclasses that are tested.
+        # The example may use modes and subclasses, which must not see the operations of this
+        # function.
         with torch._C.DisableTorchFunction():
             return _describe_tensor(value, names)
     if isinstance(value, (list, tuple)):
@@ -75,7 +76,8 @@ def describe_error(error: BaseException) -> Described:
     cause = error.__cause__
     return {
         "type": type(error).__name__,
-        # Remove the Python frames that pybind11 appends, which are those of the test.
+        # pybind11 appends the Python frames to the message. Remove them, because they are frames of
+        # the test and differ between the runs.
         "message": str(error).partition("\n\nAt:\n")[0],
         "cause": None if cause is None else describe_error(cause),
     }
@@ -92,7 +94,7 @@ def _describe_tensor(tensor: Tensor, names: Names) -> Described:
         "device": str(tensor.device),
         "layout": str(layout),
         "requires_grad": _or_error(lambda: tensor.requires_grad),
-        # Reading it raises if an in-place operation invalidated the view.
+        # Reading `is_leaf` raises if an in-place operation has made the view invalid.
         "is_leaf": _or_error(lambda: tensor.is_leaf),
         "is_inference": tensor.is_inference(),
         "keys": str(torch._C._dispatch_keys(tensor)),
@@ -116,7 +118,7 @@ def _or_error(read: Any) -> Any:
 
 
 def describe_node(node: Any) -> Described:
-    """Describe an autograd node, and the names of the nodes after it."""
+    """Describe an autograd node, and list the types of the nodes to which it passes gradients."""
     if node is None:
         return None
     described = {
@@ -136,7 +138,7 @@ def describe_node(node: Any) -> Described:
         )
         for name in ("to_save", "non_differentiable", "dirty_tensors", "materialize_grads"):
             described[name] = _or_error(lambda name=name: repr(getattr(node, name)))
-        # Attributes set by the user, without those that torchop sets on the node.
+        # Include only attributes that the user's functions have set, and not torchop's own ones.
         described["attributes"] = {
             key: repr(value) for key, value in vars(node).items() if not key.startswith("_torchop")
         }
@@ -148,7 +150,7 @@ def _inputs(node: Any) -> Any:
 
 
 def _contents(tensor: Tensor) -> Any:
-    """Return the bits of a tensor, because equal values such as 0.0 and -0.0 differ in bits."""
+    """Return the bits of a tensor, which differ even for equal values such as 0.0 and -0.0."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor

@@ -1,4 +1,4 @@
-"""Generated examples. Each tests one unusual feature, so the call usually succeeds."""
+"""Generate examples. Most have only one unusual feature, so that their calls succeed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from tests.integration.differential.observe import Example
 from tests.integration.differential.scripts import scripts
 from tests.integration.differential.situations import situations
 
-# Each entry is an equal share of the examples. "plain" calls have nothing unusual and are native.
+# The focus of an example is its unusual feature, which is drawn from this list. So a focus that is
+# listed more often gets more examples. "plain" examples have no unusual feature, so their calls are
+# native.
 FOCUSES = (
     *["plain"] * 20,
     *["gradient"] * 9,
@@ -31,7 +33,8 @@ def examples(draw: DrawFn) -> Example:
     focus = draw(st.sampled_from(FOCUSES))
     operator = draw(operators(focus))
     situation = draw(situations(focus))
-    # The profiler would also record what `supports` does, which runs only in the first call.
+    # The profiler also records operators that `supports` calls. The two runs would differ, because
+    # only the first call of an operator runs `supports`.
     if situation == "profiler":
         operator = operator._replace(provider="none")
     return Example(

@@ -24,8 +24,8 @@ def _kinds(*schemas: str) -> st.SearchStrategy[Kind]:
     return st.sampled_from([_KIND[schema] for schema in schemas])
 
 
-# Mostly common types, and a tensor first. Without tensors, the dispatcher selects a kernel by other
-# arguments, and calls are not native.
+# Most parameters have common types, and the first is nearly always a tensor. Without tensors, calls
+# are not native, because the dispatcher selects the kernel by other arguments.
 _first = st.one_of(
     *[_kinds("Tensor")] * 12, _kinds("Tensor[]"), _kinds("Tensor?"), _kinds("Tensor?[]")
 )
@@ -66,13 +66,14 @@ def _default(draw: DrawFn, kind: Kind, needed: bool) -> int | None:
 
 
 def _inferable(parameters: tuple[Parameter, ...]) -> bool:
-    # These defaults would be written differently in the schema, such as "1" for [1, 1] in int[2].
+    # Kinds without an annotation cannot be inferred. An example is int[2], whose schema would show
+    # the default [1, 1] as "1".
     return all(p.kind.annotation is not None for p in parameters)
 
 
 @st.composite
 def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
-    """Generate an operator that suits `focus`, the feature that the example tests."""
+    """Generate an operator that suits `focus`, the unusual feature of the example."""
     parameters = draw(_parameters(tensors=focus != "no tensors"))
     form = "plain"
     if focus == "mutation":

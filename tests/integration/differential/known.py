@@ -1,6 +1,7 @@
-"""Known differences between native and dispatched calls; the list should be empty.
+"""Known differences between native and dispatched calls. The list should be empty.
 
-Remove an entry when `src/` is fixed. Never add one to make a test pass.
+If a change of `src/` removes a difference, remove its entry. Never add an entry only to make a test
+pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from tests.integration.differential.observe import Example
 
 
 class Known(NamedTuple):
-    """A description, a pattern for the place of the difference, and the affected examples."""
+    """A known difference.
+
+    `what` describes it, `where` is a pattern for the path of the values that differ, and `when`
+    returns whether an example is affected.
+    """
 
     what: str
     where: str
@@ -23,7 +28,7 @@ class Known(NamedTuple):
 
 
 KNOWN: tuple[Known, ...] = ()
-# Examples that hang or end the process.
+# Examples that are skipped, because they hang or crash the process.
 HANGS: tuple[Known, ...] = (
     Known(
         "PyTorch 2.11's profiler ends the process once a plug-in has named its device.",

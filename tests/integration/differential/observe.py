@@ -24,7 +24,11 @@ from tests.integration.differential.tensors import Loud, Overriding
 
 
 class Example(NamedTuple):
-    """A generated example: an operator, a call, the kernel's actions and the call's context."""
+    """A generated example.
+
+    `script` contains the actions of the kernel and the formula, and `situation` names the context
+    of the call, such as a mode.
+    """
 
     operator: OperatorSpec
     call: CallSpec

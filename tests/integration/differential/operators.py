@@ -1,7 +1,7 @@
-"""Create generated operators whose functions report their arguments.
+"""Create operators from generated specifications. Their functions report their arguments.
 
-The functions follow the script of the current call. So an operator can be reused for all calls with
-the same schema.
+The kernels and formulas do not have fixed behaviour, but follow the script of the current call. So
+an operator can be reused for all calls with the same schema.
 
 Uses private names.
 """
@@ -37,9 +37,9 @@ from torchop.extend import OpName
 class Operator:
     """A generated operator, and the ways to call it.
 
-    `function` is the undecorated kernel. `fills_defaults` says whether the library passes the
-    schema's defaults to the kernel. `register` registers the kernel again, if the library registers
-    it by key.
+    `function` is the kernel without decorators. `fills_defaults` is True if the library passes the
+    schema's defaults to the kernel. `register` registers the kernel again at another dispatch key,
+    and is None for operators of `custom_op`.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Operator:
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:
-        """Replace the function's defaults by new objects, because calls may have mutated them."""
+        """Replace the function's default values by new objects, as calls may have mutated them."""
         _set_defaults(self.spec, self.function, lambda parameter: parameter.default_value)
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
-        """Change the kernel during the block, in a way that does not notify torchop."""
+        """Change the kernel's defaults or registration for the block. torchop is not notified."""
         self.restore_defaults()
         if self.spec.kernel == "replaced defaults":
             _set_defaults(self.spec, self.function, _other_default)
@@ -105,7 +105,7 @@ class Operator:
 
 
 def _function(spec: OperatorSpec, origin: str, *, annotated: bool, defaults: bool) -> Any:
-    """Generate a function with an operator's parameters, as a user would write it."""
+    """Generate the source of a function with an operator's parameters, and return the function."""
     written, names = [], []
     for parameter in spec.parameters:
         text = parameter.name
@@ -147,7 +147,7 @@ def _set_defaults(spec: OperatorSpec, function: Any, default: Callable[[Paramete
 
 
 def _dressed(spec: OperatorSpec, function: Any) -> Any:
-    """Return the function to register: `function`, or a wrapper with the same signature."""
+    """Return the function to register: `function`, or a wrapper that shows the same signature."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch._C.DispatchKeySet):
@@ -190,9 +190,11 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     name = f"differential::op{next(_numbers)}"
     if spec.registration != "custom_op":
         return _implemented(spec, name, maker)
-    # torch.library infers fewer types and defaults than its schemas support.
+    # Pass the schema to torch.library, because it cannot infer all types and defaults that schemas
+    # support.
     inferred = spec.style == "inferred" and not stock
-    # torch.library does not pass defaults to a kernel, so the function needs its own.
+    # torch.library does not pass the schema's defaults to a kernel, so the function needs its own
+    # defaults.
     defaults = stock or spec.style != "kernel without defaults"
     function = _function(spec, "kernel", annotated=inferred, defaults=defaults)
     options = {} if inferred else {"schema": spec.schema}
@@ -207,7 +209,7 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         device_types=spec.devices,
         **options,
     )
-    if spec.fake and spec.form != "inplace":  # an in-place operator needs none, and rejects it
+    if spec.fake and spec.form != "inplace":  # in-place operators reject a fake kernel
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
     if spec.formula == "derived":
         handle.derive_autograd()
@@ -226,7 +228,8 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     operator = Operator(spec, name, handle, function, fills_defaults=not stock)
     if spec.called_before and not stock:
         _prepare(handle)
-    if spec.kernel == "replaced defaults" and not stock:  # must not change the results
+    # The new defaults must not change the results.
+    if spec.kernel == "replaced defaults" and not stock:
         _set_defaults(spec, function, _other_default)
     if spec.override is not None:
         _override(operator, spec.override)
@@ -242,7 +245,7 @@ def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
 
     def register(key: str, with_keyset: bool) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it may replace another kernel
+            warnings.simplefilter("ignore")  # PyTorch warns if this replaces another kernel
             library.impl(local, kernel, key, with_keyset=with_keyset, allow_override=True)
 
     by_definition = spec.registration.startswith("register_kernel")
@@ -276,7 +279,7 @@ def _differentiate(spec: OperatorSpec, register: Callable[..., Any]) -> None:
 
 
 def _prepare(handle: Any) -> None:
-    """Build everything that torchop otherwise builds during the first calls."""
+    """Prepare everything that torchop otherwise prepares in the first calls of an operator."""
     definition = handle._definition
     assert definition.rule(AutogradRule).function is not None
     assert definition.plan is not None
@@ -313,7 +316,7 @@ def _override(operator: Operator, override: Override) -> None:
 
 
 def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
-    """Return a kernel for an autograd key, which redispatches to the next key."""
+    """Return a kernel for an autograd key that reports its arguments and calls the next kernel."""
     below: Any = {
         "Autograd": torch._C._AutoDispatchBelowAutograd,
         AUTOGRAD: torch._C._AutoDispatchBelowAutograd,
@@ -332,7 +335,7 @@ def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
 
 
 class Workshop:
-    """Create operators, and cache those that calls do not modify."""
+    """Creates operators, and caches those that do not change with their calls."""
 
     def __init__(self, limit: int = 2000) -> None:
         self._limit = limit
@@ -344,7 +347,8 @@ class Workshop:
             return make(spec, self._library, stock)
         if len(self._kept) >= self._limit:
             self.close()
-        # The key is text, because specifications with the defaults 1, True and 1.0 are equal.
+        # The cache key is the text of the specification, because specifications that differ only in
+        # the defaults 1, True and 1.0 are equal.
         key = (repr(spec), stock)
         if key not in self._kept:
             self._kept[key] = make(spec, self._library, stock)

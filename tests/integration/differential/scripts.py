@@ -1,4 +1,4 @@
-"""The actions of the kernel and the formula in one generated call."""
+"""The script of a generated call, which contains the actions of the kernel and the formula."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OurTensor(Tensor):
 
 class Script(NamedTuple):
     result: str = "fresh"
-    writes: str = "all"  # or "nothing": which arguments it mutates
+    writes: str = "all"  # the arguments that the kernel mutates, or "nothing"
     saves: str = "inputs"  # or "outputs", "both", "nothing", "no tensors"
     marks: str = ""  # or "non_differentiable", "no materialized gradients", "both", "dirty"
     gradients: str = "right"
@@ -145,7 +145,8 @@ def _fresh(source: Tensor | None, index: int, arguments: dict[str, Any]) -> Tens
     result = source.clone()
     if result.is_floating_point() and index == 0:
         for value in arguments.values():
-            # Makes the result depend on the numbers.
+            # Make the result depend on the numbers, so that a number that was passed incorrectly is
+            # noticed.
             if isinstance(value, float) and abs(value) < 1e6:
                 result = result + value
     return result

@@ -1,4 +1,4 @@
-"""The state around a call, such as modes, transforms or a profiler."""
+"""Situations: the context of a generated call, such as a mode, a transform or a profiler."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def _excluding(name: str) -> Callable[[], Any]:
             try:
                 yield
             except Exception as error:
-                # The exception holds a frame with a guard that restores the excluded keys once it
-                # is freed. Free it now, before this guard exits.
+                # The traceback of the exception keeps a frame alive, and that frame holds a guard
+                # whose destructor restores the excluded keys. Clear the frame now, so that the
+                # destructor runs before our own guard exits.
                 traceback.clear_frames(error.__traceback__)
                 raise
 
@@ -119,7 +120,7 @@ def _dual(function: Callable[..., Any], arguments: Arguments, running: Running) 
 
 
 def _dual_level_only(function: Callable[..., Any], arguments: Arguments, running: Running) -> Any:
-    """Forward mode is on, but no argument has a tangent."""
+    """Make the call with forward-mode AD turned on, but without a tangent."""
     with forward_ad.dual_level():
         return arguments.pass_to(function)
 
@@ -179,7 +180,7 @@ def _fake_outside(function: Callable[..., Any], arguments: Arguments, running: R
     return arguments.pass_to(function, [mode.from_tensor(t) for t in arguments.tensors])
 
 
-# Maps a focus to its situations, by name.
+# Maps each focus of examples to the situations that suit it, by name.
 SITUATIONS: dict[str, dict[str, Situation]] = {
     "plain": {
         "no_grad": _plain(torch.no_grad),
@@ -241,7 +242,8 @@ def situations(focus: str) -> st.SearchStrategy[str]:
     if focus in SITUATIONS and focus != "plain":
         return st.sampled_from(list(SITUATIONS[focus]))
     rare = st.sampled_from(list(SITUATIONS["plain"]))
-    # Bugs hide in combinations of two unusual features, but most examples should have only one.
+    # Most examples should have only one unusual feature. Some have two, because bugs hide in
+    # combinations.
     anything = st.sampled_from(list(EVERY))
     usual = st.just("nothing special")
     return st.one_of(*[usual] * 8, rare, rare, *([anything] if focus != "plain" else [usual]))

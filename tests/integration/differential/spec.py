@@ -8,7 +8,11 @@ from tests._support.opaque_types import CONSTANT, REFERENCE
 
 
 class Kind(NamedTuple):
-    """A schema type, an annotation for it, if any, and defaults as (schema text, value)."""
+    """A type of parameters: its name in schemas, its annotation, and possible defaults.
+
+    Types that are not inferred from signatures have no annotation. Each default is a pair of its
+    text in the schema and its value.
+    """
 
     schema: str
     annotation: str | None
@@ -100,13 +104,13 @@ RETURNS: dict[str, str] = {
     "(float, bool)": "tuple[float, bool]",
     REFERENCE: "Reference",
     f"(Tensor, {REFERENCE})": "tuple[Tensor, Reference]",
-    # Native calls do not support this one.
+    # Native calls do not support the result type Scalar, so calls must use the dispatcher.
     "Scalar": "Union[int, float, bool]",
 }
 
 
 class Parameter(NamedTuple):
-    """A parameter of an operator; `default` is an index into its kind's defaults."""
+    """A parameter of a generated operator. `default` is an index into the defaults of its kind."""
 
     name: str
     kind: Kind
@@ -132,7 +136,7 @@ class Parameter(NamedTuple):
 
 
 class Override(NamedTuple):
-    """A kernel with which another library replaces ours."""
+    """An override of the kernel at `key` by another library: a kernel, or a fallthrough."""
 
     key: str
     after_first_call: bool

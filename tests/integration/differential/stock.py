@@ -1,4 +1,4 @@
-"""Compare with the same operator of `torch.library.custom_op`, if it supports the example."""
+"""Compare an example with the same operator of torch.library, if that supports the example."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from tests._support.devices import DEVICE, STOCK_AUTOCASTS_ALL
 from tests.integration.differential.describe import Described
 from tests.integration.differential.observe import Example
 
-# Since 2.14, torch.library handles some calls without the dispatcher.
+# Since 2.14, torch.library makes some calls in Python, without the dispatcher.
 DISPATCHES_IN_PYTHON = hasattr(OpOverload, "_enable_pyobj_dispatch")
 
 
 class Deliberate(NamedTuple):
-    """An intended difference: patterns of both errors, and the examples that it affects."""
+    """An intended difference between torchop and torch.library.
+
+    `ours` and `stock` are patterns for the error messages of the two libraries. `when` returns
+    whether an example is affected.
+    """
 
     reason: str
     ours: str | None = None
@@ -124,18 +128,18 @@ def is_comparable(example: Example) -> bool:
     if operator.autocast and not (STOCK_AUTOCASTS_ALL or DEVICE.type == "cpu"):
         return False
     if example.script.result == "too many":
-        return False  # PyTorch reads past the end of the tuple of results, which may crash
+        return False  # PyTorch reads past the end of the results and may crash
     if operator.provider != "none":
         return False
     return operator.override is None and operator.called_before
 
 
 def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line: str) -> bool:
-    """Return whether acceleration may cause this difference.
+    """Return whether it is intended that `accelerate` causes this difference.
 
-    Accelerated operators accept a parameter called `self`. And since 2.14, if a kernel mutates a
-    list argument, PyTorch passes the mutated list to setup_context, but native calls pass the
-    original.
+    Accelerated operators accept a parameter called `self`, which torch.library rejects. And if a
+    kernel mutates a list argument, native calls pass the original list to setup_context, but since
+    2.14 PyTorch passes the mutated one.
     """
     if "multiple values for argument 'self'" in str(stock.get("error")):
         return True
@@ -144,7 +148,7 @@ def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line
 
 
 def outcome(seen: dict[str, Described]) -> Described:
-    """Return the results, with errors reduced to the fact that they were raised."""
+    """Return the results of a run, in which every exception is replaced by "an error"."""
     if "error" in seen:
         return "an error"
     return [_essence(seen["result"]), _essence(seen["arguments"]), _essence(seen["backward"])]

@@ -1,4 +1,4 @@
-"""Generated tensors: a specification that creates an equal tensor for each run."""
+"""Specifications of generated tensors, from which each run creates equal tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Overriding(Tensor):
 
 
 class TensorSpec(NamedTuple):
-    """A tensor's dtype and shape, its memory layout, its role in autograd, and its type."""
+    """The dtype and shape of a tensor, its memory layout, its role in autograd, and its kind."""
 
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] = (2, 3)
@@ -65,7 +65,7 @@ class TensorSpec(NamedTuple):
         return f"<{', '.join(w for w in words if w not in ('plain', 'no grad'))}>"
 
     def make(self) -> Tensor:
-        """Create the tensor; repeated calls create equal tensors."""
+        """Create the tensor. Each call creates a new tensor with the same values."""
         tensor = _MEMORIES[self.memory](self.dtype, self.shape)
         tensor = _FLAVOURS_BEFORE.get(self.flavour, lambda t: t)(tensor)
         if tensor.is_floating_point() or tensor.is_complex():
@@ -119,7 +119,7 @@ def _view_made_without_grad(tensor: Tensor) -> Tensor:
 
 
 def _view_that_came_to_require(tensor: Tensor) -> Tensor:
-    """Return a view that requires grad only because its base was mutated later."""
+    """Return a view that requires grad only since an in-place operation on its base."""
     base = tensor.detach().clone()
     view = base.view_as(base)
     base.mul_(torch.ones((), requires_grad=True))
@@ -179,7 +179,7 @@ _FLAVOURS_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SUBCLASSES = ("OurTensor", "Overriding", "Loud")
 FLAVOURS = (*_FLAVOURS_BEFORE, "zero tensor", "with attribute")
-if DEVICE.type != "cpu":  # other devices may not support these
+if DEVICE.type != "cpu":  # other devices may not support sparse and quantized tensors
     FLAVOURS = tuple(name for name in FLAVOURS if not re.match("sparse|quantized", name))
 
 

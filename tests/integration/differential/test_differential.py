@@ -1,6 +1,7 @@
 """Compare native and dispatched calls of generated operators.
 
-`nox -s fuzz` compares more examples; `TORCHOP_FUZZ_SEED` selects them, and repeats a run.
+`nox -s fuzz` compares more examples. `TORCHOP_FUZZ_SEED` selects the examples, so a run with the
+same seed repeats them.
 
 Uses private names.
 """
@@ -33,16 +34,17 @@ from torchop._native.reasons import Reason
 
 EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "450"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
-# After ten examples of a run, Hypothesis mostly combines parts of earlier examples. Many short runs
-# with different seeds find more.
+# After ten examples, Hypothesis mostly combines parts of earlier examples. So many short runs with
+# different seeds find more differences than one long run.
 EXAMPLES_OF_A_RUN = 11
-# Compare one of so many examples with torch.library, or none if 0, because creating its operator
-# takes 30 ms. The choice depends on the example's text, so a failing example fails again.
+# Only one in STOCK examples (none if 0) is also compared with torch.library, because creating an
+# operator with torch.library takes 30 ms. The text of an example decides whether it is compared, so
+# an example that failed will fail again.
 STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 25
-# Fewer calls have these reasons. Calls that record a gradient are mostly native, and CAPTURE needs
-# an accelerator.
+# The number of calls that must use the dispatcher for a reason, for reasons that are too rare for
+# CALLS_PER_REASON. Most calls that record a gradient are native, and CAPTURE needs an accelerator.
 RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}
 
 
@@ -73,12 +75,14 @@ class Tally:
 
 @pytest.fixture
 def workshop() -> Iterator[Workshop]:
-    # Otherwise the second run would lack the warnings that PyTorch shows once per process.
+    # PyTorch shows some warnings only once per process. The warnings of two runs are compared, so
+    # show them each time.
     warned = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
-    # Compiles PyTorch's forward-mode formulas now, which warns.
+    # Import this module of PyTorch now, because its import causes a warning, which only the first
+    # run would see.
     importlib.import_module("torch._decomp.decompositions_for_jvp")
-    logging.disable()  # fake tensors log each exception that they raise
+    logging.disable()  # because fake tensors log each exception that they raise
     workshop = Workshop()
     yield workshop
     workshop.close()
@@ -86,7 +90,8 @@ def workshop() -> Iterator[Workshop]:
     torch.set_warn_always(warned)
 
 
-# Each run records its own warnings, which are compared.
+# pytest must not turn warnings into errors, because each run records its warnings, which are then
+# compared.
 @pytest.mark.filterwarnings("ignore")
 def test_native_calls_equal_dispatched_calls(
     workshop: Workshop, capsys: pytest.CaptureFixture[str]
@@ -109,8 +114,8 @@ def test_native_calls_equal_dispatched_calls(
     with capsys.disabled():
         print(f"\n{tally}")
     assert tally.native >= NATIVE_SHARE * tally.examples
-    # Two standard deviations below the expected share, because runs on a device compare only about
-    # thirty.
+    # Tolerate two standard deviations below the expected share, because a run on a device compares
+    # only about thirty examples.
     deviation = (tally.stock * NATIVE_SHARE * (1 - NATIVE_SHARE)) ** 0.5
     assert tally.accelerated >= max(1, NATIVE_SHARE * tally.stock - 2 * deviation)
     if EXAMPLES >= 3000:
@@ -122,7 +127,8 @@ def check(example: Example, workshop: Workshop, tally: Tally) -> None:
         tally.skipped += 1
         return
     operator = workshop.operator(example.operator)
-    # A second call would see what the kernel appended to a default.
+    # If the kernel appends to its list arguments, make a second call, which would see the changed
+    # default if a default were not copied.
     times = 1 + example.script.grows_lists
     try:
         arms = {}
@@ -159,13 +165,16 @@ def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[st
 
 def observe_again(example: Example, operator: Operator, times: int) -> dict[str, object]:
     if not operator.fills_defaults:
-        # The function uses its own defaults. An earlier call may have mutated them.
+        # The kernel uses the defaults of its function, which an earlier call may have mutated.
         operator.restore_defaults()
     return [observe(example, operator) for _ in range(times)][-1]
 
 
 def compare_accelerated(example: Example, operator: Operator, stock: dict[str, object]) -> bool:
-    """Compare a stock operator with itself, accelerated; return whether a call was native."""
+    """Check that `accelerate` does not change an operator of torch.library.
+
+    Return whether an accelerated call was native.
+    """
     times = 1 + example.script.grows_lists
     with torchop.accelerate(operator.name):
         accelerated = observe_again(example, operator, times)

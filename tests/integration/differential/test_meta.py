@@ -1,4 +1,4 @@
-"""The differential comparison detects differences. Uses private names."""
+"""The comparison of `test_differential.py` detects differences. Uses private names."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def test_equal_runs_are_equal(workshop: Workshop) -> None:
 
 
 def with_script(spec: OperatorSpec, *values: Any, **script: Any) -> tuple[Example, Example]:
-    """Return an example, and the same one with another script."""
+    """Return two examples that differ only in the script, that is, in the actions of the kernel."""
     return example(spec, *values), example(spec, *values, **script)
 
 
 NUMBER = OperatorSpec((X,), "SymInt")
-# Two examples that differ in one respect, and the path where the comparison must report it.
+# Each case consists of two examples that differ in one respect, and the path of the value for which
+# the comparison must report the difference.
 CASES: dict[str, tuple[tuple[Example, Example], str]] = {
     "a negative zero": (
         (example(FUNCTIONAL, TensorSpec(), 0.0), example(FUNCTIONAL, TensorSpec(), -0.0)),
@@ -107,7 +108,7 @@ def test_a_difference_is_seen(
 
 @contextlib.contextmanager
 def _doctored(workshop: Workshop, spec: OperatorSpec, wrong: Callable[..., Any]) -> Iterator[None]:
-    """Simulate a bug in native calls, by replacing a function in the native plan only."""
+    """Simulate a bug by making only native calls run `wrong` in place of the kernel."""
     definition = workshop.operator(spec).handle._definition
     compiled = definition.plan
     kernels = compiled[KernelRule]

@@ -1,4 +1,4 @@
-"""Autograd features beyond a single backward."""
+"""Autograd features such as double backward, checkpoints and compiled autograd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.compile.graphs import AotRecorder
 
 
 class Cube:
-    """An operator that computes x ** 3 and counts its forward calls."""
+    """An operator that computes x ** 3 and counts how often its kernel runs."""
 
     def __init__(self, namespace: str) -> None:
         self.forwards = 0
@@ -63,7 +63,8 @@ def _input(value: float) -> Tensor:
 
 
 def test_a_formula_made_of_operators_is_differentiated_through_them(namespace):
-    # The gradient of cube is an operator too, and so is the second derivative.
+    # Three operators: the formula of `x_cubed` calls `three_x_squared`, whose formula calls
+    # `six_x`.
     library = {}
 
     def operator(name: str, kernel: Any, gradient: Any) -> None:
@@ -217,7 +218,8 @@ def test_compiled_autograd_captures_the_formula(cube, forward):
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
             result.backward()
         assert x.grad.item() == expected
-    # Only the formula squares; AOT Autograd may write the square as a power.
+    # Only the formula calls `square`, which AOT Autograd may turn into `pow`. So one of them in a
+    # graph shows that compiled autograd captured the formula.
     assert any("square" in graph or "pow" in graph for graph in graphs)
 
 

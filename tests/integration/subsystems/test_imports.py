@@ -1,4 +1,4 @@
-"""Eager use imports no compiler, and torchop imports only torch."""
+"""Programs without a compiler do not import Dynamo, and torchop imports no package except torch."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_eager_use_never_imports_dynamo() -> None:
 
 @pytest.mark.exhaustive
 def test_eager_use_of_pytorchs_own_imports_dynamo() -> None:
-    # Shows that the test above can fail.
+    # Shows that the test above can fail, because the same program with torch.library imports
+    # Dynamo.
     assert "torch._dynamo" in _modules_after(_USE.format(library="torch.library"))
 
 
@@ -97,7 +98,8 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> None:
     used = _modules_after(_RECORDED.format(mode='torchop.record("*", sys.modules["__main__"])'))
-    # Since 2.15, the first backward imports modules of PyTorch.
+    # Since 2.15, the first backward imports modules of PyTorch, so subtract the modules that the
+    # same program imports without recording.
     used -= _modules_after(
         "import contextlib\n" + _RECORDED.format(mode="contextlib.nullcontext()")
     )

@@ -188,7 +188,7 @@ def test_device_context_affects_neither_arguments_nor_kernel(namespace):
 
 
 class Tagged(torch.Tensor):
-    """A subclass without handlers of its own."""
+    """A subclass that overrides neither `__torch_function__` nor `__torch_dispatch__`."""
 
 
 def test_torch_dispatch_of_a_subclass_handles_the_call(mix):

@@ -1,4 +1,4 @@
-"""Rules of operators with optional results get None for missing results."""
+"""If a kernel returns None for an optional result, the rules of the operator get None, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tags are set on the overload, and change the behaviour of compilers."""
+"""Tags of an operator are set on its overload, so compilers take them into account."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests._support.devices import TYPE
 from tests._support.releases import INPLACE, OUT
 from tests.integration.compile.graphs import AotRecorder, Recorder, fresh_compiler
 
-# These two tags require a schema of another form.
+# All tags except two that require the schema of an in-place or out= operator.
 TAGS = [tag for tag in Tag.__members__.values() if tag not in (INPLACE, OUT)]
 
 
@@ -46,13 +46,14 @@ def _halve(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("tags", "expected"),
     [
-        # As in eager mode: every second row of a transposed 4 by 3 matrix.
+        # The same strides as in eager mode, in which the argument is every second row of a
+        # transposed 4 by 3 matrix.
         ((), (12, 2, 4)),
         (Tag.needs_exact_strides, (12, 2, 4)),
-        # The same order of dimensions, without gaps between the elements.
+        # The order of the dimensions is the same as in eager mode, but the elements are dense.
         (Tag.needs_fixed_stride_order, (6, 1, 2)),
         (Tag.needs_contiguous_strides, (6, 3, 1)),
-        # The layout that is cheapest to compute.
+        # Inductor may choose the layout that is cheapest to compute.
         (Tag.flexible_layout, (12, 6, 1)),
     ],
     ids=str,
@@ -110,8 +111,8 @@ def test_inductor_divides_a_graph_at_a_cudagraph_unsafe_operator(
         over = kind == "overwriting"
         options = {"like": "x", "inplace": over, "elementwise": over}
         op = torchop.out_op(f"{namespace}::op", _write_half, tags=tags, **options)
-    # Make the CPU's nodes look like a GPU's, because Inductor partitions only GPU graphs. The
-    # wrapper below replaces CUDA graphs and gets each part that they would capture.
+    # Inductor splits only GPU graphs at such an operator, so pretend that all nodes run on a GPU.
+    # The wrapper below is called with each part of the graph that would become a CUDA graph.
     monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: True)
     parts: list[Any] = []
     set_customized_partition_wrappers(lambda part, metadata: parts.append(metadata) or part)
@@ -181,7 +182,8 @@ def test_a_seeded_operator_does_not_run_at_trace_time_even_on_constants(namespac
         lambda x: x + noise(torch.tensor(0.5)), backend="aot_eager", fullgraph=True
     )
     compiled(torch.zeros(2))
-    # Without the tag, PyTorch also runs the operator at trace time, to fold the constant.
+    # Without the tag, PyTorch also runs the operator while it traces, to replace the result by a
+    # constant.
     assert (len(runs) == 1) is tagged
     runs.clear()
     compiled(torch.zeros(2))

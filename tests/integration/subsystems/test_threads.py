@@ -19,7 +19,7 @@ from tests._support.devices import TYPE
 
 @pytest.fixture(autouse=True)
 def _switch_often() -> Iterator[None]:
-    """Make Python switch between threads far more often."""
+    """Make Python switch between threads much more often, so that data races are more likely."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield
@@ -31,7 +31,7 @@ def _switch_often() -> Iterator[None]:
 
 
 def _define(namespace: str, number: int) -> torchop.CustomOp:
-    """Define an operator whose rules return results that depend on `number`."""
+    """Define an operator with a kernel and rules whose results depend on `number`."""
 
     @torchop.custom_op(f"{namespace}::op{number}", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -80,7 +80,8 @@ def test_last_registration_of_eight_threads_applies(namespace):
                 last.append(number)
                 op.register_kernel(TYPE, lambda x, number=number: torch.full_like(x, number))
                 op.register_fake(lambda x, number=number: x.new_empty(number))
-            # A concurrent call uses the kernel of a single registration.
+            # Each call must use the kernel of one registration, although other threads register
+            # kernels meanwhile.
             assert op(torch.ones(2)).unique().numel() == 1
 
     in_threads(register_some)

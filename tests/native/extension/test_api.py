@@ -1,4 +1,4 @@
-"""Building in the foreground, and the functions of the module `api`. Uses private names."""
+"""Building the extension in the foreground, and other functions of `api`. Uses private names."""
 
 from __future__ import annotations
 

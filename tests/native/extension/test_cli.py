@@ -125,10 +125,12 @@ VERDICTS = {
     ("setting", "value", "state"),
     [
         ("TORCHOP_NATIVE", "auto", "idle"),
-        ("TORCHOP_NATIVE", "require", "idle"),  # this setting compiles as well
+        # Like "auto", this value makes torchop compile the extension when it is needed.
+        ("TORCHOP_NATIVE", "require", "idle"),
         ("TORCHOP_NATIVE", "prebuilt", "failed"),
         ("TORCHOP_NATIVE", "0", "off"),
-        ("TORCHOP_NATIVE_DIR", "/absent", "failed"),  # it must contain the extension
+        # TORCHOP_NATIVE_DIR must contain the extension, but this folder does not exist.
+        ("TORCHOP_NATIVE_DIR", "/absent", "failed"),
         ("CXX", "/absent/c++", "failed"),
     ],
 )
@@ -154,7 +156,7 @@ def test_doctor_where_nothing_is_compiled(
 
 @pytest.mark.usefixtures("compiler")
 def test_doctor_of_a_read_only_cache(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    access = os.access  # root may write everywhere, so simulate a read-only folder
+    access = os.access  # root can write to every folder, so simulate one that is read-only
     monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
     outcome = Outcome("doctor")
     assert outcome.code == 1
@@ -233,7 +235,7 @@ def test_without_packages_the_error_names_them(
     assert capsys.readouterr().err == (
         f"torchop: the command line needs {missing}: {installing('cli')}\n"
     )
-    # `--version` must work without these packages.
+    # `--version` must work even if `missing` is not installed.
     monkeypatch.setattr(sys, "argv", ["torchop", "--version"])
     __main__.main()
     assert capsys.readouterr().out == f"torchop, version {torchop.__version__}\n"

@@ -54,7 +54,7 @@ def test_no_home(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_relative_home_is_ignored(
     home: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working directory may contain other people's files."""
+    """A relative cache path would depend on the working directory, where others may plant files."""
     monkeypatch.delenv("TORCHOP_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "caches")
     monkeypatch.setenv("HOME", home)
@@ -119,7 +119,7 @@ def test_folders_above_are_made_for_the_user_alone(
 def test_folder_above_that_others_can_rename_is_refused(
     in_cache: Path, source: Path, mode: int, is_safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise another user could replace the cache between the check and the load."""
+    """If others could rename a parent folder, they could replace the cache after it was checked."""
     monkeypatch.setattr(files, "_is_users_own_group", lambda number: False)
     cache = in_cache.parent
     below = cache.parent / "above" / "between"
@@ -194,7 +194,7 @@ def test_file_in_place_of_the_folder_is_an_error(cache_folder: Path) -> None:
 
 def test_read_only_folder(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_folder.mkdir(mode=0o500)
-    if os.geteuid() == 0:  # root may write everywhere, except to a read-only file system
+    if os.geteuid() == 0:  # root can write to every folder, so simulate one that is read-only
         monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(NativeUnavailableError, match=f"is read-only. {REMEDY}"):
         files.make_cache_folder()

@@ -119,7 +119,7 @@ def test_existing_extension_is_loaded_immediately(extension: Extension, in_cache
 def test_python_without_gil_does_not_load_an_extension_that_needs_it(
     extension: Extension, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading the extension would enable the GIL for the whole process."""
+    """Loading this extension would enable the GIL for the whole process, so it is not loaded."""
     monkeypatch.setenv("TORCHOP_NATIVE", value)
     receiver = Receiver()
     extension.obtain(receiver)
@@ -134,7 +134,7 @@ def test_python_without_gil_does_not_load_an_extension_that_needs_it(
 
 @pytest.mark.usefixtures("needs_no_lock", "in_cache", "no_child", "without_lock")
 def test_python_without_gil_loads_an_extension_that_supports_it(extension: Extension) -> None:
-    """No warning, because loading the extension does not enable the GIL."""
+    """Loading this extension does not enable the GIL, so there is no warning."""
     receiver = Receiver()
     extension.obtain(receiver)
     assert len(receiver.modules) == 1
@@ -173,7 +173,7 @@ def test_build_goes_on_in_the_background(
     assert (status.state, status.path) == ("ready", target)
     assert status.seconds is not None
     assert status.seconds > 0.3
-    assert extension.wait(Receiver(), 60)  # waits for the line "native calls are ready"
+    assert extension.wait(Receiver(), 60)  # returns only after "native calls are ready" was printed
     notice, ready = capsys.readouterr().err.splitlines()
     assert notice == NOTICE_IN_BACKGROUND
     assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
@@ -235,7 +235,7 @@ def test_require_raises_with_the_message_of_the_compiler(
     compiler("echo 'fatal error' >&2; exit 1")
     monkeypatch.setenv("TORCHOP_NATIVE", "require")
     message = r"TORCHOP_NATIVE=require is set, .*TORCHOP_NATIVE=auto .*exit code 1:\nfatal error"
-    for _ in range(2):  # Python may import a module again after its import failed
+    for _ in range(2):  # twice, because a program may retry the import that raised
         with pytest.raises(NativeUnavailableError, match=message):
             extension.obtain(Receiver())
 

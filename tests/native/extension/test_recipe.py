@@ -62,7 +62,7 @@ def test_key_changes_with_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_key_changes_with_the_commit(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two builds of PyTorch may have the same version, but different commits."""
+    """Two builds of PyTorch with the same version may differ, but their commits tell them apart."""
     before = make_recipe(source).key
     monkeypatch.setattr(torch.version, "git_version", "f" * 40)
     after = make_recipe(source).key
@@ -106,7 +106,7 @@ OTHERS = (
 
 
 def declare(monkeypatch: pytest.MonkeyPatch, folder: Path, names: str) -> None:
-    """Replace PyTorch's header with one that declares these fields."""
+    """Replace PyTorch's header by one whose struct of autograd nodes has these extra fields."""
     header = folder / "torch" / "csrc" / "autograd" / "python_function.h"
     header.parent.mkdir(parents=True)
     header.write_text(STRUCT % "".join(f"  int {name};\n" for name in names.split()))
@@ -210,7 +210,7 @@ def test_cxx_that_is_not_there_is_named(path: Path, monkeypatch: pytest.MonkeyPa
 def test_working_directory_is_not_searched(
     entry: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The working directory may contain other people's files, such as a cloned repository."""
+    """The working directory may be a cloned repository that contains a malicious compiler."""
     (tmp_path / "folder").mkdir()
     for folder in (tmp_path, tmp_path / "folder"):
         install(folder, "c++", "icpx")
@@ -221,7 +221,7 @@ def test_working_directory_is_not_searched(
     monkeypatch.setenv("CXX", "icpx")
     with pytest.raises(NativeUnavailableError, match="'icpx' in the environment variable CXX"):
         find_compiler()
-    monkeypatch.setenv("CXX", "./icpx")  # an explicit path is accepted
+    monkeypatch.setenv("CXX", "./icpx")  # but a path that names the working directory is accepted
     assert find_compiler() == [str(tmp_path / "icpx")]
 
 
@@ -261,4 +261,5 @@ def test_compiler_with_static_libstdcxx_links_pytorchs_shared_one(
     monkeypatch.setenv("CXX", "c++ -static-libstdc++")
     file = api.build(tmp_path, source=source)
     assert b"libstdc++.so.6" in file.read_bytes()
-    assert file.stat().st_size < 200_000  # a static library adds two megabytes
+    # If libstdc++ were linked statically, it would add two megabytes.
+    assert file.stat().st_size < 200_000

@@ -39,7 +39,7 @@ def extension(source: Path) -> Extension:
 
 @pytest.fixture
 def held(compiler: Compiler, built: Path, tmp_path: Path) -> Path:
-    """Use a compiler that copies the real extension once this file exists."""
+    """Use a fake compiler that waits until the returned file exists, then copies an extension."""
     signal = tmp_path / "signal"
     compiler(f'until test -e {signal}; do sleep 0.01; done; cp {built} "$target"')
     return signal
@@ -108,7 +108,8 @@ def test_child_of_a_fork_waits_itself(extension: Extension, held: Path, is_over:
         held.touch()
         assert extension.wait(ignore, None)
     waiting = threading.Thread(target=extension.wait, args=(ignore, None))
-    waiting.start()  # a thread that the child process does not have
+    # `fork` copies only the thread that calls it, so the child process does not have this thread.
+    waiting.start()
     process = os.fork()
     if process == 0:
         signal.alarm(60)

@@ -24,7 +24,7 @@ def differentiable(
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None = None,
 ) -> Any:
-    """Define an operator with a compiled formula, so that already the next call is native."""
+    """Define an operator and compile its autograd formula, so that its first call is native."""
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
     op.register_autograd(backward, setup_context=setup_context)
     make_formula(op)
@@ -32,7 +32,7 @@ def differentiable(
 
 
 def make_formula(op: Any) -> None:
-    """Compile the formula, as the first call that records a gradient would."""
+    """Compile the autograd formula, as the first call that records a gradient would."""
     assert op._definition.rule(AutogradRule).function
 
 
@@ -46,14 +46,17 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @contextlib.contextmanager
 def all_native(op: Any) -> Iterator[None]:
-    """Check that the block makes calls, and that all are native."""
+    """Check that the block calls `op` at least once, and that all of these calls are native."""
     with counting(op) as calls:
         yield
     assert set(calls) == {"native"}, calls
 
 
 def on_both_paths(op: Any, scenario: Callable[[], Any]) -> Any:
-    """Run a scenario natively and through the dispatcher, compare the results and return them."""
+    """Run a scenario natively and through the dispatcher, and return the result.
+
+    Both runs must have the same result, and must not raise.
+    """
     with all_native(op):
         native = outcome(scenario)
     with counting(op) as calls, torchop.native.disabled():
@@ -66,7 +69,7 @@ def on_both_paths(op: Any, scenario: Callable[[], Any]) -> Any:
 
 
 class Raised(tuple[type[BaseException], str]):
-    """An exception as a comparable value."""
+    """The type and the message of an exception, as a tuple that can be compared with another."""
 
 
 def outcome(scenario: Callable[[], Any]) -> Any:
@@ -77,7 +80,10 @@ def outcome(scenario: Callable[[], Any]) -> Any:
 
 
 def error_on_both_paths(op: Any, scenario: Callable[[], Any]) -> tuple[type, str]:
-    """Check that a scenario raises the same exception natively and dispatched, and return it."""
+    """Check that a scenario raises the same exception natively and through the dispatcher.
+
+    Return the type and the message of the exception.
+    """
     with all_native(op):
         native = outcome(scenario)
     with torchop.native.disabled():

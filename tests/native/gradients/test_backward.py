@@ -1,4 +1,4 @@
-"""The backward of native nodes. Uses private names."""
+"""The backward of autograd nodes that native calls created. Uses private names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_backward_has_no_torchop_frame(cube):
 
 
 def test_backward_inside_of_another_backward(namespace):
-    """The inner node must not replace the saved tensors of the outer one."""
+    """The formula runs another backward, which must not replace the saved tensors of `ctx`."""
 
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        if x > 4:  # the factor 2 of the derivative comes from another call
+        if x > 4:  # only in the outer backward: compute the factor 2 with another backward
             with torch.enable_grad():
                 inner = leaf()
                 (two,) = torch.autograd.grad(op(inner), inner)

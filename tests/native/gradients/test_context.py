@@ -155,7 +155,10 @@ def test_keyword_only_arguments_reach_the_setup_context(namespace):
 
 
 def test_saved_output_creates_no_reference_cycle(namespace):
-    """If an output were saved together with its node, they would form an uncollectable cycle."""
+    """A node must not own an output that it saves, because the output owns the node.
+
+    Otherwise, neither would ever be freed.
+    """
     op = differentiable(
         namespace,
         lambda x: x.exp(),

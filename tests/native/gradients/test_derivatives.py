@@ -87,10 +87,11 @@ def test_nodes_look_the_same(cube, namespace):
 
 
 def test_sequence_numbers_rise(cube):
-    """Autograd runs the node with the highest number first."""
+    """Later calls must get higher numbers, because backward runs the highest number first."""
     x = leaf()
     with all_native(cube):
-        results = [cube(x) for _ in range(3)]  # until 2.12, a node lives only as long as its result
+        # Keep the results, because up to 2.12 a node lives only as long as its result.
+        results = [cube(x) for _ in range(3)]
     numbers = [result.grad_fn._sequence_nr() for result in results]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == 3

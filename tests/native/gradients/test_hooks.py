@@ -120,7 +120,11 @@ def test_checkpoint(cube, use_reentrant):
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_mode_names_the_call(cube):
-    """Under anomaly mode, calls use the dispatcher, because it stores the stack trace."""
+    """Anomaly mode needs the stack trace of each call, which only dispatched calls store.
+
+    So under anomaly mode, calls use the dispatcher, and the warning contains the name of this
+    function. A call that was made before the mode was enabled has no stack trace.
+    """
     cube.register_autograd(lambda ctx, grad: grad * float("nan"))
     x = leaf()
     with counting(cube) as calls, torch.autograd.detect_anomaly(check_nan=True):

@@ -113,7 +113,7 @@ def test_many_outputs_share_a_node(namespace):
 
 
 def test_output_with_its_own_autograd_history_is_detached(namespace):
-    """Kernels run below autograd, so tensors of a closure do not get gradients."""
+    """Kernels run below autograd, so tensors from a kernel's closure get no gradient."""
     outside = leaf(5.0)
     op = differentiable(
         namespace, lambda x: x + outside, "(Tensor x) -> Tensor", lambda ctx, grad: grad

@@ -1,4 +1,4 @@
-"""Programs that call operators with an effect, and the list of these calls."""
+"""Programs that call operators with an effect. The operators add each call to `CALLS`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _no_calls() -> Iterator[None]:
 
 @pytest.fixture
 def cached() -> Iterator[None]:
-    """Enable the compilers' caches, in an empty folder."""
+    """Enable the compilers' caches on disk, and start with an empty folder."""
     with (
         torch._inductor.utils.fresh_cache(),
         torch._inductor.config.patch(fx_graph_cache=True),

@@ -70,7 +70,8 @@ def test_call_that_a_graph_would_drop_is_rejected(
     assert CALLS == []
 
 
-# With three or more calls, PyTorch would lose the gradient.
+# Test both two and three calls of the region, because with three or more calls PyTorch would lose
+# the gradient.
 @pytest.mark.parametrize(
     ("backend", "calls"), [("aot_eager", 2), ("inductor", 2), ("aot_eager", 3)]
 )

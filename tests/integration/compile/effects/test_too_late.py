@@ -1,4 +1,7 @@
-"""An effect cannot be declared after a compiler used the operator. Uses private names."""
+"""Declaring an effect raises if a compiler has already used the operator.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def test_an_effect_is_refused_after_the_operator_was_compiled(namespace: str) ->
     with pytest.raises(torchop.TracingError, match=f"{namespace}::op: a compiler has already") as e:
         op.register_effect(torchop.EffectType.ORDERED)
     assert 'custom_op(..., effects="ordered")' in str(e.value)
-    op.register_effect(None)  # no change, so no error
+    op.register_effect(None)  # the operator had no effect, so nothing changes and nothing is raised
     assert "effect" not in repr(op)
 
 
@@ -121,8 +124,9 @@ def test_a_definition_with_another_effect_is_refused_too(namespace: str) -> None
 
 
 def test_torch_library_returns_a_graph_without_the_effect(cached: None, namespace: str) -> None:
-    # This is why torchop raises: even after a reset, the cache returns the old graph, because its
-    # key includes only the operator's name.
+    # This shows why torchop raises. Even after a reset, the compiler's cache returns the graph from
+    # before the effect was declared, because the cache key contains only the operator's name. So
+    # the call is lost.
     @torch.library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         CALLS.append(1)

@@ -1,8 +1,9 @@
 """A simulated device type with two devices, `standin:0` and `standin:1`, in host memory.
 
-`load` registers it with PyTorch, in the way of a plug-in for a real device (PrivateUse1). Then
-`torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process can register only
-one such device type, and cannot remove it. `tests/integration/device/conftest.py` explains its use.
+`load` registers the device type with PyTorch as PrivateUse1, like a plug-in for a real device.
+Afterwards `torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process can
+register only one device type as PrivateUse1, and cannot remove it.
+`tests/integration/device/conftest.py` explains how to use the device in tests.
 
 The files of `csrc` implement protected memory with statistics and limits, streams and events, a
 device guard, generators, pinned memory, autocast, capture and replay of graphs, and a fallback that
@@ -31,17 +32,17 @@ _module: ModuleType
 
 
 def load() -> None:
-    """Register the device type, after compiling it if necessary (20 seconds).
+    """Register the device type. If it has not been compiled yet, this takes 20 seconds.
 
-    Operators without a kernel for it run on the CPU. With `STANDIN_FALLBACK=pytorch`, only
-    PyTorch's own do, as on a GPU; with `STANDIN_FALLBACK=0`, none do. `STANDIN_PROTECT=0` makes its
-    memory readable for the host, which is faster.
+    Operators without a kernel for the device run on the CPU. With `STANDIN_FALLBACK=pytorch`, only
+    PyTorch's own operators do, as if the device were a GPU. With `STANDIN_FALLBACK=0`, none do.
+    With `STANDIN_PROTECT=0`, the host can read the device's memory, which is faster.
     """
     global _native, _module
-    # This module of PyTorch creates tensors on import. Import it now, because modes and default
-    # devices would intercept these tensors later.
+    # This module of PyTorch creates tensors when it is imported. Import it now, because a mode or a
+    # default device of a test would intercept the creation of these tensors.
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns about its own code
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own code causes this warning
         importlib.import_module("torch._decomp.decompositions_for_jvp")
     torch.utils.rename_privateuse1_backend("standin")
     _native = load_extension()
@@ -56,7 +57,7 @@ def load() -> None:
 
 @contextlib.contextmanager
 def trace() -> Iterator[list[str]]:
-    """Yield a list that contains, after the block, the operations of the devices, in order.
+    """Yield a list that, after the block, contains all operations of the devices, in order.
 
     Lines look like `aten::add.Tensor on 1.0` (device 1, stream 0), `record an event on 0.3`, `keep
     memory for 0.3` and `host waits: read a value`.
@@ -71,7 +72,7 @@ def trace() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def host_waits() -> Iterator[list[str]]:
-    """Yield a list that contains, after the block, why the host waited for a device."""
+    """Yield a list that, after the block, contains the reason of each wait of the host."""
     waits: list[str] = []
     with trace() as lines:
         yield waits
@@ -91,11 +92,12 @@ def current_place() -> str:
 def capture(pool: int = 0) -> Iterator[Any]:
     """Capture the block into a graph, and yield the graph.
 
-    The block runs on a stream of its own if the current stream is the default one, which cannot be
-    captured. As on CUDA, some operations raise in the block: waits of the host, reading the state
-    of a generator, and copies from unpinned memory. The block allocates from a private pool or from
-    `pool` of another graph. `graph.replay()` repeats the work in the same memory, and raises if any
-    of it was freed; CUDA would overwrite it.
+    If the current stream is the default stream, which cannot be captured, the block runs on a new
+    stream. As on CUDA, some operations raise in the block: operations for which the host waits,
+    reading the state of a generator, and copies from unpinned memory. The block allocates memory
+    from a new pool or from `pool`, the pool of another graph. `graph.replay()` repeats the work in
+    the same memory. If any of that memory was freed, `replay` raises, whereas CUDA would overwrite
+    the memory.
     """
     graph = _native.Graph()
     stream = torch.accelerator.current_stream()
@@ -106,8 +108,8 @@ def capture(pool: int = 0) -> Iterator[Any]:
         try:
             yield graph
         except BaseException:
-            # An error about streams that did not join the capture would hide the original
-            # exception.
+            # `end` may raise because of streams that did not join the capture. Suppress that error,
+            # because it would hide the original exception.
             with contextlib.suppress(RuntimeError):
                 graph.end()
             raise
@@ -121,7 +123,7 @@ def memory_limit(room: int) -> Iterator[None]:
     An allocation beyond the limit raises `torch.OutOfMemoryError`. Each allocation takes whole
     pages of 4 KiB.
     """
-    gc.collect()  # otherwise garbage freed in the block would make room for more
+    gc.collect()  # otherwise, garbage that is freed in the block would raise the limit
     _native.limit_memory(room)
     try:
         yield

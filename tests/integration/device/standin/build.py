@@ -1,4 +1,4 @@
-"""Compile the device's extension, once for each PyTorch, Python and state of the sources.
+"""Compile the device's extension, once for each version of PyTorch, Python and the sources.
 
 Uses private names.
 """
@@ -22,14 +22,16 @@ def compiled() -> Path:
     if not target.exists():
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = target.with_suffix(f".{os.getpid()}")
-        # One translation unit, because most of the time goes into PyTorch's headers.
+        # Compile all files as one translation unit, because PyTorch's headers take most of the
+        # time.
         text = "".join(f'#include "{path}"\n' for path in sorted(SOURCES.glob("*.cpp")))
         command = [
             *recipe.find_compiler(),
             *recipe.compile_flags(),
             "-O0",  # halves the time to compile
             *recipe.include_flags(),
-            # The libraries after the source may be file paths, and must not be compiled as C++.
+            # `-x none` ends the effect of `-x c++`, because the paths of libraries that follow must
+            # not be compiled as C++.
             *("-o", str(unfinished), "-x", "c++", "-", "-x", "none"),
             *recipe.library_flags(),
             *recipe.link_flags(),

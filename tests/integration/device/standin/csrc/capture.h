@@ -1,9 +1,9 @@
 // capture.h: simulates the capture of a CUDA graph.
 //
-// Work on other streams also runs during a capture, but does not become part of the graph. A stream
-// joins the capture when it waits for an event of a captured stream, and the original stream must
-// wait for each joined stream before the capture ends. Unlike on CUDA, captured work also runs
-// immediately.
+// A capture records the work on its original stream, and on streams that join the capture. A stream
+// joins when it waits for an event of a captured stream, and the original stream must wait for each
+// joined stream before the capture ends. Work on other streams runs as usual. Unlike on CUDA,
+// captured work also runs immediately.
 #pragma once
 
 #include <functional>
@@ -31,7 +31,8 @@ using Work = std::function<void()>;
 
 class Capture {
  public:
-  // Start capturing a stream. Memory that it allocates during the capture belongs to `pool`.
+  // Start capturing the stream `origin`. Memory that it allocates during the capture comes from
+  // `pool`.
   void begin(StreamPlace origin, uint64_t pool) {
     TORCH_CHECK(
         origin.second != 0,
@@ -76,7 +77,7 @@ class Capture {
     return includes(place) ? pool_ : 0;
   }
 
-  // Record work that has run on a stream.
+  // Record work that has just run, if its stream belongs to the capture.
   void note(StreamPlace place, Work work) {
     if (!is_capturing)
       return;
@@ -85,12 +86,13 @@ class Capture {
       work_.push_back(std::move(work));
   }
 
-  // The capture that an event on this stream would belong to, or 0.
+  // Return the number of the capture that includes the stream, or 0 if there is none.
   uint64_t number_of(StreamPlace place) {
     return includes(place) ? number_ : 0;
   }
 
-  // Handle that `waiting` waits for an event that was recorded on `other` in capture `number`.
+  // Called if the stream `waiting` waits for an event that was recorded on the stream `other` in
+  // the capture with this number.
   void wait(StreamPlace waiting, StreamPlace other, uint64_t number) {
     if (!is_capturing)
       return;
@@ -122,7 +124,7 @@ class Capture {
   std::vector<Work> work_;
 };
 
-// Never destroyed, because backward threads may use it while the process exits.
+// Never destroyed, because backward threads may still use it while the process exits.
 inline Capture& capture() {
   static auto* only = new Capture();
   return *only;

@@ -1,9 +1,10 @@
 // fallback.cpp: runs operators without a kernel for the device on the CPU.
 //
-// PyTorch's own fallback (at::native::cpu_fallback) copies the arguments, so results lose their
-// strides. For operators of PyTorch, this fallback passes the device's memory to the CPU kernels
-// instead. Custom operators still use PyTorch's fallback: they may keep their arguments, which the
-// host could not read after the call, and may record gradients, which must include the copies.
+// PyTorch's own fallback (at::native::cpu_fallback) copies the arguments to the CPU, so the strides
+// of results change. For operators of PyTorch, this fallback instead makes CPU tensors for the
+// device's memory and passes them to the CPU kernel. Custom operators use PyTorch's fallback,
+// because a custom kernel may keep its arguments, and the host cannot read the device's memory
+// after the call. Their kernels may also record gradients, which must flow through the copies.
 #include "fallback.h"
 
 #include <optional>
@@ -40,7 +41,7 @@ void each_tensor(c10::ArrayRef<c10::IValue> values, Visitor&& visit) {
   }
 }
 
-// Return the value with each of its tensors replaced by `change(tensor)`.
+// Return a copy of the value in which each tensor is replaced by `change(tensor)`.
 template <class Change>
 c10::IValue with_tensors(const c10::IValue& value, Change&& change) {
   if (value.isTensor())
@@ -66,7 +67,7 @@ void change_last(Stack& stack, size_t count, Change&& change) {
     *value = change(*value);
 }
 
-// Operators that accept tensors of several devices, such as copies, and indexing with CPU indices.
+// Return whether the operator accepts tensors of several devices, as copies and indexing do.
 bool mixes_devices(const std::string& name) {
   for (const char* word : {"index", "copy", "_to_"}) {
     if (name.find(word) != std::string::npos)
@@ -75,8 +76,8 @@ bool mixes_devices(const std::string& name) {
   return false;
 }
 
-// Return the device of a call's tensors, ignoring scalar tensors on the CPU. Kernels of a real
-// device reject tensors of two devices; the CPU kernels here would not detect them.
+// Return the device of a call's tensors, ignoring 0-dim tensors on the CPU. Raise if the tensors
+// are on two devices, as kernels of a real device do. The CPU kernels here would not notice.
 std::optional<Device> common_device(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
   std::optional<Device> common;
   each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -97,7 +98,7 @@ std::optional<Device> common_device(const std::string& name, c10::ArrayRef<c10::
   return common;
 }
 
-// Return whether the operator makes the host wait for values.
+// Return whether the host must wait for values of tensors in a call of the operator.
 bool reads_values(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
 }
@@ -106,7 +107,7 @@ size_t bytes_of(const at::Tensor& tensor) {
   return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
 }
 
-// CPU tensors that share their memory with a call's device tensors.
+// Makes CPU tensors that share the memory of a call's device tensors.
 class HostTensors {
  public:
   at::Tensor of(const at::Tensor& tensor) {
@@ -117,7 +118,8 @@ class HostTensors {
     return view;
   }
 
-  // Move storages that the kernel resized back to the device, and copy changed sizes and strides.
+  // After the CPU kernel has run, move storages that it resized back to the device, and set sizes
+  // and strides of device tensors that the kernel changed.
   void write_back() {
     for (Shared& shared : memories_) {
       if (shared.host.data() != shared.device.data())
@@ -130,7 +132,7 @@ class HostTensors {
     }
   }
 
-  // Return the device tensor for a CPU tensor that a kernel returned.
+  // Return a device tensor for a CPU tensor that the CPU kernel returned.
   at::Tensor on_device(const at::Tensor& result, Device device) const {
     if (!result.defined() || !result.is_cpu() || result.layout() != at::kStrided)
       return result;
@@ -159,7 +161,7 @@ class HostTensors {
   }
 
  private:
-  // A storage of the device, and the CPU storage for the same memory.
+  // A storage of the device, and a CPU storage that shares its memory.
   struct Shared {
     c10::Storage device, host;
     std::optional<Opened> opened;
@@ -204,7 +206,7 @@ class HostTensors {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
 };
 
-// Return an argument with devices, generators and tensors replaced by those of the CPU.
+// Return an argument for the CPU kernel, with the CPU's device, generator and tensors.
 c10::IValue host_argument(const c10::IValue& value, HostTensors& tensors) {
   if (value.isDevice() && value.toDevice().type() == kStandin)
     return c10::Device(c10::kCPU);
@@ -213,7 +215,8 @@ c10::IValue host_argument(const c10::IValue& value, HostTensors& tensors) {
   return with_tensors(value, [&](const at::Tensor& tensor) { return tensors.of(tensor); });
 }
 
-// Return the work with which a replay repeats a call; `arguments` are already on the CPU.
+// Return a function with which a replay of a graph repeats a call. `arguments` are those of the CPU
+// kernel.
 Work work_of(
     const c10::OperatorHandle& op,
     Stack arguments,
@@ -249,9 +252,9 @@ Work work_of(
   };
 }
 
-// Return the operator to run on the CPU. Convolutions on PrivateUse1 use the `_overrideable`
-// operators, which the CPU does not implement, and whose backward lacks the argument for the sizes
-// of the bias.
+// Return the operator to run on the CPU. Convolutions on PrivateUse1 call the `_overrideable`
+// operators, which have no CPU kernels, so run the usual operators instead. For the backward, add
+// the argument for the sizes of the bias, which `convolution_backward_overrideable` does not have.
 c10::OperatorHandle operator_of_host(const c10::OperatorHandle& op, Stack* stack) {
   const std::string& name = op.operator_name().name;
   const bool is_backward = name == "aten::convolution_backward_overrideable";
@@ -307,8 +310,8 @@ void run_on_host(const c10::OperatorHandle& called, Stack* stack) {
 
 } // namespace
 
-// PyTorch registers kernels for these operators that raise on every device, so the fallback would
-// not be called.
+// PyTorch itself registers kernels for these operators, which only raise. Override them, because a
+// fallback is not called for operators that have a kernel.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   for (const char* name : {"convolution_overrideable", "convolution_backward_overrideable"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());

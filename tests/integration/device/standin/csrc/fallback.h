@@ -3,12 +3,13 @@
 
 namespace standin {
 
-// Register the fallback for each operator of PyTorch that has a CPU kernel but none that the device
-// can use. Custom operators then fail without a kernel for the device, as on a GPU.
+// Register the fallback for each operator of PyTorch that has a kernel for the CPU but none for the
+// device. Custom operators get no fallback, so as on a GPU they raise without a kernel for the
+// device.
 void add_kernels();
 
 // Add or remove the fallback for all operators, and return whether it was registered before.
-// Without it, operators that lack a kernel for the device raise.
+// Without the fallback, operators that have no kernel for the device raise.
 bool set_fallback(bool is_on);
 
 } // namespace standin

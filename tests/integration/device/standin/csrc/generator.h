@@ -1,4 +1,4 @@
-// generator.h: a random number generator for the device, implemented with one of the CPU.
+// generator.h: the random number generator of the device, which uses a CPU generator.
 #pragma once
 
 #include <vector>
@@ -15,7 +15,7 @@ class Generator final : public c10::GeneratorImpl {
       : c10::GeneratorImpl({kStandin, device}, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         numbers_(at::detail::createCPUGenerator()) {}
 
-  // During a capture, CUDA's generator accepts the seed it already has, and rejects others.
+  // As on CUDA, the seed cannot be changed during a capture, but may be set to its current value.
   void set_current_seed(uint64_t seed) override {
     if (!is_capturing)
       return numbers_.set_current_seed(seed);
@@ -40,8 +40,7 @@ class Generator final : public c10::GeneratorImpl {
     TORCH_CHECK(!is_capturing, "Cannot call Generator::set_state during graph capture of standin");
     numbers_.unsafeGetGeneratorImpl()->set_state(state);
   }
-  // CUDA's generator also rejects this during a capture, because its state advances with each
-  // replay.
+  // As on CUDA, the state cannot be read during a capture, because each replay advances the state.
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     TORCH_CHECK(!is_capturing, "Cannot call Generator::get_state during graph capture of standin");
     return numbers_.unsafeGetGeneratorImpl()->get_state();

@@ -1,4 +1,4 @@
-// graph.h: a captured graph, whose replays write into the same memory.
+// graph.h: a captured graph. Each replay writes to the same memory as the capture.
 #pragma once
 
 #include <vector>
@@ -16,7 +16,8 @@ class Graph {
     reset();
   }
 
-  // Capture the current stream, with a new memory pool, or with `pool` of another graph.
+  // Capture the current stream. Its memory comes from `pool`, which belongs to another graph, or
+  // from a new pool if `pool` is 0.
   void begin(uint64_t pool) {
     reset();
     pool_ = pool != 0 ? pool : new_pool();

@@ -1,4 +1,4 @@
-// hooks.cpp: implements and registers PyTorch's hooks for a device type.
+// hooks.cpp: implements and registers the hooks through which PyTorch uses a device type.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #if __has_include(<ATen/core/GraphImplInterface.h>) // since 2.13
 #include <ATen/core/GraphImplInterface.h>
@@ -108,7 +108,7 @@ struct GraphImpl final : at::GraphImplInterface {
 
 #if __has_include(<ATen/core/GraphImplInterface.h>)
 namespace at {
-// PyTorch looks the implementation up by the name of the device type, in capitals.
+// PyTorch looks up the implementation by the name of the device type in capitals.
 REGISTER_GRAPH_IMPL(STANDIN, standin::GraphImpl)
 } // namespace at
 #endif

@@ -1,5 +1,5 @@
-// kernels.cpp: the operators that every device must implement: creating, viewing and copying
-// tensors.
+// kernels.cpp: kernels of the operators that every device must implement, which create, view and
+// copy tensors.
 #include "kernels.h"
 
 #include <ATen/EmptyTensor.h>
@@ -51,7 +51,7 @@ at::Tensor empty_strided(
       size, stride, &device_allocator, keys, c10::dtype_or_default(dtype));
 }
 
-// A zero gradient as autograd creates it, without memory.
+// Create a tensor of zeros without memory. Autograd uses such tensors as zero gradients.
 at::Tensor zeros_without_memory(
     at::IntArrayRef size,
     std::optional<at::ScalarType> dtype,
@@ -70,8 +70,9 @@ at::Tensor zeros_without_memory(
 
 // --- Copies
 
-// The host does not wait for a copy within a device. With `non_blocking`, it also does not wait for
-// a copy from the host, or for a copy to pinned memory.
+// If the host waits for this copy, add the wait to the trace. With `non_blocking`, the host waits
+// only for copies to memory that is not pinned. As on CUDA, raise if the copy is not allowed during
+// a capture.
 void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (StandsIn::is_on() || from.is_cpu() == to.is_cpu())
     return;
@@ -86,7 +87,7 @@ void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
-  // PyTorch's resize_ also keeps the strides if the size stays the same.
+  // If the size stays the same, keep the strides, as PyTorch's resize_ does.
   if (to.sizes() != from.sizes())
     to.resize_(from.sizes());
   return copy_from(from, to, /*non_blocking=*/false);
@@ -188,7 +189,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar_dense);
 
-  // The CPU's kernels fit, because they move no data.
+  // These kernels of the CPU also work for the device, because they do not access the data.
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", at::native::view);
   library.impl("_reshape_alias", at::native::_reshape_alias);
@@ -203,8 +204,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", record_stream);
 }
 
-// Resolve conjugate and negative views while copying. PyTorch's fallbacks would first copy the
-// view, which would call them again, in an endless recursion.
+// The copy resolves conjugate and negative views itself, so skip PyTorch's fallbacks, which would
+// first copy the view. That copy would call the fallbacks again, in an endless recursion.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
   library.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

@@ -7,13 +7,14 @@
 
 namespace standin {
 
-// A CPU tensor for the memory of a device tensor, without ownership. `storage` is the CPU storage
-// for the memory of `tensor`.
+// Return a CPU tensor that shares the memory of a device tensor. `storage` is a CPU storage from
+// `host_storage`, which does not own the memory.
 at::Tensor host_view(const at::Tensor& tensor, c10::Storage storage);
 c10::Storage host_storage(const c10::Storage& storage);
 
-// The memory block of a tensor in a graph. A graph owns only the memory of its pool, so another
-// block may be at the address of the tensor when the graph is replayed; `open` detects this.
+// The memory block of a tensor that a graph uses. The graph owns only the memory of its pool, so
+// when it is replayed, the block may have been freed and its address may belong to a different
+// block. `open` raises in this case.
 class Place {
  public:
   explicit Place(const c10::Storage& storage)
@@ -31,7 +32,7 @@ class Place {
   Serial serial_;
 };
 
-// A CPU tensor for the memory of a tensor, valid while this object lives.
+// A CPU tensor that shares the memory of a tensor, and may be used while this object lives.
 class OnHost {
  public:
   explicit OnHost(const at::Tensor& tensor)
@@ -48,8 +49,8 @@ class OnHost {
   at::Tensor tensor_;
 };
 
-// Active while a CPU kernel runs in place of a kernel of the device. The copies that it makes are
-// not the program's, so they are not traced, and the host does not wait for them.
+// Exists while a CPU kernel runs in place of a kernel of the device. The program has not requested
+// the copies that are made meanwhile, so they are not traced, and the host does not wait for them.
 class StandsIn {
  public:
   StandsIn() : before_(std::exchange(is_on_, true)) {}

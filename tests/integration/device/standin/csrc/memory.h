@@ -1,8 +1,8 @@
-// memory.h: the memory of the devices, which is host memory that only copies may access.
+// memory.h: the memory of the devices, which is protected memory of the host.
 //
-// The pages of a block are inaccessible (PROT_NONE) unless an `Opened` object refers to it. So the
-// process crashes if a CPU kernel gets a tensor of these devices, as it would with a real device.
-// With ordinary memory, the mistake would go unnoticed.
+// The pages of a block are inaccessible (PROT_NONE) unless an `Opened` object refers to the block.
+// So the process crashes if a CPU kernel accesses a tensor of these devices, as with a real device.
+// If the memory were accessible, tests would not notice such a mistake.
 #pragma once
 
 #include <sys/mman.h>
@@ -23,7 +23,7 @@
 
 namespace standin {
 
-// Benchmarks turn the protection off, because changing it takes microseconds.
+// Benchmarks turn the protection off, because protecting pages takes microseconds.
 inline bool protects_memory() {
   static const bool protects = [] {
     const char* value = std::getenv("STANDIN_PROTECT");
@@ -32,13 +32,13 @@ inline bool protects_memory() {
   return protects;
 }
 
-// A block's number in the order of allocation. Addresses cannot identify blocks, because they are
-// reused.
+// The number of a block in the order of allocation. It identifies the block, unlike the address,
+// which a later block may reuse.
 using Serial = uint64_t;
 
 class Memory {
  public:
-  // Empty allocations return nullptr, as in PyTorch's other allocators.
+  // Allocate a block. If `size` is 0, return nullptr, as PyTorch's other allocators do.
   void* take(size_t size, DeviceIndex device) {
     if (size == 0)
       return nullptr;
@@ -71,7 +71,7 @@ class Memory {
     const auto block = blocks_.find(static_cast<char*>(start));
     count(devices_.at(block->second.device), -1, block->second.size);
     if (block->second.pool != 0)
-      block->second.is_free = true; // a graph may write there in each replay
+      block->second.is_free = true; // keep the memory, because replays write to it
     else
       unmap(block);
   }
@@ -104,21 +104,21 @@ class Memory {
         change(stat);
   }
 
-  // Limit each device to `room` more bytes, or remove the limits.
+  // Allow each device to allocate `room` more bytes, or remove the limits.
   void limit(std::optional<size_t> room) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (Device& device : devices_)
       device.limit = room.has_value() ? device.allocated() + *room : unlimited;
   }
 
-  // The serial number of the block at this address, or 0.
+  // Return the serial number of the block at this address, or 0 if there is none.
   Serial serial_of(const void* address) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto block = find(address);
     return block == blocks_.end() ? 0 : block->second.serial;
   }
 
-  // Make the block at this address accessible, and return its start, or nullptr without a block.
+  // Make the block at this address accessible and return its start, or nullptr if there is none.
   char* open(const void* address) {
     if (!protects_memory())
       return nullptr;
@@ -146,8 +146,8 @@ class Memory {
     int opened; // how many `Opened` objects refer to the block
     Serial serial;
     DeviceIndex device;
-    uint64_t pool; // of the graph that was being captured at the allocation, or 0
-    bool is_free;  // freed, but kept in the pool
+    uint64_t pool; // the pool of the capture that allocated the block, or 0
+    bool is_free;  // freed by the program, but still in the pool
   };
   using Blocks = std::map<char*, Block>;
 
@@ -192,13 +192,13 @@ class Memory {
   std::array<Device, device_count> devices_;
 };
 
-// Never destroyed, because tensors may be freed while the process exits.
+// Never destroyed, because tensors may still be freed while the process exits.
 inline Memory& memory() {
   static auto* only = new Memory();
   return *only;
 }
 
-// Keeps the memory block at an address accessible while this object lives.
+// While an object of this class lives, the memory block at an address is accessible.
 class Opened {
  public:
   explicit Opened(const void* address) : start_(memory().open(address)) {}
@@ -252,7 +252,7 @@ struct DeviceAllocator final : c10::DeviceAllocator {
 
 inline DeviceAllocator device_allocator;
 
-// Allocates pinned host memory, which here is just memory whose address is in a list.
+// Allocates pinned host memory, which is simulated by ordinary memory whose address is in a list.
 class PinnedAllocator final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {

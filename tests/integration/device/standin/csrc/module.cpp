@@ -1,4 +1,4 @@
-// module.cpp: the Python module.
+// module.cpp: the Python bindings.
 #include <torch/csrc/utils/pybind.h>
 
 #include "fallback.h"

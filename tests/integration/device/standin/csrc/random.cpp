@@ -1,4 +1,4 @@
-// random.cpp: the random operators of the device.
+// random.cpp: kernels of the operators that fill a tensor with random numbers.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -23,7 +23,7 @@ const at::Generator& numbers_for(const at::Tensor& self, const MaybeGenerator& g
   return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->numbers();
 }
 
-// Call `fill(tensor, generator)` with a CPU tensor, and copy the numbers to the device.
+// Call `fill(tensor, generator)` with a CPU tensor, and copy the numbers to `self`.
 template <class Fill>
 at::Tensor& draw(at::Tensor& self, const MaybeGenerator& given, Fill&& fill) {
   const at::AutoDispatchBelowAutograd below;

@@ -1,4 +1,5 @@
-// streams.h: devices, streams and events, which only record the order in which they are used.
+// streams.h: devices, streams and events. All work runs immediately, so they only record how they
+// are used.
 #pragma once
 
 #include <array>
@@ -23,7 +24,7 @@ constexpr DeviceIndex device_count = 2;
 inline thread_local DeviceIndex current_device = 0;
 inline thread_local std::array<c10::StreamId, device_count> current_streams{};
 
-// PyTorch passes -1 for the current device.
+// Check the index of a device. PyTorch passes -1 for the current device.
 inline DeviceIndex index_of(DeviceIndex index) {
   TORCH_CHECK(index < device_count, "standin: invalid device ordinal ", int(index));
   return index < 0 ? current_device : index;
@@ -46,12 +47,13 @@ inline StreamPlace current_stream() {
   return current_place_of(current_device);
 }
 
-// For example "1.0".
+// Return the current device and stream, for example "1.0".
 inline std::string current_place() {
   return name_of(current_stream());
 }
 
-// The stream that last recorded the event, and the number of the capture, or 0 outside of one.
+// The stream on which the event was last recorded, and the number of the capture in which it was
+// recorded, or 0.
 struct Event {
   StreamPlace place;
   uint64_t capture;

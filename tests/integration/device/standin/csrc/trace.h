@@ -1,7 +1,7 @@
 // trace.h: records the operations of the devices, in order.
 //
-// Operations run immediately, on the host, so streams and waits have no effect. Tests can only
-// check them in the trace.
+// Operations run immediately, on the host, so a missing wait or an incorrect stream has no effect
+// on results. Tests can only find such a mistake in the trace.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace standin {
 
-// The prefix of lines about waits.
+// The prefix of lines about waits of the host.
 constexpr const char* host_waits = "host waits: ";
 
 class Trace {
@@ -45,9 +45,9 @@ inline Trace& trace() {
   return *only;
 }
 
-// True during a capture, in which operations that CUDA rejects raise.
+// True during a capture. Operations that CUDA does not allow in a capture then raise.
 inline std::atomic<bool> is_capturing{false};
-// True if an operation was rejected, so the capture cannot succeed.
+// True if an operation has raised during the capture. As on CUDA, ending the capture then raises.
 inline std::atomic<bool> is_capture_broken{false};
 
 inline void refuse_in_capture(const std::string& what) {
@@ -56,7 +56,7 @@ inline void refuse_in_capture(const std::string& what) {
       !is_capturing, "standin: operation not permitted when stream is capturing (", what, ")");
 }
 
-// Record that the host waits for the device, which is an error during a capture.
+// Record that the host waits for the device. Raises during a capture, which does not allow waits.
 inline void note_host_wait(const std::string& why) {
   refuse_in_capture(why);
   trace().note(host_waits + why);
