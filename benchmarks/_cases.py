@@ -21,7 +21,7 @@ Arguments = tuple[Sequence[Any], dict[str, Any]]
 def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
     """Return a function with `count` tensor parameters x1, x2, ...
 
-    The function cannot take `*xs` instead, because torchop could then not infer a schema.
+    The function cannot take `*xs` instead, because torchop cannot infer a schema from `*xs`.
     """
     parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
     namespace: dict[str, Any] = {"Tensor": Tensor}
@@ -181,9 +181,10 @@ class Wrapper(Tensor):
 class Case(NamedTuple):
     """A row of the table: a function and a way to call it.
 
-    The `torch.autograd.Function` `written` computes the same as `function`, and so does the
-    operator with the name `cpp` in clone_first.cpp. If `backward` is true, the backward runs after
-    each call. A call must increment the counters `counters` of `torchop.native`.
+    `written` is a `torch.autograd.Function` that computes the same result as `function`. `cpp` is
+    the name of an operator in clone_first.cpp that computes this result too. If `backward` is true,
+    the backward runs after each call. `counters` lists the counters of `torchop.native` that each
+    call must increment.
     """
 
     name: str

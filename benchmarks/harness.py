@@ -55,7 +55,7 @@ def measure(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
     """Return the median time of one call of each variant, in microseconds.
 
     In each of the `rounds`, one block of calls of each variant is timed, and each round starts with
-    another variant. The CPU time of this thread is measured, because elapsed time would also
+    a different variant. The CPU time of this thread is measured, because elapsed time would also
     include time that other programs use. The garbage collector stays enabled, as in real programs,
     but objects that exist before the measurement are frozen.
     """
@@ -351,7 +351,7 @@ def console() -> Any:
     """Return a rich console that also works if the output is piped."""
     from rich.console import Console
 
-    # If the output is no terminal, rich would assume 80 columns, which is too narrow for the
+    # If the output is not a terminal, rich would assume 80 columns, which is too narrow for the
     # tables.
     return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 

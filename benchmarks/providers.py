@@ -95,11 +95,11 @@ def measure(settings: Settings) -> Tables:
     operators[PYTHON] = define("python", selection())
     operators[PYTHON_TABLE] = define("table", table())
     arguments, rounds = (torch.zeros(4, 4), torch.zeros(4, 4)), settings["rounds"]
-    with torch.no_grad():  # otherwise results get a node that raises, as there is no formula
+    with torch.no_grad():  # otherwise each call creates a node that reports the missing formula
         calls = {name: Variant(op, arguments) for name, op in operators.items()}
         micros = harness.measure(calls, rounds)
-        # Measure this last, because the first `priority` block in a process replaces call plans,
-        # which native calls use.
+        # Measure this last, because once a process has used a `priority` block, each call checks
+        # for open blocks, so calls are slower.
         with torchop.priority({"bench::op2": ["fast"]}):
             pair = {ONE: calls[ONE], BLOCK: calls[SUPPORTS]}
             inside = harness.measure(pair, rounds)

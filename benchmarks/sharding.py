@@ -5,10 +5,10 @@ The benchmark prints five tables:
 - "calls": the time of a call with an 8 by 8 tensor.
 - "propagation": the time to propagate the sharding of a matrix product whose placements are not yet
   in DTensor's cache.
-- "propagation, 16 tensors": the same for a list of tensors, with an operator that has a pointwise
-  rule and with `torch.cat`.
-- "memory of a propagation", "memory of a new shape": how much memory the process needs in addition,
-  for each propagation and for each new shape.
+- "propagation, 16 tensors": the time to propagate the sharding of a list of tensors, for an
+  operator that has a pointwise rule and for `torch.cat`.
+- "memory of a propagation", "memory of a new shape": how much the memory of the process grows with
+  each propagation, and with each new shape.
 
 The variants of "calls" are:
 
@@ -207,7 +207,7 @@ def many(settings: Settings) -> Tables:
 def propagate(
     functions: dict[str, Callable[..., Any]], *args: Any, repeats: int
 ) -> tuple[dict[str, float], float]:
-    """Return the milliseconds of a call if DTensor's cache is empty, and the growth in KB."""
+    """Return the time of a call with an empty DTensor cache in ms, and the memory growth in KB."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function(*args)  # the first call imports modules

@@ -110,7 +110,7 @@ BENCHMARK = Benchmark(
     units={MEMORY: "KB", TIME: "us"},
     parts={"training": measure},
     settings={"processes": 3, "rounds": 5},
-    # The size of the inputs, and 6 KB for the generator's state.
+    # The memory must not exceed the size of the inputs, plus 6 KB for the generator's state.
     limits=tuple(
         Limit(MEMORY, function.__name__, variant, count * SIDE * SIDE * 4 / 1000 + 6)
         for function, count in ROWS.items()

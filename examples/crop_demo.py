@@ -3,7 +3,7 @@
     python examples/crop_demo.py [--output DIRECTORY] [--rounds N]
 
 PyTorch cannot trace PIL. But once `crop` is an operator with a fake kernel and an autograd formula,
-it works everywhere where PyTorch's own operators work.
+it works wherever PyTorch's own operators work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _(picture: Tensor, box: Sequence[int]) -> Tensor:
     return picture.new_empty(picture.shape[0], bottom - top, right - left)
 
 
-# The formula of `crop` needs PIL's paste. A formula must consist of operators, so define one.
+# The formula of `crop` needs PIL's paste. A formula may only call operators, so define one for it.
 @torchop.custom_op("demo::paste", mutates_args=())
 def paste(background: Tensor, picture: Tensor, corner: Sequence[int]) -> Tensor:
     """Paste `picture` into a copy of `background`, with the upper left corner at (left, top)."""
@@ -194,7 +194,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=60, help="rounds of the time measurement")
     options = parser.parse_args()
     options.output.mkdir(parents=True, exist_ok=True)
-    # If the output is no terminal, rich would assume 80 columns, which is too narrow for the table.
+    # If the output is not a terminal, rich would assume 80 columns, but the table needs more.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"{crop!r}\n{paste!r}\n", markup=False, soft_wrap=True)
 

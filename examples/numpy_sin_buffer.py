@@ -14,7 +14,7 @@ def numpy_sin(x: Tensor, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
 
 
-# This operator has the same forms as PyTorch's: sin(x), sin(x, out=buffer), and sin_(x) in place.
+# This operator has the same forms as torch.sin: sin(x), sin(x, out=buffer), and sin_(x) in place.
 # `elementwise` says that the kernel reads each element before it writes the result, so `out` may be
 # the input.
 @torchop.out_op("examples::sin", like="x", inplace=True, elementwise=True, device_types="cpu")
@@ -56,7 +56,7 @@ def main() -> None:
     torch.testing.assert_close(buffer, x.sin())
     print("eager:   ", buffer)
 
-    # In a compiled graph too, the buffer is read after the operator has written it.
+    # In a compiled graph too, the buffer is read only after the operator has written to it.
     sine, double = sine_and_double(x)
     torch.testing.assert_close(sine, buffer)
     torch.testing.assert_close(double, 2 * buffer)

@@ -1,8 +1,8 @@
 """Define an RMS norm that runs a C++ loop for few rows, and PyTorch operators for many rows.
 
 The C++ loop has no overhead, but adds the numbers one by one. The PyTorch operators use vector
-instructions, but calling five of them takes ten microseconds. It depends on the machine which one
-is faster for a given number of rows, so measure it by tuning. Requires g++.
+instructions, but calling five of them takes ten microseconds. Which kernel is faster for a given
+number of rows depends on the machine, so the operator is tuned by measuring. Requires g++.
 """
 
 import ctypes

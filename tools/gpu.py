@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-# Not more than 12, because each process has its own CUDA context, and these take device memory.
+# Use at most 12 processes, because the CUDA context of each process takes device memory.
 PROCESSES = min(12, os.cpu_count() or 1)
 PAGES = (
     "docs/tutorials/getting-started.md",

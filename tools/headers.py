@@ -1,4 +1,4 @@
-"""Compile the C++ sources against the headers of other Pythons, and find undefined functions.
+"""Compile the C++ sources with the headers of several Pythons, and find undefined functions.
 
     python tools/headers.py [--unknown-nodes] PYTHON [PYTHON ...]
 

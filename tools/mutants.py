@@ -795,7 +795,7 @@ def _text(mutant: Mutant) -> str:
 
 
 def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
-    """Compile and test a mutant. Return the same as `failure`."""
+    """Compile a mutant and run the tests. Return the result of `failure`."""
     source = folder / "csrc"
     shutil.copytree(CSRC, source)
     changed = _text(mutant).replace(mutant.condition, _keep_return(mutant))
@@ -811,7 +811,8 @@ def killer(mutant: Mutant, folder: Path, coverage: Coverage) -> str | None:
 
 
 def _keep_return(mutant: Mutant) -> str:
-    # Some conditions include the word `return` after them, because they must be unique in the file.
+    # Some conditions end with the `return` that follows them, because a mutant's condition must be
+    # unique in the file. Keep this `return`.
     return mutant.without + (" return" if mutant.condition.endswith("return") else "")
 
 

@@ -64,11 +64,11 @@ class Scenario:
         self.handle: Any = self.library.custom_op(name, adding(amount), mutates_args=())
 
     def change(self, chance: random.Random) -> str:
-        """Change the operator. Return a word for counting the change."""
+        """Change the operator. Return the name under which `run` counts the change."""
         raise NotImplementedError
 
     def call(self, chance: random.Random) -> str:
-        """Call the operator. Return a word for counting the call."""
+        """Call the operator. Return the name under which `run` counts the call."""
         return check(self.handle(torch.ones(2)))
 
     def callee(self, chance: random.Random) -> Any:

@@ -59,7 +59,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _sums(compiles: bool = False) -> list[Tensor]:
-    """Return sums over molecules, and their gradients. Without compiling, also second gradients."""
+    """Return sums over molecules and their gradients, and in eager mode also second gradients."""
     ops = importlib.import_module("nvalchemiops.torch.segment_ops")
     torch.manual_seed(2)
     x, y = (torch.randn(ATOMS, 3, requires_grad=True) for _ in range(2))

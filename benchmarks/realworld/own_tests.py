@@ -47,7 +47,7 @@ def start(tests: Path, folders: tuple[str, ...], report: Path, pattern: str) -> 
     }
     # Use the package's own pytest settings, because ours turn warnings into errors.
     settings = ["-c", str(tests.parent / "pyproject.toml"), "-p", "no:cacheprovider"]
-    # Redirect the output to a file instead of a pipe. If the pipe was full, a run would block,
+    # Redirect the output to a file instead of a pipe. If the pipe were full, a run would block,
     # maybe while it is building the C++ extension and holds the lock that the other run waits for.
     with report.with_suffix(".txt").open("w") as output:
         return subprocess.Popen(

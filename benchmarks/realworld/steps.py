@@ -7,8 +7,8 @@ through the packages' own modules:
 - a step of AdamW for many small parameters, with 32-bit and with 8-bit states (bitsandbytes);
 - computing a neighbour list and an L-BFGS step for a few atoms (nvalchemi-toolkit-ops).
 
-The overhead is the additional time compared to the same step with direct calls to the kernels. For
-that, each operator's function in `torch.ops` is replaced by the kernel.
+The overhead is the additional time compared to the same step with direct calls to the kernels. To
+measure that step, each operator's function in `torch.ops` is replaced by the kernel.
 """
 
 from __future__ import annotations

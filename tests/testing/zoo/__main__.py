@@ -28,21 +28,22 @@ from torchop.testing._check.table import CHECKS
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
 _PAGE = """# What each check finds
 
-The test suite of torchop contains a zoo of {wrong} wrong operators, each with one deliberate fault,
-and {right} correct operators. The tests verify that `torchop.testing.check` finds every fault, and
-reports no correct operator. The faults were chosen together with the checks,
-so the numbers on this page show which kinds of faults each check finds. They do not show how many
-of your faults `check` would find.
+The test suite of torchop contains a zoo of operators: {wrong} faulty operators, each with one
+deliberate fault, and {right} correct operators. The tests verify that `torchop.testing.check` finds
+every fault, and reports no fault in a correct operator. The faults were chosen together with the
+checks, so the numbers on this page show which kinds of faults each check finds. They do not show
+how many of the faults in your operators `check` would find.
 
-The last three columns of the table count wrong operators:
+The last three columns of the table count faulty operators:
 
 - *faults*: operators whose fault this check must find.
-- *found*: operators that this check reports.
-- *alone*: operators that this check reports and no other check does.
+- *found*: operators in which this check finds a fault.
+- *alone*: operators in which only this check finds a fault.
 
-To measure the columns *found* and *alone*, `check` ran on {measured} of the wrong
+To measure the columns *found* and *alone*, `check` ran on {measured} of the faulty
 operators{kinds}. A check with 0 in the column *alone* is
-still useful if other checks find its faults only by accident, or if the run left out its operators.
+still useful if other checks find the same faults only by accident, or if the run left out the
+operators with these faults.
 
 | check | question | faults | found | alone |
 | --- | --- | --- | --- | --- |
@@ -116,7 +117,7 @@ def measure(specimen: Specimen, *, quick: bool) -> Measured:
 
 
 def verdict(specimen: Specimen, measured: Measured) -> str:
-    """Return "found" or "MISSED" for a wrong operator, and "right" or "ALARM" for a right one."""
+    """Return found or MISSED for a faulty operator, and right or ALARM for a correct operator."""
     if specimen.check is None:
         return "ALARM" if measured.failed else "right"
     return "found" if specimen.check in measured.failed else "MISSED"
