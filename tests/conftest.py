@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Set these before torchop is imported. Tests require native calls unless TORCHOP_NATIVE=0. The
-# extension is compiled once, into the working tree.
+# Set these variables before torchop is imported. Unless TORCHOP_NATIVE=0 is set, the tests require
+# the native extension. It is compiled once, and stored in the working tree.
 os.environ.setdefault("TORCHOP_NATIVE", "require")
 os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".native_cache"))
-# Idle OpenMP threads must not spin, because they would take CPU time from the other workers.
+# Make idle OpenMP threads sleep. If they spun, they would take CPU time from the other workers.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Starting Inductor's pool of compiler processes takes longer than compiling the small programs of
 # tests, so compile in this process.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Detecting vector instructions takes a third of the compile time, so disable them. Tests compile
-# calls of operators, not their kernels.
+# Disable vector instructions, because detecting them takes a third of the compile time. Tests do
+# not need them, because they compile calls to operators, and not the kernels of operators.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import pytest
@@ -37,8 +37,8 @@ from tests._support.forking import leave_guards_untimed
 from torchop.testing.process_state import process_state
 
 FOLDER = Path(__file__).parent
-# These files iterate over all operators or objects of the process. After the other tests, this
-# would take ten times as long.
+# Run these files first. They iterate over all operators or objects of the process, which would take
+# ten times as long after the other tests.
 FIRST = (
     "inspect/test_registrant.py",
     "rules/fake/test_declared.py",
@@ -62,14 +62,14 @@ FIRST = (
     "cli/test_record.py",
     "inspect/test_record.py",
 )
-# Files that take ten CPU-seconds or more run next, so that no worker runs one of them alone at the
-# end.
+# Run these files next, because each takes ten seconds of CPU time or more. If one of them ran last,
+# a single worker would run it while the others are idle.
 LONGEST = (
     "project/test_site.py",
     "project/test_benchmarks.py",
     "testing/check/test_zoo.py",
     "integration/test_device.py",
-    "project/test_typing.py",  # if mypy's cache is empty
+    "project/test_typing.py",  # it is slow if mypy's cache is empty
     "project/test_docs.py",
     "integration/compile/test_mutation.py",
     "define/test_out_op_compiled.py",
@@ -91,20 +91,20 @@ LONGEST = (
     "project/test_threads.py",
 )
 
-# Most objects of a compiler live until the compilation ends, so frequent garbage collection frees
-# nothing, but takes a twentieth of the time.
+# Collect garbage less often. While a compiler runs, a collection frees nothing, because most
+# objects live until the compilation ends, but collections take a twentieth of the time.
 gc.set_threshold(10_000, 20, 10)
 
-# pytest adds a handler to loggers that do not propagate. With a handler on this logger, PyTorch
-# formats each compiled graph, which takes a tenth of the compile time.
+# pytest adds a handler to each logger that does not propagate. If this logger had a handler,
+# PyTorch would format each compiled graph for it, which takes a tenth of the compile time.
 logging.getLogger("torch.__trace").propagate = True
 
 _numbers = itertools.count()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell script starts background jobs with SIGINT ignored, and processes inherit this setting.
-    # Tests need Python's default handler.
+    # Install Python's default handler of SIGINT, which some tests need. A shell script starts its
+    # background jobs with SIGINT ignored, and their child processes inherit this setting.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     free_threads.pytest_configure(config)
@@ -115,8 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Import all tests without garbage collection, which takes a quarter of the time."""
-    # The first backward starts a thread for each accelerator. In a process forked after the first
-    # fake tensor on a GPU, starting these threads fails, so run a backward first.
+    # Run a backward first, which starts a thread for each accelerator. If a test forked the process
+    # after creating a fake tensor on a GPU, these threads could not be started in the child.
     torch.ones(1, requires_grad=True).sum().backward()
     gc.disable()
     try:
@@ -140,7 +140,7 @@ def _import_in_turns(config: pytest.Config) -> None:
     )
     start = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
     for file in files[start:] + files[:start]:
-        # pytest imports failing files again, and reports the error.
+        # Ignore errors here, because pytest imports a failing file again and reports its error.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(".".join(file.relative_to(FOLDER.parent).with_suffix("").parts))
 
@@ -160,8 +160,8 @@ def namespace() -> str:
 
     It contains a number instead of the name of the test, which could match expected messages.
     """
-    # torch.export searches every namespace in this list for decompositions. With the namespaces of
-    # hundreds of tests, that takes longer than exporting.
+    # Remove the namespaces of earlier tests from this list. torch.export searches every namespace
+    # in it for decompositions, which takes longer than the export if there are hundreds.
     torch.ops._dir[:] = ["aten"]
     return f"t{next(_numbers)}"
 
@@ -170,7 +170,7 @@ def namespace() -> str:
 def frozen_objects() -> None:
     """Exclude existing objects from garbage collection during the tests of a file.
 
-    A full collection takes a second, and some tests run hundreds of them.
+    Otherwise, a full collection takes a second, and some tests run hundreds of collections.
     """
     gc.collect()
     gc.freeze()
@@ -180,13 +180,13 @@ _OF_OTHERS = re.compile(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+|TRITON_\w+")
 
 
 def _shared_state() -> dict[str, Any]:
-    """Return process state that tests must not change. It does not include random numbers."""
+    """Return the process state that tests must not change, without the state of random numbers."""
     state = process_state(random_numbers=False)
-    del state["warnings.filters"]  # pytest restores it, and imports change it
+    del state["warnings.filters"]  # imports change the filters, and pytest restores them
     for name, value in state.pop("os.environ").items():
         if not _OF_OTHERS.fullmatch(name):
             state[f"os.environ[{name!r}]"] = value
-    # Inductor imports setuptools, which adds its own packages.
+    # Ignore the folders `_vendor` that setuptools adds when Inductor imports it.
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]
     return state | {
         "sys.path": path,
@@ -199,8 +199,9 @@ def _shared_state() -> dict[str, Any]:
 def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a test run fake kernels in several threads at once.
 
-    PyTorch sets `global_ctx_getter` for the whole process, and restores the previous value after
-    each fake kernel. If fake kernels run at the same time, the value of one of them may remain.
+    For each fake kernel, PyTorch sets `global_ctx_getter` for the whole process, and then restores
+    the previous value. If fake kernels run at the same time, the value of one of them may remain.
+    Therefore this fixture restores the original value after the test.
     """
     monkeypatch.setattr(fake_impl, "global_ctx_getter", fake_impl.global_ctx_getter)
 
@@ -211,7 +212,7 @@ def unchanged_process() -> Iterator[None]:
     before = _shared_state()
     yield
     after = _shared_state()
-    names = list(before)  # excludes accelerators that the test uses first
+    names = list(before)  # without accelerators that this test is the first to use
     changes = [(n, before[n], after.get(n)) for n in names if before[n] != after.get(n)]
     added = [n for n in after if n not in before and "accelerator" not in n]
     assert (changes, added) == ([], [])

@@ -1,4 +1,4 @@
-"""The registration helpers of inference engines."""
+"""torchop's versions of the functions with which inference engines register operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def like_x(x: Tensor) -> Tensor:
 
 
 def engine(source: str, module: str) -> dict[str, Any]:
-    """Run the source as a module of an engine's package, and return its variables."""
+    """Run the source code as if it were a module of an engine, and return its variables."""
     scope: dict[str, Any] = {"__name__": module}
     exec(source, scope)
     return scope
@@ -93,7 +93,7 @@ def attention(
 
 
 def vllms_own(*, op_name: str, op_func: Any, target_lib: Any, **options: Any) -> None:
-    """`direct_register_custom_op` as in vLLM 0.32: infer_schema, define and impl."""
+    """Register an operator like `direct_register_custom_op` of vLLM 0.32."""
     schema = torch.library.infer_schema(op_func, mutates_args=options["mutates_args"])
     target_lib.define(op_name + schema)
     target_lib.impl(op_name, op_func, dispatch_key=options["dispatch_key"])
@@ -113,7 +113,7 @@ def test_vllm_calls_for_each_layer_are_native(namespace: str, register: Callable
     packet = getattr(torch.ops, namespace).attention
     query, output = torch.ones(2), torch.zeros(2)
     with torchop.accelerate(f"{namespace}::*"), torch.inference_mode():
-        packet(query, output, Constant(1))  # the next calls are native
+        packet(query, output, Constant(1))  # the first call is not native, the next ones are
         with counting(f"{namespace}::attention") as calls:
             for layer in range(4):
                 packet(query, output, Constant(layer), kv_cache_dummy_dep=torch.empty(0))
@@ -228,7 +228,7 @@ def test_inplace_operator_needs_no_fake_kernel(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Repeated and wrong registrations
+# Repeated and invalid registrations
 
 
 def test_repeating_a_registration_returns_the_same_operator(namespace: str) -> None:
@@ -239,12 +239,12 @@ def test_repeating_a_registration_returns_the_same_operator(namespace: str) -> N
     held = first.overload
     assert register() is first
     assert held(torch.ones(1)).tolist() == [2]
-    # Other options define a new operator, which replaces the first.
+    # If the options differ, a new operator is defined, which replaces the first.
     second = register(tags=(torch.Tag.needs_fixed_stride_order,))
     assert second is not first
     with pytest.raises(torchop.OperatorGoneError):
         first(torch.ones(1))
-    # A deregistered operator is not returned again.
+    # After the operator has been deregistered, the function must define a new one.
     second._definition.deregister("over")
     assert register()(torch.ones(1)).tolist() == [2]
 

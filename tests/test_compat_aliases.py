@@ -1,4 +1,4 @@
-"""Operators whose results share memory behave as with an engine's own helper."""
+"""If results share memory, operators behave as if the engine had registered them itself."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def empty_twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return result, result
 
 
-# For each kernel: a fake kernel whose results alias in the same way, a fake kernel whose results do
-# not alias, and the description of the alias in messages.
+# Maps each kernel to a fake kernel whose results alias in the same way, to a fake kernel whose
+# results do not alias, and to the words that describe the alias in messages.
 KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], str]] = {
     itself: (itself, torch.empty_like, "output 0 is input 'x' itself"),
     view: (view, lambda x: x.new_empty(x.shape[0] - 1), "output 0 shares memory with input 'x'"),
@@ -78,7 +78,7 @@ KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], 
 }
 ALIASING = [kernel for kernel in KERNELS if kernel is not fresh]
 EACH = pytest.mark.parametrize("kernel", KERNELS)
-ERROR = "error_on_custom_op_aliasing"  # an option of AOTAutograd
+ERROR = "error_on_custom_op_aliasing"  # the name of an option of AOTAutograd
 FAKE_ALIASES = pytest.mark.parametrize("fake_aliases", [True, False])
 GRAD = pytest.mark.parametrize("requires_grad", [False, True])
 
@@ -86,7 +86,10 @@ GRAD = pytest.mark.parametrize("requires_grad", [False, True])
 def both(
     namespace: str, kernel: Callable[..., Any], fake_aliases: bool
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Return the operator of the engine's helper, torchop's operator, and its handle."""
+    """Register the kernel with the engine's function and with torchop's.
+
+    Return both operators, and the handle of torchop's.
+    """
     fake = KERNELS[kernel][0 if fake_aliases else 1]
     mutates_args = ["out"] if kernel is out else []
     packets = []
@@ -104,7 +107,7 @@ LIBRARIES: list[torch.library.Library] = []
 
 @pytest.fixture
 def aliasing_is_no_error() -> Iterator[None]:
-    """Results that share memory are a warning, even if CI=1, where PyTorch makes them an error."""
+    """Make PyTorch only warn about results that share memory. If CI=1, it raises an error."""
     with aot_config.patch({ERROR: False}) if hasattr(aot_config, ERROR) else nullcontext():
         yield
 
@@ -115,7 +118,7 @@ def arguments(kernel: Callable[..., Any], sign: int, requires_grad: bool) -> lis
 
 
 def described(result: Any, args: list[Tensor]) -> list[Any]:
-    """Return the values of arguments and results, and describe which of them share memory."""
+    """Return the values of the arguments and results, and which of them share memory."""
     results = list(result) if isinstance(result, (tuple, list)) else [result]
     everything = [*args, *results]
     return [
@@ -166,7 +169,8 @@ def test_eager_calls_behave_as_with_the_engines_helper(
 )
 @pytest.mark.usefixtures("aliasing_is_no_error")
 @pytest.mark.filterwarnings("ignore:.*returns such results anyway")
-@pytest.mark.filterwarnings("ignore:.*The output of this custom operator")  # PyTorch warns for both
+# PyTorch itself warns about both operators.
+@pytest.mark.filterwarnings("ignore:.*The output of this custom operator")
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_compiled_calls_behave_as_with_the_engines_helper(
     namespace: str, kernel: Any, fake_aliases: bool, backend: str, requires_grad: bool
@@ -185,8 +189,8 @@ def test_compiled_calls_behave_as_with_the_engines_helper(
             torch._dynamo.reset()
             compiled = torch.compile(function, backend=backend, fullgraph=True)
             args = arguments(kernel, 1, requires_grad)
-            # The caches on disk identify code by the operator's name, so they would return code for
-            # another kernel.
+            # Turn off the caches on disk, which identify code by the operator's name. They would
+            # return code that was compiled for a different kernel.
             with (
                 inductor_config.patch(fx_graph_cache=False),
                 aot_config.patch(enable_autograd_cache=False),
@@ -225,7 +229,7 @@ def test_first_result_that_shares_memory_raises_a_warning(
     _, _, op = both(namespace, kernel, fake_aliases=True)
     with nullcontext() if is_native else torchop.native.disabled():
         if kernel is sometimes:
-            op(*arguments(kernel, -1, False))  # this result does not alias
+            op(*arguments(kernel, -1, False))  # with -1, the result does not alias
         with pytest.warns(UserWarning, match="returns such results anyway") as caught:
             op(*arguments(kernel, 1, False))
         message = str(caught[0].message)

@@ -1,4 +1,4 @@
-"""Warnings point to the user's line. Uses private names."""
+"""Warnings name the line of the user's code that caused them. Uses private names."""
 
 from __future__ import annotations
 

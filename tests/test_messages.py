@@ -1,4 +1,4 @@
-"""Messages are short for any argument, and contain no control characters."""
+"""Error messages are short whatever the argument is, and contain no control characters."""
 
 import dataclasses
 import inspect
@@ -78,7 +78,7 @@ def on_sample(name: str, *args: Any, **options: Any) -> Callable[[str], Any]:
     return lambda namespace: getattr(torchop, name)(sample(namespace), *args, **options)
 
 
-# For each argument, a call where this argument is wrong and very long.
+# For each argument of a function: a call in which this argument is invalid and very long.
 MISTAKES: dict[str, Callable[[str], Any]] = {
     "name": lambda _: torchop.custom_op(TEXT, mutates_args=()),
     "name of letters": lambda _: torchop.custom_op(LONG_NAME, mutates_args=()),
@@ -213,7 +213,7 @@ def fill(x: Tensor, *, out: Tensor) -> None:
 
 
 def message_of(mistake: Callable[[str], Any], namespace: str) -> str:
-    """Return the message of the exception, or the warnings if the call does not raise."""
+    """Return the message of the exception, or of the warnings if there is no exception."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:

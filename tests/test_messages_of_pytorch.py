@@ -1,4 +1,4 @@
-"""Messages contain words of `torch.library`'s messages, because programs search for them."""
+"""torchop's messages contain the words of `torch.library`'s for which programs search."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from sphinx.util.docutils import docutils_namespace, patch_docutils
 import torchop
 from tests._support.common import close_operators
 
-# Sphinx's extension napoleon causes this warning.
+# Ignore a warning that Sphinx's extension napoleon causes.
 pytestmark = pytest.mark.filterwarnings("ignore:The mapping interface for autodoc options")
 
 MODULE = '''
@@ -127,12 +127,12 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_operators_are_documented_as_functions(package: Path, configuration: str) -> None:
     text = build(package, configuration)
-    assert text.count(SHIFT) == 2, text  # by automodule, and by autofunction
+    assert text.count(SHIFT) == 2, text  # automodule and autofunction each list it
     assert 'Schema:\n      "sphinx_kernels::double(Tensor x) -> Tensor"' in text
     assert "cube(x: Tensor, *, out: Tensor | None = None) -> Tensor" in text
     assert '"sphinx_kernels::cube.out(Tensor x, *, Tensor(' in text
     assert "Schema" not in text[text.index("sphinx_kernels.plain") : text.index("No operator")]
-    # The module is unchanged.
+    # Building the documentation must not change the module.
     module = sys.modules["sphinx_kernels"]
     assert isinstance(module.shift, torchop.CustomOp)
     assert isinstance(module.cube, torchop.OperatorFamily)
@@ -140,7 +140,7 @@ def test_operators_are_documented_as_functions(package: Path, configuration: str
 
 def test_automodule_skips_operators_without_the_extension(package: Path) -> None:
     text = build(package, extension="sphinx.ext.autosectionlabel")
-    assert text.count("sphinx_kernels.shift(") == 1  # by autofunction
+    assert text.count("sphinx_kernels.shift(") == 1  # only autofunction lists it
     assert "Schema" not in text
 
 

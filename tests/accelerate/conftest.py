@@ -13,7 +13,7 @@ from tests.accelerate.support import stock
 
 @pytest.fixture
 def accelerated(namespace: str) -> Iterator[Callable[[], torchop.Acceleration]]:
-    """A function that accelerates the operators of the namespace until the test ends."""
+    """Return a function that accelerates the namespace's operators until the test ends."""
     accelerations: list[torchop.Acceleration] = []
 
     def accelerate() -> torchop.Acceleration:
@@ -29,9 +29,9 @@ def accelerated(namespace: str) -> Iterator[Callable[[], torchop.Acceleration]]:
 def library(namespace: str) -> Iterator[torch.library.Library]:
     library = torch.library.Library(namespace, "FRAGMENT")
     yield library
-    # `Library._destroy` deletes the packet for each overload. After the first, PyTorch would look
-    # the packet up again and read freed memory. So leave only one overload of each packet in the
-    # list.
+    # `Library._destroy` deletes the packet once for each overload in this list. At the second
+    # overload, PyTorch would look the packet up again and read freed memory. So leave only one
+    # overload of each packet in the list.
     one_of_each = {name.partition(".")[0]: name for name in library._op_defs}
     library._op_defs = set(one_of_each.values())
     library._destroy()

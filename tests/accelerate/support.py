@@ -1,4 +1,4 @@
-"""Operators of torch.library, and a comparison of their calls before and after acceleration."""
+"""Define operators with torch.library, and compare calls before and after acceleration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests._support.common import outcome
 
 T = torch.arange(4.0)
 
-# Until 2.12 they are counted twice, by a kernel that makes calls fall back to the dispatcher.
+# Until 2.12, PyTorch increments the version of a mutated tensor twice, in a kernel that makes calls
+# fall back to the dispatcher.
 counts_versions_once = pytest.mark.needs_torch("2.13", "custom_op counts versions once")
 
 
@@ -24,7 +25,7 @@ def stock(namespace: str, function: Callable[..., Any], **options: Any) -> Any:
 
 
 def assert_same(accelerate: Callable[[], Any], op: Any, *calls: Callable[[], Any]) -> None:
-    """Check that calls have the same outcome after acceleration, and are native."""
+    """Check that calls have the same outcome as before the acceleration, and are native."""
     before = [outcome(call) for call in calls]
     accelerate()
     after = [outcome(call) for call in calls]

@@ -30,7 +30,7 @@ def state(op):
         packet._op,
         hash(overload),
         table.get(id(packet._op)),
-        # Not the number of entries, because the table keeps entries of freed functions.
+        # Count the entries of this packet, because the table also keeps entries of freed functions.
         list(table.values()).count(packet._qualified_op_name),
         torch.library.Library.define,
         list(op._lib._registration_handles),
@@ -96,7 +96,7 @@ def test_undo_keeps_a_function_that_other_code_set(op, namespace):
     acceleration.undo()
     assert op._opoverload._op is theirs
     assert torch.equal(op(T), T + 1)
-    assert ours.entry.counters[0] == 0  # the calls from inside their implementation are dispatched
+    assert ours.entry.counters[0] == 0  # the call inside of `theirs` is not native
     op._opoverload._op = original
 
 
@@ -206,7 +206,7 @@ def test_a_pattern_may_name_overloads(namespace, library):
         assert is_native(ops.one)
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
-        assert len(acceleration.operators) == 3  # a name without an overload matches all overloads
+        assert len(acceleration.operators) == 3  # the name of a packet matches all its overloads
     with torchop.accelerate(f"{namespace}::op.default") as acceleration:
         assert [row.op for row in acceleration.operators] == [f"{namespace}::op"]
 

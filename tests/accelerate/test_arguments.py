@@ -1,4 +1,4 @@
-"""Accelerated operators get the same arguments as from the dispatcher."""
+"""The kernels of accelerated operators get the same arguments as from the dispatcher."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def schema(text: str) -> Schema:
 
 
 # --------------------------------------------------------------------------------------------------
-# In calls
+# Arguments of calls
 
 
 @needs_native
@@ -68,7 +68,7 @@ def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated
     numbers = [2, 1, 2, 3]
     calls = [
         lambda: op(T, 1),
-        lambda: op(T, -3, 4, 0, (1, 2.5), 7),  # 0 equals the default
+        lambda: op(T, -3, 4, 0, (1, 2.5), 7),  # for one argument, 0 is the default
         lambda: op(T, 1, None, 0, numbers, 0, f=2),
         lambda: op(T, 2**53 + 1, 2**70, 1, [-(2**63)], 5, f=10**308),
         lambda: op(x=T, a=0, e=1, f=0),
@@ -83,7 +83,7 @@ def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated
     before = outcomes()
     accelerated()
     assert outcomes() == before
-    assert numbers == [2, 1, 2, 3]  # converting must not change the caller's list
+    assert numbers == [2, 1, 2, 3]  # the caller's list is unchanged
     assert torchop.native.counters(op.default) == {"native": len(calls)}
     too_large = [lambda: op(T, 10**400), lambda: op(T, 1.0, 1, 1, [10**400])]
     found = [outcome(call) for call in too_large]
@@ -127,5 +127,5 @@ def test_a_kernel_sees_its_own_defaults(namespace, accelerated, seen):
     ]
     assert_same(accelerated, handle, *calls)
     assert repr(seen[:5]) == repr(seen[5:])
-    assert repr(seen[0]) == "(1, (1, 2), None)"  # the int for `float` stays an int
+    assert repr(seen[0]) == "(1, (1, 2), None)"  # the kernel's own default for `scale` is an int
     assert repr(seen[3]) == "(1.0, [2, 1], 3.0)"

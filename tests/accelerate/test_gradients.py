@@ -47,7 +47,8 @@ def test_formula_gets_the_same_arguments(namespace, accelerated, seen):
     after = list(calls())
     assert torchop.native.counters(handle) == {"native": 4}
     assert seen == told
-    # One for each argument of the call, and PyTorch's own.
+    # `needs_input_grad` has an entry for each argument that was passed, and one for an argument
+    # that PyTorch adds.
     assert told[0][1] == (True, False, False)
     for old, new in zip(before, after, strict=True):
         assert torch.equal(old[0], new[0])
@@ -136,7 +137,7 @@ def test_gradients_through_lists(namespace, accelerated, seen):
         seen.append(("backward", ctx.needs_input_grad))
         grads = [first * w for _ in xs]
         inputs = grads, None, second * ctx.k, [first * w] * ctx.count, None
-        # PyTorch drops arguments that equal their default.
+        # PyTorch drops arguments that equal their default, and expects no gradients for them.
         return inputs[: len(ctx.needs_input_grad)]
 
     handle = stock(namespace, op)
@@ -146,7 +147,7 @@ def test_gradients_through_lists(namespace, accelerated, seen):
         lambda: ([x, T, y], [1], w, []),
         lambda: ([x, x], [1, 2], T, [y, T], 3),
         lambda: ([], [1], w, [x]),
-        lambda: ([T], [], T, [x], 2),  # PyTorch treats an empty list as a list of tensors
+        lambda: ([T], [], T, [x], 2),  # for PyTorch, an empty list may contain tensors
     ]
 
     def gradients() -> list[Any]:
@@ -234,7 +235,7 @@ def fixed() -> Tensor:
 @pytest.mark.parametrize("other", [leaf, fixed])
 @pytest.mark.parametrize("shape", ["all", "none", "one", "first"])
 def test_gradients_of_a_list_that_contains_none(namespace, accelerated, seen, make, other, shape):
-    """PyTorch differentiates the tensors of a list only if it does not contain None."""
+    """If a list contains None, PyTorch computes no gradients for the tensors in the list."""
 
     def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
         return sum([x for x in xs if x is not None], w * 2)
@@ -377,7 +378,7 @@ def test_formula_gets_defaults_as_stored_in_the_schema(namespace, accelerated, l
     accelerated()
     assert gradients() == before
     assert repr(seen) == told
-    assert "layout': 0" in told  # the formula gets the number, not torch.contiguous_format
+    assert "layout': 0" in told  # the schema stores this default as a number
     assert torchop.native.counters(op) == {"native": len(calls)}
 
 

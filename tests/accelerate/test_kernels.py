@@ -22,7 +22,9 @@ def test_a_kernel_that_was_registered_later_runs(accelerated, op):
     assert torch.equal(op(T), T + 1)
     op.register_kernel(TYPE)(lambda x: x + 2)
     assert torch.equal(op(T), T + 2)
-    op.register_kernel(TYPE)(lambda x: x + 3)  # this changes no table of the dispatcher
+    # A second registration replaces the Python function without changing the dispatcher. The next
+    # call must run the new function anyway.
+    op.register_kernel(TYPE)(lambda x: x + 3)
     assert torch.equal(op(T), T + 3)
     assert torch.equal(op(T), T + 3)
     assert torchop.native.counters(op) == {"native": 3, "kernel": 1}
@@ -42,7 +44,8 @@ def test_kernels_of_a_list_of_devices(namespace, accelerated):
     def op(x: Tensor) -> Tensor:
         return x + 1
 
-    # In torch.library, every device in the list runs the kernel of the list's last device.
+    # With a list of device types, torch.library runs the kernel of the last type for all of them.
+    # The accelerated call must do the same.
     handle = stock(namespace, op, device_types=[TYPE, OTHER])
     handle.register_kernel(TYPE)(lambda x: x + 2)
     before = handle(T)
@@ -59,7 +62,7 @@ def test_override_runs_before_and_after_acceleration(namespace, accelerated, op,
         accelerated()
         assert torch.equal(op(T), T + 1)
     library = torch.library.Library(namespace, "FRAGMENT")
-    library.impl("op", lambda x: x, BACKEND)  # such a kernel may return its input
+    library.impl("op", lambda x: x, BACKEND)  # a kernel of a Library may return its input
     accelerated()
     assert op(T) is T
     assert op(T) is T
@@ -90,7 +93,8 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     library.define("empty(Tensor x) -> Tensor")
     library.impl("op", lambda x, y=2: x + y, BACKEND)
     library.impl("op.two", lambda x, y: x - y, BACKEND)
-    # Without the keys, the remaining arguments would fit the signature too.
+    # Without the dispatch keys, the other arguments would still fit this signature. So the result
+    # shows whether the keys were passed.
     library.impl("with_keys", lambda keys, x=None, y=2: x * y, BACKEND, with_keyset=True)
     library.impl("composite", lambda x: x * 3, "CompositeImplicitAutograd")
     acceleration = accelerated()

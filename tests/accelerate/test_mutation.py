@@ -38,7 +38,8 @@ WRITTEN: dict[str, Callable[[], Tensor]] = {
     "one of several views": lambda: leaf(2, 2).unbind(0)[0],
     "view without grad": view_without_grad,
 }
-# For each kind: the schema, its tag, the kernel, and the arguments from x, which is mutated, and y.
+# For each kind of operator: its schema, its tag, its kernel, and a function that returns the
+# arguments for two tensors x and y, of which the operator mutates x.
 OPERATORS: dict[str, tuple[str, str, Callable[..., Any], Callable[..., Any]]] = {
     "nothing": (
         "(Tensor(a!) x, Tensor y) -> ()",
@@ -108,7 +109,7 @@ def test_tensors_that_require_grad_are_written_as_by_the_dispatcher(namespace, a
     with torch.no_grad():
         after += [observed(handle, kind, *call) for call in calls]
     assert after == before
-    if kind == "out":  # PyTorch rejects gradients of out= operators
+    if kind == "out":  # PyTorch does not support gradients of out= operators
         assert counted.keys() == {"native", "gradient"}
         reason = torchop.explain(handle, leaf(), x=leaf()).reason
         assert reason.startswith("it records a gradient: PyTorch refuses that, as a tensor is")

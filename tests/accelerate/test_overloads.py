@@ -1,4 +1,4 @@
-"""Packets of torch.ops choose the same overload, accelerated or not."""
+"""An accelerated packet of torch.ops chooses the same overload as before."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
         "op": "(Tensor x, *, int amount=1) -> Tensor",
         "op.out": "(Tensor x, *, int amount=1, Tensor(a!) out) -> Tensor(a!)",
         "op.two": "(Tensor x, int y) -> Tensor",
-        "op.never": "(Tensor x, float y) -> Tensor",  # it accepts an int, but `two` comes first
+        "op.never": "(Tensor x, float y) -> Tensor",  # fits an int too, but `two` is tried first
         "op.text": "(Tensor x, str y, *, int amount=1) -> Tensor",
     }
     seen: list[str] = []
@@ -83,10 +83,12 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     counted = {name: torchop.native.counters(getattr(packet, name)) for name in packet.overloads()}
     assert counted["default"]["native"] == 2
     assert counted["out"] == {"native": 2}
-    # `two` accepts True, but not 2.5, which only `never` accepts.
+    # The call with True runs `two`. The call with 2.5 runs `never`, because `two` accepts no
+    # floats.
     assert counted["two"] == {"native": 3}
     assert counted["never"] == {"native": 1}
-    # These calls only fit `text`. A call that fits no overload is counted for the last one.
+    # Two calls fit only `text`. The calls that fit no overload are counted for `text`, too, because
+    # it is the last overload.
     assert counted["text"] == {"native": 2, "argument_type": 1, "binding": 4}
     acceleration.undo()
     assert packet._op is function

@@ -1,4 +1,4 @@
-"""Results of accelerated operators are converted and checked as by the dispatcher."""
+"""The results of accelerated operators are converted and checked as in the dispatcher."""
 
 from __future__ import annotations
 
@@ -106,7 +106,10 @@ def test_forms_must_return_their_mutated_arguments(namespace, accelerated):
 )
 @pytest.mark.parametrize("returns", ["Tensor", "(Tensor, Tensor)", "()"])
 def test_each_way_to_call_returns_the_same_as_before(namespace, accelerated, returns, made):
-    """Since 2.14, PyTorch converts the results of calls through a packet only."""
+    """Since 2.14, PyTorch converts the results only if the packet is called.
+
+    The acceleration must not change this.
+    """
     handle = torch.library.custom_op(
         f"{namespace}::op", made, mutates_args=(), schema=f"(Tensor x) -> {returns}"
     )
@@ -131,9 +134,10 @@ def test_each_way_to_call_returns_the_same_as_before(namespace, accelerated, ret
 
 @pytest.mark.parametrize("made", [lambda x: (x + 1, x + 2, 3), lambda x: [x + n for n in range(9)]])
 def test_more_results_than_the_schema_has_are_refused(namespace, accelerated, made):
-    """Not compared with PyTorch, which reads past the end of the schema.
+    """Do not compare with PyTorch, because it reads past the end of the schema's results.
 
-    The call uses a keyword, because since 2.14 PyTorch only converts the results of such calls.
+    The call passes a keyword, because since 2.14, PyTorch converts results only for calls with
+    keywords.
     """
     op = torch.library.custom_op(
         f"{namespace}::op", made, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"

@@ -12,7 +12,10 @@ from tests._support.common import Outcome
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
-    """Run commands in this process, and restore the folder and `sys` afterwards."""
+    """Return a class that runs commands in this process.
+
+    The working directory and `sys` are restored afterwards.
+    """
     pytest.importorskip("click.testing")
     monkeypatch.chdir(Path.cwd())
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -24,7 +27,10 @@ def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
 def write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
 ) -> Iterator[Callable[[str, str], str]]:
-    """A function that writes an importable module; NAMESPACE becomes the test's namespace."""
+    """Return a function that writes a module, given its name and its source.
+
+    In the source, NAMESPACE stands for the namespace of the test.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     written = []
 

@@ -12,7 +12,7 @@ from tests._support.common import needs_native
 from torchop.testing import CallRecord, TensorRecord
 
 pytest.importorskip("click")
-# `torchop.cli.accelerate` as an attribute is the command, not the module.
+# Import the module by its name, because the attribute `torchop.cli.accelerate` is the command.
 report = importlib.import_module("torchop.cli.accelerate")
 from torchop.cli.measure import Cost, Measurement  # noqa: E402  # needs click
 
@@ -23,7 +23,7 @@ X = TensorRecord(torch.float32, (3,), "cpu", False)
 
 @pytest.fixture
 def save(tmp_path, namespace):
-    """A function that saves a recording, given a call and its count for each operator."""
+    """Return a function that saves a recording, given each operator's call and its count."""
 
     def save(file="calls.json", **calls):
         recorded = torchop.record("*")
@@ -93,7 +93,7 @@ store(torch.ones(2), "/dev/null")
     assert outcome.err.isascii()
     assert "\x1b" not in outcome.err
     assert len(outcome.err) < 500
-    # Operators that were called during the import are also measured.
+    # The count is 7, because the module called the operator once when it was imported.
     assert outcome.row(f"{namespace}::store")[:3] == ["yes", "7", "7"]
     assert "this saves" in outcome.out
     file = save(store=(CallRecord((X, path), {}), 6))
@@ -161,12 +161,12 @@ def test_invalid_pattern_is_rejected(run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The table
+# The table that the report prints
 
 
 @pytest.fixture
 def lines(monkeypatch):
-    """A function that returns the table's lines for an operator with 8 calls."""
+    """Return a function that returns the report's table for an operator that was called 8 times."""
 
     def lines(measurement):
         monkeypatch.setattr(report, "measure", lambda ops: dict.fromkeys(ops, measurement))

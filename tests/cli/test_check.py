@@ -1,4 +1,4 @@
-"""`python -m torchop check`, whose workers may crash. Uses private names."""
+"""`python -m torchop check` runs its checks in workers, which may crash. Uses private names."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_missing_packages_are_named(run, write, namespace, monkeypatch):
 
 
 def test_reason_for_a_worker_without_tests_is_reported(run, write, namespace, tmp_path):
-    """The module can be imported only once, so the command can import it, but not the worker."""
+    """Use a module that can be imported only once, so its import fails in the worker."""
     once = f"import pathlib\npathlib.Path({str(tmp_path / 'seen')!r}).touch(exist_ok=False)\n"
     module = write("operators", once + WITH_REFERENCES)
     outcome = run("check", f"{namespace}::half", "--import", module, "-k", "memory.given")

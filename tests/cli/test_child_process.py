@@ -81,7 +81,7 @@ def test_crash_is_detected_while_a_grandchild_holds_the_pipe() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process with its parent")
-# Python warns about forks of a process with threads.
+# Python warns if a process that has threads is forked.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_child_ends_if_the_program_is_killed() -> None:
     read, write = os.pipe()
@@ -100,7 +100,10 @@ def test_child_ends_if_the_program_is_killed() -> None:
 def test_child_has_the_threads_and_environment_of_the_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The forkserver itself has only one thread."""
+    """A child is forked by a forkserver, which has only one thread and an older environment.
+
+    The child must use the number of threads and the environment of the program instead.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     with answers_of(computes, (2**20,), 600) as messages:
         total, threads, most = next(messages)

@@ -1,4 +1,4 @@
-"""Errors before a command starts, and the output of all commands."""
+"""Errors that occur before a command starts, and the output of every command."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests._support.common import Outcome
 from tests._support.forking import run_forked, run_module
 
-# The code of the script `torchop`, which only exists where the package is installed.
+# The code of the script `torchop`. The script itself exists only if the package is installed.
 COMMAND = "import sys; from torchop.__main__ import main; sys.argv[0] = 'torchop'; sys.exit(main())"
 
 
@@ -24,7 +24,7 @@ def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_wrong_environment_variable_gives_no_traceback() -> None:
-    """The variable is already set when `python -m torchop` imports torchop."""
+    """Set the variable before the import, because `python -m torchop` imports torchop with it."""
     program = "import sys\nfrom torchop.__main__ import main\nsys.argv[1:] = ['list', 'x']\nmain()"
     done = run_forked(program, TORCHOP_NATIVE="banana")
     assert done.returncode == 2

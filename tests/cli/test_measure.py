@@ -28,7 +28,7 @@ def cost_of(op, *calls):
 
 
 def share_of(op, *kinds):
-    """Return the native share, which is computed before any call is measured."""
+    """Return the share of native calls, which is known before any call is timed."""
     return next(measurements(op, list(kinds))).native
 
 
@@ -39,7 +39,7 @@ def module(package):
 
 @pytest.fixture
 def reason(module, namespace):
-    """A function that returns the reason for not measuring these calls, or ""."""
+    """Return a function that measures calls, and returns the reason if they cannot be measured."""
 
     def reason(op, *calls):
         try:
@@ -130,7 +130,7 @@ def test_a_difference_may_be_noise(before, after, noise, is_noise):
 
 
 # --------------------------------------------------------------------------------------------------
-# In a child process
+# Measuring in a child process
 
 INDEX = TensorRecord(torch.int64, (1,), "cpu", False)
 
@@ -188,7 +188,8 @@ def test_a_call_that_hangs_is_killed(trusting, namespace, monkeypatch):
 
 
 def test_operator_of_no_module_is_measured_in_a_fork(namespace):
-    # The kernel uses a thread pool, whose threads do not exist in a forked process.
+    # `mul` of a large tensor uses PyTorch's thread pool, whose threads do not exist in a fork. The
+    # child must not wait for them.
     large = TensorRecord(torch.float32, (1 << 20,), "cpu", False)
     torch.ones(1 << 20).mul(2)
     caller = os.getpid()

@@ -1,4 +1,4 @@
-"""The wheel torchop-native, installed and used without a compiler. Uses private names."""
+"""The wheel torchop-native can be installed and used without a compiler. Uses private names."""
 
 from __future__ import annotations
 

@@ -44,14 +44,14 @@ def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
     assert (accelerated, calls, native) == ("yes", "3", "3")
     assert 0 < float(after) < float(before)
     path = outcome.err.rpartition("the recording is ")[2].strip()
-    assert not os.path.exists(os.path.dirname(path))  # the file is deleted after the report
+    assert not os.path.exists(os.path.dirname(path))  # the recording is deleted after the report
 
 
 @needs_native
 def test_the_recording_is_saved_before_anything_is_measured(
     run, program, namespace, tmp_path, monkeypatch
 ):
-    # The attribute `torchop.cli.accelerate` is the command, not the module.
+    # Import the module by its name, because the attribute `torchop.cli.accelerate` is the command.
     report = importlib.import_module("torchop.cli.accelerate")
 
     def measure(recorded):
@@ -63,7 +63,7 @@ def test_the_recording_is_saved_before_anything_is_measured(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = run("record", "--pattern", f"{namespace}::*", program())
     assert outcome.code == 1
-    (path,) = tmp_path.glob("torchop-*/calls.json")  # the file is kept
+    (path,) = tmp_path.glob("torchop-*/calls.json")  # the recording still exists
     assert f"torchop: measuring; meanwhile, the recording is in {path}\n" in outcome.err
 
 

@@ -8,7 +8,7 @@ pytest.importorskip("click")
 from torchop.cli.schema import changes_between  # needs click
 from torchop.extend import Schema
 
-# The old and the new schema, the reported changes, and whether they break callers.
+# For each change: the old and the new schema, the reported changes, and whether they break callers.
 CHANGED = {
     "a new argument": (
         "(Tensor x) -> Tensor",

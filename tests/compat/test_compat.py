@@ -17,7 +17,8 @@ from torchop import _compat
 
 SOURCES = Path(torchop.__file__).parent
 PACKAGE = Path(_compat.__file__).parent
-# The exceptions that `_compat` raises, and the package, from which it imports `torchop._hooks`.
+# `_compat` may import only these modules of torchop: `_errors` for its exceptions, and the package
+# itself for `torchop._hooks`.
 OURS = {"torchop", "torchop._errors"}
 
 
@@ -26,7 +27,10 @@ def is_private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names of PyTorch that a module imports, reads from `torch` or looks up."""
+    """Yield the private names of PyTorch that a module uses.
+
+    The module may import a name, read it as an attribute of `torch`, or look it up by a string.
+    """
     for node in ast.walk(tree):
         found = []
         if isinstance(node, ast.Import):

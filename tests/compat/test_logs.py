@@ -31,10 +31,11 @@ PROGRAM = """
         scale(torch.ones(1))
         scale(torch.ones(1), factor=3.0)
 """
-# With TORCHOP_NATIVE=require, importing torchop would load the extension before PyTorch has read
-# TORCH_LOGS.
+# Do not set TORCHOP_NATIVE=require, because importing torchop would then load the extension before
+# PyTorch has read TORCH_LOGS.
 NATIVE = {} if os.environ.get("TORCHOP_NATIVE") == "0" else {"TORCHOP_NATIVE": "auto"}
-# For example `I1123 16:23:22.651000 23371 torchop/_native/plan.py:142] [__torchop_calls] ...`
+# Matches a line of the log, such as
+# `I1123 16:23:22.651000 23371 torchop/_native/plan.py:142] [__torchop_calls] ...`.
 _LINE = re.compile(r"^([IV])\d.*?\] \[__(torchop_\w+)\] (.*)$")
 
 
@@ -60,7 +61,8 @@ def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found()
     (loaded,) = (text for _, artifact, text in lines if artifact == "torchop_extension")
     assert re.match(r"loaded /.*_call_path-torch.*\.so$", loaded)
     calls = [text for _, artifact, text in lines if artifact == "torchop_calls"]
-    assert calls == [  # one line for two calls, because they have the same reason
+    # Each reason is logged once, so there is one line for two calls.
+    assert calls == [
         "logged::scale: a call goes through the dispatcher, because torchop.native.disabled() is "
         "active in this thread"
     ]
@@ -125,7 +127,8 @@ def test_each_reason_is_logged_once_for_each_operator(
         "torchop.native.di",
     ]
     caplog.clear()
-    op.register_fake(like="x")  # the next call compiles a plan, and finds that logging is off
+    # After the registration, the next call compiles a new plan. By then logging is off.
+    op.register_fake(like="x")
     op(x.requires_grad_())
     assert caplog.messages == []
 
@@ -142,7 +145,7 @@ def test_operator_deregistered_while_its_call_is_logged(
 
     class Ends(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            # In another thread, because this thread is inside a call of the operator.
+            # Deregister the operator in another thread, because this thread is inside of a call.
             thread = threading.Thread(target=library._destroy)
             thread.start()
             thread.join()
@@ -162,7 +165,7 @@ def test_operator_deregistered_while_its_call_is_logged(
 
 @pytest.mark.parametrize("page", ["tutorials/debugging.md", "how-to/several-kernels.md"])
 def test_no_page_names_an_artifact_without_torchop_before_it(page: str) -> None:
-    # `import torch` fails if TORCH_LOGS has such a value.
+    # If TORCH_LOGS contains "torchop_calls" without "torchop" before it, `import torch` fails.
     text = (ROOT / "docs" / page).read_text()
     values = re.findall(r"(?:TORCH_LOGS=\"?|^\| `)([-+,\w]+)", text, re.MULTILINE)
     named = [value.split(",") for value in values if "torchop" in value]

@@ -1,4 +1,4 @@
-"""Names in schemas that differ between releases of PyTorch. Uses private names."""
+"""Schemas in which releases of PyTorch use different names. Uses private names."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchop._compat import schemas
 
 
 class NoCustomClass:
-    """A class that is not registered."""
+    """A class that is not registered with PyTorch."""
 
 
 def test_the_deprecated_name_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    older = opaque_object.is_opaque_type  # the older name, which may call the newer one
+    older = opaque_object.is_opaque_type  # deprecated in favor of is_custom_class
     is_custom = getattr(opaque_object, "is_custom_class", older)
     monkeypatch.setattr(opaque_object, "is_custom_class", is_custom, raising=False)
     monkeypatch.delattr(opaque_object, "is_opaque_type")

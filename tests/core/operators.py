@@ -62,7 +62,7 @@ def family(namespace: str) -> Any:
     return op
 
 
-# The names of these operators and of their helper operators.
+# The names of the operators above, and of the helper operators that torchop defines for them.
 NAMES = ("op", "op_", "op.out", "op__functional", "op___mutable", "op__mutable.out", "low")
 NAMES += ("op__training", "op__backward")
 

@@ -1,4 +1,4 @@
-"""Kernels must return the number and types of results in the schema."""
+"""Kernels must return results with the number and types that the schema declares."""
 
 import contextlib
 import enum
@@ -31,7 +31,7 @@ def under_mode(op):
     return call
 
 
-# Ways to reach a kernel, given the handle.
+# Maps each way to call an operator to a function that returns the callable, given the handle.
 PATHS = {
     "handle": lambda op: op,
     "overload": lambda op: op.overload,
@@ -156,7 +156,7 @@ def test_numbers_and_strings_have_python_types(namespace, path):
             _, *got = path(op)(torch.zeros(2))
             assert got == list(expected)
             assert list(map(type, got)) == [int, float, bool, str]
-    # A lone surrogate is not valid Unicode.
+    # A string with a lone surrogate cannot be converted to a C++ string.
     op.register_kernel(TYPE)(lambda x: (x + 1, 4, 0.5, True, "\ud800"))
     with pytest.raises(torchop.ResultError, match=r"must return 5 values .* str\)"):
         path(op)(torch.zeros(2))
@@ -170,7 +170,8 @@ def test_an_iterator_becomes_the_list_of_a_result(namespace, path, make):
     for _ in range(3):
         assert [y.tolist() for y in path(op)(torch.zeros(2))] == [[1, 1], [2, 2]]
     op.register_kernel(TYPE)(lambda x: make([x, x]))
-    with pytest.raises(torchop.AliasError):  # torch.library only checks lists and tuples
+    # torch.library checks only lists and tuples for results that share memory.
+    with pytest.raises(torchop.AliasError):
         path(op)(torch.zeros(2))
     op.register_kernel(TYPE)(lambda x: make([x + 1, None]))
     with pytest.raises(torchop.ResultError, match="a list of 2"):

@@ -1,4 +1,7 @@
-"""An exception at any point of a definition leaves nothing defined. Uses private names."""
+"""If a definition raises an exception at any point, it leaves nothing defined.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +38,12 @@ T = torch.zeros(2)
 
 
 class InjectedError(Exception):
-    """Raised before or after a step of a definition."""
+    """The exception that tests raise before or after a step of a definition."""
 
 
-# The functions that a definition calls, in order, with the module where they are looked up.
-# Functions that deregister the previous operator are missing, because deregistration cannot be
-# undone.
+# For each step of a definition, in order: the module or class that contains its function, and the
+# name of the function. The steps that deregister the previous operator are left out, because they
+# cannot be undone.
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
     "check the name": (registry, "check_free"),
@@ -72,7 +75,7 @@ class Injection(NamedTuple):
     call: int
 
     def into(self, action: Callable[[], Any]) -> bool:
-        """Run an action, and return whether it reached this call."""
+        """Run an action with the exception injected. Return whether the exception was raised."""
         owner, attribute = STEPS[self.step]
         before, calls = getattr(owner, attribute), 0
 
@@ -91,7 +94,7 @@ class Injection(NamedTuple):
             with contextlib.suppress(InjectedError):
                 action()
                 return False
-        return calls >= self.call  # otherwise the error has another cause
+        return calls >= self.call  # otherwise something else raised the error
 
 
 def works(op: Any, namespace: str) -> None:
@@ -151,7 +154,8 @@ def test_a_redefinition_that_raises_leaves_the_older_one_or_a_free_name(
 
 
 def test_redefinition_reaches_every_step(namespace):
-    # The tests above inject an exception into each step, so redefinitions must reach all steps.
+    # The tests above inject an exception into each step. This only tests something if a
+    # redefinition calls the function of each step.
     def again() -> None:
         for make in (plain, inlined, plain, with_helpers):
             make(namespace)

@@ -1,4 +1,4 @@
-"""Deregistered operators are freed, and later operators inherit nothing from them."""
+"""Deregistered operators are freed, and a later operator of the same name inherits no state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def overload(namespace: str) -> Any:
 
 
 def normalized(op: Any, *args: Any) -> Any:
-    """Return the argument names that FX assigns to a call, or None if the call does not fit."""
+    """Return the argument names that FX finds for a call, or None if no signature fits the call."""
     result = normalize_function(op, args, {}, normalize_to_only_use_kwargs=True)
     return None if result is None else set(result.kwargs)
 
@@ -49,14 +49,15 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_compilers(frozen_objects: None) -> None:
-    """Speed up garbage collection by excluding the objects of PyTorch's compilers."""
+    """Exclude the objects of PyTorch's compilers from garbage collection, which makes it faster."""
     torch.compile(torch.sin, backend="aot_eager")(T)
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 
 
-# Ways to deregister an operator. Each removes its owner from `held`.
+# Functions that deregister an operator. Each removes the object that owned the operator from
+# `held`.
 
 
 def close(held: dict[str, Any]) -> None:
@@ -127,7 +128,7 @@ def test_signature_of_an_operator_deregistered_by_another_library(namespace):
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x, float a) -> Tensor")
     assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
-    library._destroy()  # PyTorch forgets the signature when the library is freed
+    library._destroy()  # PyTorch forgets the signature only when it is freed
     with torchop.Library(namespace, "FRAGMENT") as next_library:
         next_library.define(f"op{OTHER_SCHEMA}")
         assert normalized(overload(namespace), T, T, 3) == {"x", "y", "n"}
@@ -135,7 +136,10 @@ def test_signature_of_an_operator_deregistered_by_another_library(namespace):
 
 
 def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
-    """Define two operators of one name in successive libraries, and compile both with Inductor."""
+    """Define an operator in a library, compile it with Inductor, and repeat with a new library.
+
+    The two operators have the same name.
+    """
 
     def add(x: Tensor, a: float) -> None:
         x.add_(a)
@@ -166,17 +170,18 @@ def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
     return [first, y, z]
 
 
-# PyTorch warns if its caches are off.
+# PyTorch warns that its caches are disabled.
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_operators_of_two_libraries_compile_one_after_another(namespace):
-    # With a cached graph from an earlier run, Inductor would not lower the operator.
+    # Disable the caches, because with a graph from an earlier run, Inductor would not lower the
+    # operator.
     with torch._inductor.config.patch(force_disable_caches=True):
         both = on_both(compiled_with_lists, namespace)
     assert [tensor.tolist() for tensor in both.ours] == [[3, 3], [1, 1], [1, 1]]
     assert isinstance(both.stock, Exception)
 
 
-# Every rule, because each could keep an operator alive.
+# Operators with every kind of rule, because each rule could keep its operator alive.
 
 
 def with_rules(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
@@ -236,7 +241,7 @@ EVERY_OPERATOR = pytest.mark.parametrize("make", OPERATORS)
 
 
 def use(op: Any) -> None:
-    """Call an operator in all ways of eager mode."""
+    """Call an operator in every way that eager mode offers."""
     op(T.clone())
     op(T.clone())
     with FakeTensorMode() as mode:
@@ -255,7 +260,7 @@ def definition_of(held: dict[str, Any]) -> Any:
     return getattr(held["op"], "_definition", held["op"])
 
 
-# Dynamo frees a graph together with the code that it compiled.
+# Dynamo frees a graph when the Python code from which it was compiled is freed.
 frees_code = pytest.mark.needs_gil("code is freed, and what Dynamo compiled with it")
 
 
@@ -298,7 +303,7 @@ def test_replaced_operator_is_garbage_collected(namespace):
 
 
 def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float:
-    """Return how many objects remain per operator, if each has a new name and is deregistered."""
+    """Return how many objects remain for each operator that `make` defines and deregisters."""
     for number in range(rounds):
         make(number)
     gc.collect()
@@ -312,7 +317,7 @@ def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float
 @EVERY_OPERATOR
 def test_operators_under_new_names_leave_no_objects(namespace, make):
     def one(number: int) -> None:
-        # PyTorch keeps three objects for each namespace.
+        # PyTorch never frees three objects for each namespace, so the limit below is 3.5.
         held = {"library": torchop.Library(f"{namespace}_{number}", "FRAGMENT")}
         make(f"{namespace}_{number}", held)
         use(overload(f"{namespace}_{number}"))
@@ -322,7 +327,10 @@ def test_operators_under_new_names_leave_no_objects(namespace, make):
 
 
 def test_kernel_of_another_library_still_runs_under_modes(namespace):
-    """Under a mode, PyTorch looks the kernel up by name, so it must still exist."""
+    """A kernel that another library registered remains when the operator is defined again.
+
+    Under a mode, PyTorch looks up this kernel by its name.
+    """
     other = torchop.Library(namespace, "IMPL")
     held = {"library": torchop.Library(namespace, "FRAGMENT")}
     define(namespace, held, SCHEMA)
@@ -347,7 +355,7 @@ def test_kernel_of_the_next_operator_runs_under_modes(namespace):
         close(held)
 
 
-# State that the next operator of the same name could inherit.
+# State of an operator that the next operator of the same name could inherit by mistake.
 
 
 def effect(namespace: str) -> Any:
@@ -361,7 +369,7 @@ WITH_CLASS = "(Tensor x, __torch__.torch.classes.rnn.CellParamsBase y) -> Tensor
 def test_effect_belongs_to_the_current_operator(namespace, first, then):
     """PyTorch assigns an effect to an operator whose schema has a TorchScript class."""
     effects = {SCHEMA: None, WITH_CLASS: torch.library.EffectType.ORDERED}
-    # The registration by another library remains, so PyTorch keeps its registry entry for the name.
+    # `other` registers a fake kernel, which remains, so PyTorch keeps its registry entry.
     other = torch.library.Library(namespace, "FRAGMENT")
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define(f"op{first}")

@@ -1,4 +1,7 @@
-"""A forked child can register operators although the parent held the lock. Uses private names."""
+"""A child forked while another thread holds the registration lock can register operators.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ def test_child_of_a_fork_during_a_registration_is_not_locked_out(namespace: str)
             def double(x: Tensor) -> Tensor:
                 return x * 2
 
-            # A forked process cannot use a GPU.
+            # Use the CPU, because a forked process cannot use a GPU.
             is_right = double(torch.ones(1, device="cpu")).item() == 2
         finally:
-            os._exit(0 if is_right else 1)  # otherwise the child would run the remaining tests
+            os._exit(0 if is_right else 1)  # else the child would run the other tests
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,4 +1,4 @@
-"""Arguments of functions with `torchop.extend.observer`, and rejected signatures.
+"""The arguments that a function of `torchop.extend.observer` gets, and rejected signatures.
 
 Uses private names.
 """
@@ -66,7 +66,7 @@ def test_positional_arguments_may_be_passed_by_name() -> None:
 def test_structures_are_built_from_the_arguments(structured: Any) -> None:
     ask = observer("a test", structured, everything, leading=("ctx",))
     args, kwargs = ask("ctx", "x", "w", options_scale=3.0)
-    assert args == ("ctx", "x", Options("w", 3.0))  # type: ignore[arg-type]  # for example shapes
+    assert args == ("ctx", "x", Options("w", 3.0))  # type: ignore[arg-type]  # the values may also be shapes, for example
     assert kwargs == {"negate": False}
 
 

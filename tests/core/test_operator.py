@@ -13,7 +13,7 @@ from torchop.extend import Operator, warn
 
 
 class Pair(NamedTuple):
-    """Two tensors, for which no schema has a single argument."""
+    """A structure of two tensors, which a schema describes by two arguments."""
 
     left: Tensor
     right: Tensor
@@ -56,7 +56,7 @@ def test_an_undefined_operator_is_reported_when_it_is_used(namespace: str) -> No
     operator = Operator(f"{namespace}::nothing", "tool")
     assert not operator.exists
     with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::nothing does not exist"):
-        operator.schema  # noqa: B018  # reading it raises
+        operator.schema  # noqa: B018  # reading the attribute raises
 
 
 @pytest.mark.parametrize("module", ["some_tool.checks", "some_tool"])

@@ -1,4 +1,4 @@
-"""Plans are immutable and replaced in one assignment. Uses private names."""
+"""An operator's call plan is immutable, and replaced in one assignment. Uses private names."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def define(namespace):
     return op
 
 
-# A registration of each kind, and the rule that it changes.
+# Maps each kind of registration to the rule that it changes, and a function that registers.
 REGISTRATIONS = {
     "kernel": ("KernelRule", lambda op: op.register_kernel(TYPE)(lambda x: x + 2)),
     "fake": ("FakeRule", lambda op: op.register_fake(lambda x: torch.empty_like(x))),

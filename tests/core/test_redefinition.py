@@ -57,7 +57,7 @@ def op(x):
 
 
 def from_source(namespace, amount, filename, module):
-    """Define the operator as a rerun notebook cell or a reloaded module would."""
+    """Define the operator like a notebook cell that runs again, or a module that is reloaded."""
     variables = {"__name__": module}
     exec(compile(source(amount), filename, "exec"), variables)
     return torchop.custom_op(f"{namespace}::op", variables["op"], mutates_args=(), schema=SCHEMA)
@@ -94,7 +94,7 @@ def test_replaced_handle_raises_instead_of_running_the_new_kernel(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.warns(torchop.RedefinitionWarning):
         torchop.custom_op(f"{namespace}::op", second, mutates_args=())
-    # torch.library would read freed memory, and may crash.
+    # torchop raises, where torch.library would read freed memory and might crash.
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
         old(T)
 
@@ -183,7 +183,8 @@ def test_redefinition_in_another_library_takes_the_name(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         torchop.custom_op(f"{namespace}::op", first, mutates_args=(), lib=library)
         new = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
-    # Closing the library must only deregister the old operator.
+    # The end of the `with` block closed the library of the old operator. The new operator, which
+    # has the same name, must not be deregistered with it.
     assert new(T).tolist() == [1, 1]
 
 

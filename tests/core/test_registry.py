@@ -1,4 +1,4 @@
-"""Every way to name an operator leads to the same definition. Uses private names."""
+"""However an operator is named, torchop finds the same definition. Uses private names."""
 
 import warnings
 from functools import partial
@@ -154,7 +154,7 @@ def test_redefined_operator_raises_operator_gone_error(namespace, register):
 
 
 # --------------------------------------------------------------------------------------------------
-# lib=
+# The argument `lib`
 
 
 def test_library_owns_its_registrations_for_an_operator(namespace):
@@ -237,7 +237,7 @@ def test_tags_decide_the_form_of_an_operator_in_a_library(namespace, tag, make):
     assert find_schema(OpName.parse(f"{namespace}::plain")).form is Form.PLAIN
     assert find_schema(OpName.parse(f"{namespace}::op")).form.value == f"torch.Tag.{tag}"
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a fake kernel is unnecessary, but must not warn
+        warnings.simplefilter("error")  # registering an unnecessary fake kernel must not warn
         torchop.register_fake(f"{namespace}::op", lambda *args, out=None: out, lib=library)
     library._destroy()
 

@@ -1,4 +1,4 @@
-"""User-defined rules, for operators of any package."""
+"""Users can define rules of their own, and register them for operators of any package."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_the_class_form_knows_every_rule(cost: Cost, namespace: str) -> None:
 
 
 class Share(Cost):
-    """A rule that computes its values for derived operators."""
+    """A rule that computes its values for the operators that are derived from another operator."""
 
     def missing(self, op: Any) -> Any:
         return None
@@ -347,7 +347,7 @@ def test_derived_operators_follow_each_registration(share: Share, namespace: str
     form = op.derive_inplace()
     with torchop.Library(namespace, "FRAGMENT") as library:
         share.register(op, "a", lib=library)
-        # The rule returns no value for the in-place form.
+        # For the registered value "inplace", this rule returns no value for the in-place form.
         share.register(op, "inplace", lib=library)
         assert not share.has(form)
         share.register(op, "b", lib=library)

@@ -18,7 +18,7 @@ def forms_of(family: torchop.OperatorFamily) -> list[torchop.CustomOp[..., Any]]
 
 
 def write_sine(x: Tensor, *, out: Tensor) -> None:
-    """Sine, by NumPy."""
+    """Compute the sine with NumPy."""
     np.sin(x.numpy(), out=out.numpy())
 
 

@@ -56,7 +56,7 @@ def test_other_forms_and_torch_dispatch(namespace: str) -> None:
         def _in_trace(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
             return torch.full_like(args[0], 7)
 
-        torch_dispatch = {Tracing: _in_trace}  # noqa: RUF012  (read, never changed)
+        torch_dispatch = {Tracing: _in_trace}  # noqa: RUF012  (never mutated)
 
     x = torch.ones(1)
     assert negate.inplace is not None
@@ -79,7 +79,7 @@ def test_other_forms_and_torch_dispatch(namespace: str) -> None:
 def test_rules_without_writing_them(namespace: str) -> None:
     @torchop.operator(f"{namespace}::curve")
     class curve:
-        fake = {"like": "x"}  # noqa: RUF012  (read, never changed)
+        fake = {"like": "x"}  # noqa: RUF012  (never mutated)
         vmap = "sequential"
         backward = torchop.derived
         compile = "inline"

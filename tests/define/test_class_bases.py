@@ -10,7 +10,7 @@ import torchop
 
 
 class Elementwise:
-    """Rules that many operators share."""
+    """A base class with rules that several operators share."""
 
     @staticmethod
     def fake(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The class form defines the same operator as custom_op with the members."""
+"""An operator defined by a class equals one defined by custom_op and registration functions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def define_crop(namespace: str) -> CustomOp[..., Tensor]:
         """Crop a signal to a range."""
 
         tags = torch.Tag.needs_fixed_stride_order
-        autocast = {"cpu": torch.bfloat16}  # noqa: RUF012  (read, never changed)
+        autocast = {"cpu": torch.bfloat16}  # noqa: RUF012  (never mutated)
         out = True
 
         @staticmethod
@@ -96,7 +96,7 @@ def test_every_member_is_registered(namespace: str) -> None:
     assert torch.equal(x.grad, torch.tensor([0.0, 2.0, 2.0, 0.0, 0.0]))
     assert torch.equal(torch.vmap(lambda x: crop(x, [1, 3]))(x.detach()[None]), expected[None])
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="BFloat16"):
-        # NumPy has no bfloat16, so the error shows that autocast converted the input.
+        # NumPy has no bfloat16, so this error shows that autocast has converted the input.
         crop(x, [1, 3])
     buffer = torch.empty(2)
     assert crop.out is not None

@@ -1,4 +1,4 @@
-"""Mistakes in a class raise, and leave nothing defined."""
+"""A mistake in an operator's class raises an error, and leaves no operator defined."""
 
 from __future__ import annotations
 

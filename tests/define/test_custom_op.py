@@ -39,7 +39,7 @@ def test_decorator_and_call_define_the_same(namespace):
 
 def test_overloads_are_defined_by_their_names(namespace):
     plain = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
-    assert packet(namespace)(T).tolist() == [1, 1]  # creates the packet before its second overload
+    assert packet(namespace)(T).tolist() == [1, 1]  # creates the packet, before `op.two` exists
     two = torchop.custom_op(
         f"{namespace}::op.two",
         lambda x, y: x + 5,

@@ -1,4 +1,7 @@
-"""A handle identifies itself as its function and as its operator. Uses private names."""
+"""The object that custom_op returns looks like its function and like its operator.
+
+Uses private names.
+"""
 
 import copy
 import doctest
@@ -34,7 +37,7 @@ def define(namespace, library=torchop, **options):
 
 
 # --------------------------------------------------------------------------------------------------
-# Identity of the function
+# Attributes of the function
 
 
 @pytest.mark.parametrize(
@@ -243,7 +246,7 @@ def test_handle_in_a_class_body_is_no_method(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Identity of the operator
+# Attributes of the operator
 
 
 def test_handle_has_name_schema_tags_and_overload(namespace):
@@ -271,7 +274,7 @@ def test_notebook_repr_shows_registrations(namespace):
 
 @pytest.mark.exhaustive
 def test_editors_complete_handles(namespace):
-    """Jedi completes names in IPython and in editors, without running code."""
+    """IPython and editors complete names with Jedi, which does not run the code."""
     jedi = pytest.importorskip("jedi", reason="requirements/dev.txt has it")
     op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=())
     op.__doc__ = "Multiplies."
@@ -393,7 +396,10 @@ def test_unpickling_raises_if_the_module_does_not_define_the_operator(namespace)
 
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 def test_handle_whose_operator_is_deregistered_during_the_lookup(namespace, monkeypatch):
-    """Another thread may deregister the operator; the handle must not return the next operator."""
+    """Another thread may replace the operator while the handle looks up its overload.
+
+    The handle must not return the overload of the new operator.
+    """
     op = adding(namespace)
     lookup = torch_ops.lookup_overload
 

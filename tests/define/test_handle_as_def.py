@@ -1,4 +1,4 @@
-"""Handles can replace `torch.library.CustomOpDef`."""
+"""The object that custom_op returns can replace a `torch.library.CustomOpDef`."""
 
 import pytest
 import torch

@@ -167,7 +167,7 @@ def _first(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-# Each function defines the operator that the test defines again.
+# Functions that define an operator. The test then defines the operator a second time.
 _EARLIER = {
     "define": lambda name: torchop.define(name, "(Tensor x) -> Tensor"),
     "custom_op": lambda name: torchop.custom_op(name, _first, mutates_args=()),
@@ -310,7 +310,8 @@ def test_fallback_needs_a_key_and_a_function():
 
 
 def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(namespace):
-    # PyTorch reads past the end of a tuple with too many results.
+    # If a kernel returns too many results, PyTorch reads past the end of the schema's results. So
+    # torchop must raise an error first.
     library = torch.library.Library(namespace, "FRAGMENT")
     torchop.define(f"{namespace}::op", "(Tensor x) -> (Tensor, Tensor)", lib=library)
     torchop.impl(f"{namespace}::op", TYPE, lambda x: (x, x, x), lib=library)

@@ -96,7 +96,8 @@ def test_a_dispatch_key_that_is_no_string_is_refused(library, namespace, key):
         lambda: library.impl("op", plus(1), key),
         lambda: torchop.impl(f"{namespace}::op", [key], plus(1)),
     ]
-    if key is not None:  # the form `impl(library, ...)` uses the library's key if none is given
+    # `impl(library, "op", None)` is valid, because it uses the key of the library.
+    if key is not None:
         calls.append(lambda: torchop.impl(library, "op", key)(plus(1)))
     for call in calls:
         with pytest.raises(TypeError, match=r"impl\((.*::)?op\): .*'CPU'|'cpu'.*got") as refusal:

@@ -1,4 +1,4 @@
-"""Objects of deregistered operators raise instead of calling freed memory."""
+"""Callables of deregistered operators raise an error instead of reading freed memory."""
 
 import copy
 import gc
@@ -25,7 +25,8 @@ def close(library):
 
 
 def collect(library):
-    # The library is freed when the caller returns; see `callables_after_deregistration`.
+    # Do nothing. The library is freed when `callables_after_deregistration` returns, because it has
+    # the only reference.
     pass
 
 
@@ -42,7 +43,7 @@ def custom_op_in(library, namespace):
 
 
 def callables_after_deregistration(namespace, make, define, end):
-    """Define `ns::op` in a library, end the library, and return the callables that still exist."""
+    """Define `ns::op` in a library, end the library, and return the callables that remain."""
     library = make(namespace, "FRAGMENT")
     handle = define(library, namespace)
     held = [packet(namespace), packet(namespace).default, *([handle] if handle else [])]

@@ -1,7 +1,7 @@
-"""Under dispatch modes, redefining a deregistered operator replaces it.
+"""Under dispatch modes, a new operator replaces a deregistered operator of the same name.
 
-A registration through another library keeps the dispatcher's entry of the old operator, which still
-refers to the overload that the first dispatch mode got.
+If another library has registered a kernel, the dispatcher keeps its entry for the old operator. The
+entry still refers to the Python overload that dispatch modes got before.
 
 Uses private names.
 """
@@ -66,7 +66,7 @@ DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_sto
 
 
 def kernel_in_another_library(namespace):
-    """Register a kernel in another library, which keeps the dispatcher's entry."""
+    """Register a kernel in another library, so that the dispatcher keeps its entry."""
     library = torch.library.Library(namespace, "IMPL")
     library.impl("op", lambda x: x, OTHER_BACKEND)
     return library
@@ -83,7 +83,7 @@ RULES = {
 }
 
 
-# PyTorch warns, because the second kernel replaces the first.
+# PyTorch warns when a kernel replaces an earlier kernel.
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("register", RULES.values(), ids=RULES)
 def test_rule_without_library_survives_and_modes_call_the_next_operator(namespace, register):
@@ -123,7 +123,7 @@ def test_modes_get_the_overload_of_the_next_operator(namespace, define):
         with pytest.raises(torchop.OperatorGoneError):
             overloads[0](T)
         del first, result, overloads
-        gc.collect()  # only the dispatcher refers to the overload now
+        gc.collect()  # now only the dispatcher refers to the overload
     library._destroy()
 
 

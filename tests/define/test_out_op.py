@@ -131,7 +131,7 @@ def test_factory_without_tensors(namespace: str) -> None:
 
 
 def test_the_code_generator_of_pytorch_reads_the_schemas_and_ties_the_forms(namespace: str) -> None:
-    # ExecuTorch finds the out= form by its schema.
+    # ExecuTorch uses this parser to find the out= form of a functional operator by its schema.
     for family in (sine(namespace), bounds(namespace)):
         functional, out = (
             FunctionSchema.parse(str(op.schema).partition("::")[2])
@@ -177,8 +177,8 @@ def test_opcheck_passes_with_gradients(namespace: str, family: torchop.OperatorF
         lambda ctx, grad: (grad * ctx.saved_tensors[1], grad * ctx.saved_tensors[0]),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    # The in-place form cannot mutate a leaf that requires grad, so only the other argument has a
-    # gradient.
+    # Only the second argument requires grad, because the in-place form cannot mutate a leaf that
+    # requires grad.
     assert mul.inplace is not None
     torchop.opcheck(mul.inplace, (torch.randn(3), torch.randn(3, requires_grad=True)))
 

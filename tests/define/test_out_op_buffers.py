@@ -1,4 +1,4 @@
-"""Output buffers that callers may pass to out_op operators. Uses private names."""
+"""Callers of an operator that out_op defined may pass its outputs. Uses private names."""
 
 from __future__ import annotations
 
@@ -89,11 +89,12 @@ def test_buffers_with_separate_memory_are_not_compared(
     outputs = {"low": torch.empty(3, 4), "high": torch.empty(3)}
     family(x, **outputs)
     for tensor in outputs.values():
-        tensor.untyped_storage()  # creates the Python object of the storage
+        tensor.untyped_storage()  # creates a Python object, which not every storage has
     allocations = []
     monkeypatch.setattr(kernels, "check_outputs", None)
     monkeypatch.setattr(kernels, "described_results", lambda *args: allocations.append(args))
-    family(x, **outputs)  # the result of the allocation rule is cached for such calls
+    # A second call with equal shapes must not run the allocation rule again, nor compare storages.
+    family(x, **outputs)
     assert allocations == []
 
 
@@ -134,7 +135,8 @@ def test_read_only_memory_is_not_detected(family: torchop.OperatorFamily) -> Non
     array.flags.writeable = False
     with pytest.warns(UserWarning, match="not writable"):
         out = torch.from_numpy(array)
-    # PyTorch only warned. Neither the tensor nor a new array knows that the memory is read-only.
+    # PyTorch has only warned. Neither the tensor nor an array made from it records that the memory
+    # is read-only, so the operator cannot reject it.
     assert out.numpy().flags.writeable
     assert torch.allclose(family(torch.ones(2), out=out), torch.ones(2).sin())
 

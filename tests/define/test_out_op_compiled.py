@@ -1,4 +1,4 @@
-"""Operators that out_op defines, under compilers and FakeTensor."""
+"""Compilers and FakeTensor support the operators that out_op defines."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ needs_lowerings = pytest.mark.skipif(
 )
 
 
-# Inductor 2.13 compiles each of these signatures incorrectly if the operator has `torch.Tag.out`,
-# the first one with dynamic shapes. torchop's planned call passes the original arguments.
+# If an operator has `torch.Tag.out`, Inductor 2.13 itself compiles calls with these signatures
+# incorrectly, with `_numbers_first` only for dynamic shapes. torchop's own lowering passes the
+# original arguments instead.
 def _numbers_first(n: int, x: Tensor, *, out: Tensor) -> None:
     out.copy_(x * n)
 
@@ -100,7 +101,8 @@ def _two(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-# A kernel, its allocation rule, a call, and a pattern for the call in Inductor's code.
+# For each name: a kernel, its allocation rule, a function that calls the operator, and a regular
+# expression for this call in the code that Inductor generates.
 PLANNED: dict[str, tuple[Callable[..., Any], Any, Callable[..., Any], str]] = {
     "tensors": (write_sine, _like_first, lambda f, x: f(x), r"\(buf\d+, out=buf\d+\)"),
     "numbers_first": (
@@ -154,7 +156,7 @@ def test_inductor_plans_the_outputs_of_every_signature(namespace: str, dynamic: 
         for name, (kernel, allocate, _, _) in PLANNED.items()
     }
 
-    # Matrix products, which Inductor calls as functions, without compiling C++.
+    # Put matrix products between the calls, because Inductor needs no C++ compiler for them.
     def function(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         return [
             call(families[name], x @ weight) @ weight
@@ -184,7 +186,8 @@ def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> Non
     alone.functional.register_kernel("cpu", lambda x, n=3: x * n + 1)
 
     def function(x: Tensor) -> Any:
-        own = alone(x)  # not planned, because the functional form has another kernel
+        # Inductor must call the functional operator `alone` itself, because it has its own kernel.
+        own = alone(x)
         for _ in range(10):
             x = family(x)
         return x, own
@@ -198,7 +201,8 @@ def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> Non
     assert f"torch.ops.{namespace}.alone.default(" in code
 
 
-# Programs that call a family `f`, and how many calls may overwrite their input.
+# For each name: a program that calls the forms `f` of an operator, and the number of calls that may
+# overwrite their input.
 OVERWRITING: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], int]] = {
     "chain": (lambda f, x, y: f(f(f(x * 2, []), [], n=2), []).cos(), 3),
     "read later": (lambda f, x, y: (z := x * 2, f(z, []), z + 1)[1:], 0),
@@ -273,7 +277,7 @@ def test_overwritten_input_needs_no_other_memory(namespace: str) -> None:
     }
     own = families["own"].inplace
     assert own is not None
-    own.register_kernel("cpu", lambda x: x.sin_())  # the kernel must only run for this operator
+    own.register_kernel("cpu", lambda x: x.sin_())  # an in-place form with its own kernel
     x = torch.randn(3)
     for name, family in families.items():
 
@@ -301,7 +305,8 @@ def test_graphs_are_split_at_operators_named_by_the_user(namespace: str) -> None
         with fresh_compiler(), settings:
             result, (code,) = run_and_get_code(torch.compile(lambda x: family(family(x))), x)
         torch.testing.assert_close(result, x.sin().sin())
-        # Inductor recognizes only functional calls of the named operators, so they must remain.
+        # Inductor splits the graph only at functional calls of the named operators, so torchop must
+        # leave these calls functional.
         assert code.count(f"torch.ops.{namespace}.op.default(") == calls
 
 

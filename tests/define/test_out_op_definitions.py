@@ -1,4 +1,4 @@
-"""Rejected definitions of out_op, and the lifetime of its operators. Uses private names."""
+"""Definitions that out_op rejects, and the lifetime of its operators. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""triton_op: compilers decompose the operator, exported programs keep it."""
+"""Compilers trace through operators of triton_op, but exported programs contain them."""
 
 import importlib.util
 
@@ -130,7 +130,7 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
     @torchop.triton_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        a_kernel[(1,)](x, out)  # type: ignore[name-defined]  # noqa: F821  (without Triton)
+        a_kernel[(1,)](x, out)  # type: ignore[name-defined]  # noqa: F821  (Triton may be missing)
         return out
 
     op.register_kernel(TYPE, lambda x: x + 1)
@@ -148,7 +148,7 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
 
 def test_a_function_whose_variables_are_assigned_later(namespace, monkeypatch):
     def kernels_of(function):
-        raise ValueError("Cell is empty")  # PyTorch raises this if Triton is installed
+        raise ValueError("Cell is empty")  # what PyTorch raises where Triton is installed
 
     monkeypatch.setattr(torch._library.triton, "get_inner_triton_kernels", kernels_of)
     monkeypatch.setattr("torchop._compat.compilers.find_spec", lambda name: name)

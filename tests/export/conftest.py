@@ -1,4 +1,4 @@
-"""A program that one process exports in every supported format."""
+"""A fixture that exports a program in every supported format, in another process."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run_in(folder: Path, source: str, **environment: str) -> str:
 
 @pytest.fixture(scope="session")
 def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module that defines operators and a model, and the exported files."""
+    """Return a folder that contains a module with operators and a model, and the exported files."""
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
     output = run_in(folder, SHIP)

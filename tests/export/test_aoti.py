@@ -1,4 +1,4 @@
-"""Packages of AOTInductor and other files, loaded in other processes and served from C++."""
+"""AOTInductor packages and other exported files work in other processes, and in C++."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SITE_PACKAGES = Path(torch.__file__).parents[1]
 
 
 def test_the_error_for_a_missing_operator_names_the_module(shipped: Path) -> None:
-    # This process has not imported the module.
+    # This process has not imported the module that defines the operators.
     with pytest.raises(torchop.OperatorNotFoundError) as caught:
         torchop.export.load_package(shipped / "model.pt2")
     assert "uses the operator served::add_one.inplace, which is not registered" in str(caught.value)
@@ -91,7 +91,7 @@ def test_cpp_program_with_embedded_python_runs_the_package(shipped: Path) -> Non
 
 
 # --------------------------------------------------------------------------------------------------
-# Other file formats of PyTorch, in the table of `docs/how-to/export.md`
+# PyTorch's other file formats, which are listed in the table of `docs/how-to/export.md`
 
 LOAD = """
     import pickle
@@ -141,7 +141,7 @@ def test_exported_files_work_in_another_process(shipped: Path) -> None:
     assert compiled.startswith("[9.0, 9.0]")
     assert "'fxgraph_cache_hit': 1" in compiled
     assert "fxgraph_cache_miss" not in compiled
-    assert changed == "True"  # the operator's tag changes the cache key
+    assert changed == "True"  # a new tag of the operator changes the cache key
     assert intern == "[4.0, 4.0]"
     assert replaced.startswith("OperatorGoneError This is a handle of the served::triple")
     assert "<torch_package_" in replaced

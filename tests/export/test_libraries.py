@@ -1,4 +1,4 @@
-"""Packages with C++ kernels, which run without Python. Uses private names."""
+"""Packages that contain C++ kernels run without Python. Uses private names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ TORCH_LIBRARY_IMPL(served, CPU, m) {
   m.impl("add_one.inplace", &add_one);
 }
 """
-# A C function that a package calls without the dispatcher, as in the documentation of serving.
+# A C function that the package calls directly instead of through the dispatcher, as described in
+# the documentation.
 SHIM = """
 #include <torch/csrc/inductor/aoti_torch/utils.h>
 
@@ -75,7 +76,8 @@ SHIP_WITH_SHIM = """
     print(ctypes.CDLL("./libkernels.so").calls_of_shim())
 """
 SCHEMA = "(Tensor x) -> Tensor"
-# Package the kernels and the schemas, and load the package in a new process.
+# A program that packages a model with its kernels and schemas, and loads the package in a new
+# process.
 CARRY = """
     import torch, torchop.export
     import served_module
@@ -105,7 +107,7 @@ LOAD = """
 
 
 def _package(folder: Path, device: str, *operators: str) -> Path:
-    """Write the parts of a package that list the operators, and return the path."""
+    """Write a file with only those parts of a package that list its operators. Return its path."""
     path = folder / "model.pt2"
     with zipfile.ZipFile(path, "w") as archive:
         nodes = [{"node": {"target": operator}} for operator in operators]
@@ -117,10 +119,10 @@ def _package(folder: Path, device: str, *operators: str) -> Path:
 
 
 def _register_in_cpp(namespace: str, operator: str, key: str) -> None:
-    """Register a kernel that looks to the dispatcher as if C++ registered it."""
+    """Register a kernel in such a way that the dispatcher reports it as registered in C++."""
     library = torch._C._dispatch_library("IMPL", namespace, key, "kernels.cpp", 8)
     library.impl(operator, key, lambda x, *rest: x.clone())
-    _LIBRARIES.append(library)  # freeing the library would deregister the kernel
+    _LIBRARIES.append(library)  # keep the library, because freeing it removes the kernel
 
 
 _LIBRARIES: list[object] = []
@@ -172,19 +174,20 @@ def test_package_contains_libraries_and_their_loader(namespace, tmp_path, monkey
         source = archive.read(f"model/data/{carrier}").decode()
         assert archive.read(f"model/data/{carrier}.0") == b"one.so"
         assert archive.read(f"model/data/{carrier}.1") == b"two.so"
-    # If all operators are defined already, the package must not register kernels again.
+    # The generated code does nothing if the process has defined all operators already. Registering
+    # the kernels again would fail.
     assert (
         f'if (!(is_missing("aten::add", "Tensor") || is_missing("{namespace}::f", "")))' in source
     )
     assert source.index("dlopen") < source.index("m.def(")
-    # It defines the operators that the package calls.
+    # If an operator is missing, the code defines the operators that the package calls.
     assert f"TORCH_LIBRARY_FRAGMENT({namespace}, m) {{" in source
     assert f'if (is_missing("{namespace}::f", ""))' in source
     (line,) = (line for line in source.splitlines() if "m.def(" in line)
-    # C++ string literals use the same escapes.
+    # Parse the C++ string literal as JSON, which uses the same escapes.
     schema = json.loads(line.partition("(")[2].removesuffix(");"))
     assert torch._C.parse_schema(f"{namespace}::{schema}") == op.overload._schema
-    # The package defines its operators, so no module must be imported.
+    # The package defines its operators itself, so loading must not require a module.
     monkeypatch.setattr(on_demand, "load_aoti_package", lambda path: path)
     ended = _package(tmp_path, "cpu", "absent::f")
     with zipfile.ZipFile(ended, "a") as archive:
@@ -271,7 +274,8 @@ def test_code_in_cpp_calls_an_operator_without_python(namespace):
 def test_a_package_calls_a_kernel_in_cpp_as_a_function(tmp_path):
     (tmp_path / "served_module.py").write_text(textwrap.dedent(MODULE))
     (tmp_path / "kernels.cpp").write_text(KERNELS + SHIM)
-    # With the soname, the loader recognizes the library when the package needs it.
+    # Give the library a soname. The package depends on this name, so the loader recognizes that the
+    # library is loaded already.
     name = "-Wl,-soname,libkernels.so"
     compile_cpp(tmp_path, "-shared", "-fPIC", name, "kernels.cpp", "-o", "libkernels.so")
     output = run_in(tmp_path, SHIP_WITH_SHIM, LIBRARY_PATH=str(tmp_path))

@@ -1,4 +1,4 @@
-"""Exported programs store the providers of their operators."""
+"""A saved program lists the providers that its operators used. Loading reports missing ones."""
 
 import io
 

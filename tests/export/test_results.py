@@ -44,7 +44,8 @@ def _half(x: Tensor) -> Tensor:
     return x[: x.shape[0] // 2].clone()
 
 
-# A schema, a kernel, a fake kernel that does not match it, and the error message.
+# For each difference: a schema, a kernel, a fake kernel that does not match the kernel, and the
+# error message.
 LIES: dict[str, tuple[str, Any, Any, str]] = {
     "shape": (
         "(Tensor x) -> Tensor",
@@ -143,11 +144,11 @@ def test_buffers_and_inputs_that_cannot_be_written_or_copied(namespace, buffer):
         def forward(self, x: Tensor) -> Tensor:
             return op(self.value) + x
 
-    # `deepcopy` rejects a tensor with an autograd history.
+    # Pass an input with an autograd history, which `deepcopy` rejects.
     x = torch.ones(3, 3, requires_grad=True) * 2
     model = Model()
     program = torch.export.export(model, (x,))
-    check_results(program)  # a warning would raise
+    check_results(program)  # a warning would fail the test
     assert program.state_dict["value"].stride() == model.value.stride()
 
 
@@ -186,7 +187,7 @@ def test_a_result_that_no_package_can_hold_names_the_operator(namespace):
 
 
 @pytest.mark.exhaustive  # compiles a package
-# The kernels exist in this process.
+# Ignore the warning, because this process defines the Python kernels that the package calls.
 @pytest.mark.filterwarnings("ignore:.*calls Python kernels:UserWarning")
 def test_two_lists_of_tensors(namespace, tmp_path):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

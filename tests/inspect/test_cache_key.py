@@ -1,4 +1,4 @@
-"""Keys of compile caches, and `cache_key_tag`. Uses private names."""
+"""The keys of compile caches contain operators' rules and `cache_key_tag`. Uses private names."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_precompiled_program_depends_on_the_code_of_rules(op: Any, tmp_path: P
     def program(x: Tensor) -> Any:
         return op(x) + 1
 
-    # Dynamo's cache is a folder inside of Inductor's.
+    # Store Dynamo's cache in a folder of its own. By default, it is inside of Inductor's cache.
     with (
         torch._dynamo.config.patch(caching_precompile=True),
         warnings.catch_warnings(),
@@ -213,14 +213,15 @@ def test_a_precompiled_program_depends_on_the_code_of_rules(op: Any, tmp_path: P
         PrecompileContext.save_to_dynamo_cache()
         precompiled = DynamoCache.load(program)
     assert precompiled is not None
-    # Loading raises if one of these sources has changed.
+    # When the program is loaded, Dynamo raises if one of these sources has changed. So the sources
+    # must include the fake kernel.
     sources = precompiled.dynamo.source_info.inlined_sources
     _, first = inspect.getsourcelines(_fake)
     assert first in {source.firstlineno for source in sources if source.module == __name__}
 
 
-# After `torch._dynamo.reset`, no graph remains in memory. So each compilation can only hit the
-# cache on disk, as in a new process after the formula was edited.
+# This program compiles repeatedly. `torch._dynamo.reset` removes all graphs from memory, so each
+# compilation can only use the cache on disk, as in a new process after the formula was edited.
 _PROGRAM = """
 import sys, torch, torchop
 from torch._dynamo.utils import counters
@@ -257,8 +258,8 @@ for operator, factor in (double, 2), (double, 3), (other, 4), (double, 3):
 
 
 def test_an_edited_formula_of_an_operator_in_the_graph_is_compiled_again() -> None:
-    # A new name cannot be in the cache, so the test needs no empty cache, in which Inductor would
-    # first have to compile its check for vector instructions.
+    # Use a new name, which the cache on disk cannot contain yet. This is faster than an empty
+    # cache, for which Inductor would compile its check for vector instructions again.
     done = run_compiling(_PROGRAM, f"cached_{uuid.uuid4().hex}")
     assert assert_clean(done).splitlines() == [
         "2 2.0 0 True",

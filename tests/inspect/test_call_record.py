@@ -12,7 +12,7 @@ from torchop.testing import TensorRecord, TypeRecord
 
 @pytest.fixture
 def recorded_arguments(namespace):
-    """A function that defines an operator, calls it with these arguments and returns the record."""
+    """Return a function that defines and calls an operator, and returns the record of the call."""
 
     def record(schema, *args, **kwargs):
         name = f"{namespace}::op"
@@ -124,7 +124,7 @@ def test_gradients_are_recorded_where_the_call_records_them(namespace, make, con
         )
         op.register_autograd(lambda ctx, g: g * 2)
     x = torch.ones(2, requires_grad=True)
-    for _ in range(2):  # the second call may be native
+    for _ in range(2):  # the first call is dispatched, the second may be native
         with torchop.record(name) as recorded, context():
             op([x] if make == "list" else x)
         [(call, _)] = recorded[name]

@@ -1,4 +1,7 @@
-"""The code and constants that digests for compile caches cover. Uses private names."""
+"""The digest for compile caches covers all code and constants that a rule uses.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from tests._support.common import assert_clean, run_program
 from torchop._inspect import cache_key
 from torchop._inspect.code_digest import CodeDigest
 
-# Ways in which a rule can reach a helper function or constant in `mid.py` or `inner.py`.
+# Rules that use a helper function or constant of `mid.py` or `inner.py`, each in a different way.
 _WAYS = {
     "module.function": "from . import mid\ndef rule(x): return mid.mid(x)",
     "package.module.function": "import {package}.mid\ndef rule(x): return {package}.mid.mid(x)",
@@ -95,7 +98,7 @@ _WAYS = {
 
 
 class _Package:
-    """A package on disk, which can be edited and imported again, as in a later process."""
+    """A package on disk, which a test can edit and import again, as if in a later process."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder / name, name
@@ -158,7 +161,7 @@ def test_code_that_is_not_reached_does_not_change_the_digest(package: _Package) 
     assert len(digests) == 1
 
 
-helper: Any = None  # tests replace it
+helper: Any = None  # set by the tests
 
 
 def _two(*args: Any) -> Any:

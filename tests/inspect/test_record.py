@@ -1,4 +1,4 @@
-"""record: the calls of a program and their arguments. Uses private names."""
+"""torchop.record lists the calls of a program with their arguments. Uses private names."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_calls_inside_kernels_are_recorded(namespace, inner, how):
     assert result.requires_grad
 
 
-# Ways to define an operator with a given kernel.
+# Each of these functions defines an operator with the given kernel, in a different way.
 def _low(namespace, kernel):
     torch.library.define(f"{namespace}::op", "(Tensor x) -> Tensor")
     torch.library.impl(f"{namespace}::op", TYPE, kernel)
@@ -203,7 +203,7 @@ def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
         found = call()
     assert found == expected
     assert recorded.calls(f"{namespace}::op") == 1
-    assert counts(products) in ({"mm": 1}, {"matmul": 1})  # Autograd decomposes `matmul`
+    assert counts(products) in ({"mm": 1}, {"matmul": 1})  # matmul calls mm
 
 
 @pytest.mark.parametrize("library", [torch.library, torchop])
@@ -217,7 +217,7 @@ def test_a_kernel_below_an_autocast_rule_runs_without_autocast(namespace, librar
     except (ValueError, AttributeError):
         assert library is torch.library
         pytest.skip("torch.library refuses a rule for this device type")
-    # The keys of a tensor of this device type under autocast.
+    # Set the dispatch keys that autocast would set for tensors of this device type.
     included = torch._C._dispatch_tls_local_include_set().add(key)
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded):
@@ -313,7 +313,8 @@ def test_compiled_functions_stay_compiled_and_are_recorded(namespace, inner, bac
             assert compiled(torch.ones(size)).tolist() == [4] * size
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert [call.args[0].shape for call, _ in recorded[f"{namespace}::inner"]] == [(2,), (3,), (4,)]
-    compiled(torch.ones(5))  # recording leaves no guard in the compiled code
+    # After recording, the code is not compiled again, so the recording added no guard.
+    compiled(torch.ones(5))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
@@ -372,7 +373,7 @@ def test_recorded_operators_can_be_accelerated(op, namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Patterns without a match
+# Patterns that match no operator
 
 
 def test_a_pattern_without_a_match_is_reported_at_the_end(op, namespace):

@@ -1,4 +1,4 @@
-"""Saving and loading recordings, and rejected files. Uses private names."""
+"""Recordings can be saved and loaded, and invalid files are rejected. Uses private names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_value_survives_saving(path, value):
     recording(("a::b", CallRecord((value,), {"k": value}), 3)).save(path)
     loaded = Recorded.load(path)
     [(call, count)] = loaded["a::b"]
-    # Compare the text, because 1, 1.0 and True are equal.
+    # Compare the `repr` of the calls, because it differs for 1, 1.0 and True, which are equal.
     assert repr(call) == repr(CallRecord((value,), {"k": value}))
     assert count == loaded.calls("a::b") == 3
 
@@ -220,7 +220,7 @@ def test_a_wrong_call_is_refused(path, calls, place, problem):
         ),
         ({"memory_format": ""}, ".memory_format", "such as 'channels_last', got ''"),
         ({"device": "gpu:0"}, ".device", "a device that this PyTorch knows, such as 'cuda:0', got"),
-        # PyTorch would parse it as cuda:-128.
+        # PyTorch would parse "cuda:128" as cuda:-128.
         ({"device": "cuda:128"}, ".device", "got 'cuda:128'"),
         ({"device": "cuda:0; x"}, ".device", "got 'cuda:0; x'"),
         ({"float": "1e5"}, ".float", "expected 'inf', '-inf' or 'nan', got '1e5'"),

@@ -1,4 +1,4 @@
-"""The operators that a package registers. Uses private names."""
+"""torchop finds out which package has registered an operator. Uses private names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchop._native import switch
 
 X = torch.ones(2)
 
-# Ways to register the operator NAME.
+# Programs that register the operator NAME, each in a different way.
 WAYS = {
     "custom_op": """
 @torch.library.custom_op("NAME", mutates_args=())
@@ -39,8 +39,8 @@ torch.library.impl("NAME", "BACKEND", torch.sin)
 torch.library.register_fake("NAME", torch.empty_like)
 """,
 }
-# In these cases the dispatcher records where the kernel was registered, and the native extension
-# reads it.
+# For these programs, only the dispatcher records where the kernel was registered, and only the
+# native extension can read the record.
 NATIVE_WAYS = {
     "kernel": """
 torch.library.define("NAME", "(Tensor x) -> Tensor")

@@ -1,4 +1,4 @@
-"""Run the benchmarks with tiny settings, and check the numbers on pages.
+"""The benchmarks run with tiny settings, and the numbers on pages come from their results.
 
 These tests do not check how fast anything is.
 """
@@ -24,9 +24,10 @@ pytestmark = pytest.mark.project
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
-# The rows of `calls` that need a tag of PyTorch.
+# The number of rows in the benchmark `calls` whose operators need a tag that PyTorch has.
 FORMS = sum(hasattr(torch.Tag, tag) for tag in ("inplace", "out"))
-# Run each part in a forked process, because importing PyTorch takes longer than the part.
+# Run each part of a benchmark in a forked process, because in a new process, importing PyTorch
+# would take longer than the part itself.
 FORK = """
     import json, os, sys, traceback
     sys.path.insert(0, {folder!r})
@@ -60,8 +61,8 @@ class Run:
     """A benchmark run with the smallest settings.
 
     Attributes:
-        tables: the stored numbers, by table, row and variant.
-        limits: the number of limits that were checked.
+        tables: maps each table to its rows, and each row to the number of each variant.
+        limits: the number of limits that the benchmark checked.
     """
 
     def __init__(
@@ -242,7 +243,7 @@ def report() -> Iterator[Any]:
 
 PAGES = [str(path.relative_to(ROOT)) for path in common.PAGES]
 MEASUREMENT = re.compile(r"\b\d[\d.,]*\s*(?:us|µs|ns|ms|KB|kB|%|x|times|microseconds)(?![\w/])")
-# Numbers that are not measurements.
+# Numbers with a unit that are not measurements, so no result of a benchmark contains them.
 STATED = {
     "512 KB",  # native-calls.md: a limit in the source
     "95 %",  # several-kernels.md: a confidence level
@@ -250,7 +251,7 @@ STATED = {
 
 
 def prose(page: str) -> str:
-    """Return a page without its code blocks."""
+    """Return the text of a page without its code blocks."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return re.sub(r"^ *(```+).*?^ *\1$", "", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -289,7 +290,7 @@ def test_results_have_machine_release_and_commit(file: Path) -> None:
 
 
 def shown(svg: Path) -> list[str]:
-    """Return the texts in a chart."""
+    """Return the texts that a chart shows."""
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,7 @@
-"""Of the combinations of a test's parameters, a sample that contains each pair of values runs."""
+"""A test with many parameters runs for a sample of their combinations.
+
+The sample contains each pair of values of two parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import itertools
 from typing import Any
 
 import pytest
-import torch._inductor.config  # noqa: F401  # or each run of pytest below imports it anew
+import torch._inductor.config  # noqa: F401  # imported once here, not by each run of pytest below
 
 from tests._support.combinations import OPTION, pairs, pairwise
 
@@ -17,7 +20,7 @@ pytest_plugins = ["pytester"]
 COMBINATIONS: list[dict[str, Any]] = [
     {"name": name, "form": form, "backend": backend}
     for name, form, backend in itertools.product(range(20), "abcd", ["eager", "aot", "inductor"])
-    if (name, backend) != (3, "aot")  # a pair that no test has
+    if (name, backend) != (3, "aot")  # a pair of values that no combination contains
 ]
 
 

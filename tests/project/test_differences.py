@@ -1,4 +1,4 @@
-"""docs/reference/differences.md names existing tests for every claim."""
+"""For every claim, docs/reference/differences.md names tests, which must exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "reference" / "differences.md").read_text()
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 ROWS = re.findall(r"^\| ([ABC]\d+) \| (.+)$", PAGE, flags=re.MULTILINE)
-# A list below the tables names the tests of each entry.
+# The entries in the list below the tables, which names the tests of each row.
 TESTED = set(re.findall(r"^- (\w+):\s+`tests/", PAGE, flags=re.MULTILINE))
 
 

@@ -36,10 +36,10 @@ from torchop._rules.providers import tuned
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PLAIN = {"", "bash", "console", "text", "toml"}  # not executed
+PLAIN = {"", "bash", "console", "text", "toml"}  # blocks that are not executed
 DIRECTIVES = {"{eval-rst}", "{image}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-# On a busy machine, Hypothesis would report the examples of pages as too slow.
+# Turn off the time limits of Hypothesis, which examples on pages would exceed on a busy machine.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
@@ -49,10 +49,10 @@ settings.load_profile("busy")
 
 
 class Block(NamedTuple):
-    """A `python` or `pycon` block of a page, with the output that the page shows."""
+    """A `python` or `pycon` block of a page, with the output that the page shows for it."""
 
     place: str
-    line: int  # of the first line of code, from 0
+    line: int  # the index of the first line of code in the page
     language: str
     code: str
     output: str
@@ -60,15 +60,15 @@ class Block(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def measurements_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Examples that measure kernels write a table, which other tests must not read."""
+    """Store the measurements of examples in a temporary file, which other tests do not read."""
     monkeypatch.setattr(tuned, "users_table", lambda: tmp_path / "tuning.json")
 
 
 def collect(path: Path) -> list[Block]:
-    """Return the blocks of a page to run.
+    """Return the blocks of a page that must run.
 
     Raises:
-        ValueError: the page has a block that would not be checked.
+        ValueError: the page contains a block that no test would check.
     """
     tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
     found: list[Block] = []
@@ -93,9 +93,9 @@ def run_page(path: Path) -> int:
     """Run the blocks of a page, and return their number.
 
     Raises:
-        AssertionError: a block raised, or its output differs from the page.
+        AssertionError: a block raised an exception, or its output differs from the page.
     """
-    page = types.ModuleType("mylib")  # the pages define operators of this module
+    page = types.ModuleType("mylib")  # pages define operators as this module would
     page.__file__ = str(path)
     found = collect(path)
     with _as_in_a_fresh_process(page):
@@ -136,10 +136,10 @@ def _run_doctest(test: doctest.DocTest) -> None:
 
 @contextlib.contextmanager
 def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
-    """Reset state that other pages may have changed."""
+    """Reset state that other pages may have changed, as if the page ran in a new process."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sys.modules[page.__name__] = page  # Dynamo and pickle look up functions by module
+    sys.modules[page.__name__] = page  # Dynamo and pickle look functions up there
     try:
         with (
             torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False),
@@ -155,7 +155,7 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 # Pages
 
 
-# Pages that show which calls are native.
+# Pages that show which calls are native, so they need the native extension.
 NATIVE = {"accelerate", "class-form", "debugging", "engines", "native-calls"}
 
 
@@ -176,7 +176,7 @@ def test_examples_of_page_run(page: Path) -> None:
 
 
 def test_pages_contain_examples() -> None:
-    # Verify that `collect` returns blocks, because a page without blocks passes.
+    # The test of a page without blocks always passes, so check that `collect` finds blocks.
     counts = {page: len(collect(page)) for page in PAGES}
     lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
     assert len(lessons) >= 15
@@ -223,13 +223,13 @@ def modules() -> list[str]:
 
 
 def docstring_examples() -> dict[str, doctest.DocTest]:
-    """Return the examples of all docstrings."""
+    """Return the examples in all docstrings of torchop."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     found: dict[str, doctest.DocTest] = {}
     for name in modules():
         for test in finder.find(importlib.import_module(name), name):
             if test.examples:
-                test.globs = {"__name__": "docstring"}  # nothing is imported before the example
+                test.globs = {"__name__": "docstring"}  # the example must import what it uses
                 found[test.name] = test
     return found
 
@@ -255,7 +255,7 @@ def test_docstrings_contain_examples() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Wrong pages fail
+# Pages with errors fail
 
 
 def page_of(tmp_path: Path, text: str) -> Path:
@@ -319,7 +319,7 @@ def test_blocks_of_a_page_share_a_namespace_that_is_removed(tmp_path: Path) -> N
         tensor([0...])
         ```
     """
-    for _ in range(2):  # the page removes its operators, so it can run again
+    for _ in range(2):  # twice, because a page must remove its operators
         assert run_page(page_of(tmp_path, text)) == 3
     assert not hasattr(torch.ops.docs_meta, "twice")
 

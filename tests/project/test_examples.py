@@ -1,4 +1,4 @@
-"""The examples and the demo run."""
+"""The examples and the demo run without errors."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.project
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "crop_demo.py"
-ON_RANKS = EXAMPLES / "tensor_parallel.py"  # `rules/user/sharding/program.py` runs it on four ranks
+ON_RANKS = EXAMPLES / "tensor_parallel.py"  # rules/user/sharding/program.py tests it
 
 
 def run(script: Path, *arguments: str) -> str:
@@ -26,7 +26,7 @@ def run(script: Path, *arguments: str) -> str:
     return shown
 
 
-# Packages that examples need besides torchop.
+# Maps an example to the package that it needs besides torchop.
 NEEDS = {"nanobind_kernel": "nanobind", "tvm_ffi_kernel": "tvm_ffi"}
 
 
@@ -42,9 +42,9 @@ def test_example_runs_and_prints_a_result(script: Path) -> None:
 
 
 def install(name: str, folder: Path) -> str:
-    """Install the package of an example into a folder, and return a PYTHONPATH with the package."""
+    """Install an example's package into a folder, and return a PYTHONPATH that contains it."""
     source, target = folder / name, folder / "installed"
-    shutil.copytree(EXAMPLES / name, source)  # building may write into it
+    shutil.copytree(EXAMPLES / name, source)  # the build may write to its folder
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
         + ["--no-build-isolation", "--disable-pip-version-check", "--target", target, source],
@@ -58,7 +58,7 @@ def test_package_of_operators_builds_and_passes_its_tests(tmp_path: Path) -> Non
     path = install("package", tmp_path)
     assert (tmp_path / "installed" / "mykernels" / "_native.so").exists()
     tests = str(tmp_path / "package" / "tests")
-    # Checks that compile programs take two thirds of the time.
+    # Skip the tests that compile programs, because they take two thirds of the time.
     fast = "not compile and not inductor and not aot_dispatch"
     options = ["-q", "-rA", "-p", "no:cacheprovider", "-k", fast]
     warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
@@ -119,7 +119,7 @@ print("passed", latency)
 def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> None:
     shown = run(DEMO, "--output", str(tmp_path), "--rounds", "2")
     for step in ("eager", "torch.compile", "torch.export", "backward", "opcheck"):
-        assert f"...  {step}\nok  {step}" in shown  # a log also shows the running step
+        assert f"...  {step}\nok  {step}" in shown  # also shown while the step runs
     sizes = {"picture.png": (512, 600), "crop.png": (250, 300), "gradient.png": (512, 600)}
     for name, size in sizes.items():
         with Image.open(tmp_path / name) as picture:
@@ -134,8 +134,8 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
 
 
 def test_demo_fails_if_a_step_fails(tmp_path: Path) -> None:
-    # The box extends beyond the picture, where PIL pads the crop, but slicing does not. Run only
-    # two steps, because the test above runs the others.
+    # Make a step fail, with a box that extends beyond the picture: PIL pads such a crop, but
+    # slicing does not. Run only two steps, because the test above runs the others.
     broken = """
         import sys, crop_demo
         crop_demo.BOX = (0, 0, 900, 900)

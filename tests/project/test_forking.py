@@ -1,4 +1,4 @@
-"""Server processes that fork to run the programs of tests."""
+"""Tests run their programs in forks of a server process, which has imported PyTorch."""
 
 import os
 import socket
@@ -40,7 +40,7 @@ def test_new_server_replaces_a_killed_one(monkeypatch, when):
         killed.bind(place)
         if when == "before":
             killed.close()
-        else:  # killed while a client connects
+        else:  # the server is killed while a client connects
             killed.listen()
             threading.Thread(target=lambda: killed.accept()[0].close()).start()
         server = forking._Server(when, (), ())

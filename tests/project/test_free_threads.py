@@ -1,4 +1,4 @@
-"""Tests with the marker `needs_gil` must fail on a Python without the GIL."""
+"""On a Python without the GIL, tests with the marker `needs_gil` must fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`nox -s gpu`, as far as it can be tested without a GPU."""
+"""Those parts of `nox -s gpu` that can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -63,5 +63,5 @@ def test_factories_called_by_tests_use_the_device(monkeypatch: pytest.MonkeyPatc
     assert ones(2, layout=torch.strided).device.type == "meta"
     into = torch.empty(2)
     assert ones(2, out=into) is into
-    monkeypatch.setattr(on_device, "TESTS", "/elsewhere")  # now the caller is not a test
+    monkeypatch.setattr(on_device, "TESTS", "/elsewhere")  # as if this file were not a test
     assert ones(2).device.type == "cpu"

@@ -1,4 +1,4 @@
-"""`examples/kernel_hub` loads one package twice, in two namespaces, like the kernel hub.
+"""`examples/kernel_hub` loads a package twice, under two namespaces, as the kernel hub does.
 
 Uses private names.
 """

@@ -1,6 +1,7 @@
-"""Layers of packages, names of files, and limits on lines of code.
+"""Packages respect their layers, files are named consistently, and the code stays small.
 
-Imports inside functions and under `TYPE_CHECKING` count, because readers follow them too.
+The tests also check imports inside of functions and under `TYPE_CHECKING`, because readers of the
+code follow them too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.project
 
 PACKAGE = Path(torchop.__file__).parent
 CSRC = PACKAGE / "_native/csrc"
-# From the lowest layer to the highest. A package imports only packages in lower layers.
+# The layers of packages, from the lowest to the highest. A package may import only packages in
+# lower layers.
 LAYERS = (
     ("_errors",),
     ("_hooks",),
@@ -48,11 +50,11 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
 # Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
 # limit must remove other code, or raise the limit and explain this in the commit.
-MOST_PYTHON_LINES = 29_800  # of the whole package
-MOST_CORE_LINES = 15_630  # of all packages that are not tools
+MOST_PYTHON_LINES = 29_800  # in the whole package
+MOST_CORE_LINES = 15_630  # in all packages that are not tools
 MOST_CPP_LINES = 5_825
-# The core does not import tools. Tools use public names and `torchop.extend`, like third-party
-# tools. A file of `_compat` that only tools use is a tool too.
+# The core must not import tools. Tools use only public names and `torchop.extend`, as third-party
+# tools do. If only tools use a file of `_compat`, the file counts as a part of the tools.
 TOOLS = (
     "__main__",
     "_accelerate",
@@ -66,9 +68,9 @@ TOOLS = (
     "sphinx",
     "testing",
 )
-# Modules of the core that make tools public, so they may import tools.
+# These modules of the core may import tools, because they make tools available to users.
 OFFERS = {"torchop", "torchop._define.registrations"}
-# Modules of the core that tools may import although they are private, with the reason.
+# Tools may import these private modules of the core, for the given reasons.
 EXCEPTIONS = {
     "_accelerate": (
         "it enables native calls for operators of other packages",
@@ -123,18 +125,18 @@ NO_CODE = {
     tokenize.NEWLINE,
     tokenize.NL,
 }
-# A comment on the line of a late import must give a reason.
+# An import inside of a function must have a comment on its line, which gives the reason.
 REASON = re.compile(r"#\s*\S")
 
 
 class Import(NamedTuple):
-    """An import of a module of torchop, or of a name in the module."""
+    """A statement that imports a module of torchop, or a name from a module of torchop."""
 
     importer: str
     imported: str
-    name: str  # empty for a module
+    name: str  # empty if the module itself is imported
     line: int
-    is_late: bool  # inside a function
+    is_late: bool  # inside of a function
     comment: bool
 
 
@@ -148,7 +150,7 @@ def sources(package: Path) -> dict[str, Path]:
 
 
 def imports(package: Path) -> list[Import]:
-    """Return every import between modules of the package."""
+    """Return every import of one module of the package in another."""
     modules = sources(package)
     return [each for name in modules for each in _imports_of(name, modules)]
 
@@ -168,7 +170,7 @@ def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
             names = [alias.name for alias in node.names]
         else:
             assert node.level == 0, f"{importer}:{node.lineno}: a relative import"
-            # A name may be a module in a package.
+            # The imported name may itself be a module, in `from package import module`.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         comment = any(REASON.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
         for name in names:
@@ -191,12 +193,12 @@ def _is_for_type_checkers(node: ast.AST) -> bool:
 
 
 def entry_of(module: str) -> str:
-    """Return the top-level package or module that contains a module."""
+    """Return the package or module directly below `torchop` that contains a module."""
     return (module.split(".") + ["__init__"])[1]
 
 
 def upward(found: list[Import]) -> list[str]:
-    """Return the imports from the same or a higher layer."""
+    """Return the imports that are not allowed, because they are from the same or a higher layer."""
     wrong = []
     for each in found:
         importer, imported = entry_of(each.importer), entry_of(each.imported)
@@ -220,7 +222,7 @@ def circle(found: list[Import]) -> list[str]:
 
 def test_every_entry_has_a_layer() -> None:
     entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__",)}
-    assert entries == {*LEVELS, "py"}  # the file py.typed
+    assert entries == {*LEVELS, "py"}  # "py" is the file py.typed
     assert len(LEVELS) <= MOST_ENTRIES
 
 
@@ -246,9 +248,9 @@ def test_late_names_are_imported_for_type_checkers() -> None:
 
 
 def modules_of_tools(found: list[Import]) -> dict[str, str]:
-    """Return the modules of tools, each with its tool.
+    """Map each module that belongs to a tool to the name of the tool.
 
-    If only tools and `torchop` import a file of `_compat`, the file belongs to the tools.
+    If only tools and `torchop` import a file of `_compat`, the file belongs to a tool.
     """
     users: dict[str, set[str]] = {}
     for each in found:
@@ -268,7 +270,7 @@ def tool_of(module: str) -> str:
 
 
 def of_the_core(found: list[Import]) -> list[Import]:
-    """Return the imports of private names of the core by tools."""
+    """Return the imports in tools that import private names of the core."""
     tools, private = modules_of_tools(found), []
     for each in found:
         path = f"{each.imported}.{each.name}".removeprefix("torchop.").split(".")
@@ -280,7 +282,7 @@ def of_the_core(found: list[Import]) -> list[Import]:
 
 
 def is_public(each: Import) -> bool:
-    """Return whether `torchop` has the same object under the same name."""
+    """Return whether `torchop` exports the imported object under the same name."""
     if each.name not in torchop.__all__:
         return False
     module = importlib.import_module(each.imported)
@@ -341,7 +343,7 @@ def test_core_is_within_its_line_limit() -> None:
     count = sum(
         python_lines(path.read_text(encoding="utf-8"))
         for name, path in sources(PACKAGE).items()
-        if name not in tools and not tool_of(name)  # may not import names of torchop
+        if name not in tools and not tool_of(name)  # tools are not part of the core
     )
     assert count <= MOST_CORE_LINES
 
@@ -383,7 +385,7 @@ def python_lines(text: str) -> int:
 
 
 def cpp_lines(text: str) -> int:
-    """Return the number of lines of code. Comments at the end of a line are not recognized."""
+    """Return the number of lines of code, without blank lines and lines with only a comment."""
     return sum(
         1 for line in text.splitlines() if line.strip() and not line.strip().startswith("//")
     )
@@ -410,7 +412,7 @@ def test_comments_and_docstrings_are_not_code() -> None:
 
 
 def names_in(tree: str) -> set[str]:
-    """Return the names of files and folders in the tree in ARCHITECTURE.md."""
+    """Return the names of files and folders in a directory tree of ARCHITECTURE.md."""
     return set(re.findall(r"[a-z_]+", tree))
 
 
@@ -418,7 +420,7 @@ def test_architecture_names_every_file() -> None:
     text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
     (tree,) = re.findall(r"```text\ntorchop/\n(.*?)```", text, re.DOTALL)
     modules = {part for name in sources(PACKAGE) for part in name.split(".")[1:]}
-    # ARCHITECTURE.md does not name the helpers in these packages.
+    # Leave out the helpers in these packages, which ARCHITECTURE.md does not name.
     packages = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
     helpers = {
         name.rpartition(".")[2]
@@ -430,7 +432,7 @@ def test_architecture_names_every_file() -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A package with two layers and correct imports."""
+    """Create a package with two layers, whose imports are all allowed."""
     folder = tmp_path / "torchop"
     for name, text in {
         "__init__.py": "",

@@ -1,4 +1,4 @@
-"""The notebooks run in Jupyter and reproduce their stored outputs."""
+"""The notebooks run in Jupyter, and their outputs equal the stored ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def shown(notebook: Any) -> list[tuple[str, list[list[str]]]]:
     """Return the text output of each cell, and the MIME types of its other results."""
     return [
         (
-            # Jupyter may split the output of a cell.
+            # Join the outputs, because Jupyter may split the text that a cell prints.
             without_notes_of_pytorch("".join(out.get("text", "") for out in cell.outputs)),
             [sorted(output.data) for output in cell.outputs if "data" in output],
         )
@@ -58,7 +58,7 @@ def test_notebook_reproduces_its_stored_outputs(path: Path, client: Any) -> None
     assert shown(run) == shown(stored)
     assert len(pictures(stored)) >= 3
     for now, before in zip(pictures(run), pictures(stored), strict=True):
-        # Releases of matplotlib may differ in a few pixels.
+        # Compare the pictures coarsely, because releases of matplotlib differ in a few pixels.
         assert now.resize((8, 8)).tobytes() == pytest.approx(
             before.resize((8, 8)).tobytes(), abs=12
         )
@@ -70,7 +70,7 @@ def test_all_notebooks_exist() -> None:
 
 
 def test_cell_that_raises_fails(tmp_path: Path, client: Any) -> None:
-    cell = notebooks.nbformat.v4.new_code_cell("photo")  # another notebook defines this name
+    cell = notebooks.nbformat.v4.new_code_cell("photo")  # only another notebook defines `photo`
     path = tmp_path / "wrong.ipynb"
     notebooks.nbformat.write(notebooks.nbformat.v4.new_notebook(cells=[cell]), path)
     with pytest.raises(Exception, match="NameError"):

@@ -1,4 +1,7 @@
-"""Wheels, the source distribution, and installation instructions. Uses private names."""
+"""The contents of wheels and the source distribution, and the installation instructions.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extracted source distribution."""
+    """Build the source distribution, and return the folder into which it was extracted."""
     folder = tmp_path_factory.mktemp("sdist")
     (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(folder))
     with tarfile.open(built) as opened:
@@ -54,7 +57,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tracked(*folders: str) -> set[str]:
-    """Return the files that git tracks."""
+    """Return the files in these folders that git tracks."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("these sources are not those of a clone")
     listed = subprocess.check_output(["git", "ls-files", *folders], cwd=ROOT, text=True)
@@ -104,14 +107,14 @@ def test_tests_of_the_source_distribution_run(sources: Path) -> None:
 
 
 def shown(**urls: str) -> str:
-    """Return the page on a package index for a project with these URLs."""
+    """Return the text that a package index would show if the project had these URLs."""
     metadata: dict[str, Any] = {"version": "1.2.3", "urls": urls}
     HATCH_BUILD["MetadataHook"](str(ROOT), {}).update(metadata)
     return str(metadata["readme"]["text"])
 
 
 def targets(text: str) -> list[tuple[str, str]]:
-    """Return the kind and the target of each link and picture on a page."""
+    """Return each link and picture on a page, as its kind and its target."""
     tokens = [t for block in MarkdownIt("commonmark").parse(text) for t in block.children or ()]
     links = [("link", str(t.attrs["href"])) for t in tokens if t.type == "link_open"]
     return links + [("picture", str(t.attrs["src"])) for t in tokens if t.type == "image"]
@@ -140,7 +143,7 @@ def test_metadata_without_a_repository_has_no_wrong_links(archive: zipfile.ZipFi
     classifiers = written.get_all("Classifier")
     versions = [c.rpartition(" ")[2] for c in classifiers if re.search(r":: 3\.\d+$", c)]
     assert versions == ["3.10", "3.11", "3.12", "3.13"]
-    # The extension does not support free-threaded Python.
+    # No classifier may claim free-threaded Python, which the extension does not support.
     assert not [c for c in classifiers if "Free Threading" in c]
 
 
@@ -155,7 +158,7 @@ FROM_CHECKOUT = re.compile(
 
 
 def places(pattern: re.Pattern[str], on_index: bool) -> set[str]:
-    """Return the pages that match the pattern."""
+    """Return the pages whose text matches the pattern, as on the package index or as in git."""
     published = HATCH_BUILD["published"]
     pages = {name: " ".join(published(text, on_index).split(" ")) for name, text in PAGES.items()}
     return {

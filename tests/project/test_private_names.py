@@ -1,4 +1,4 @@
-"""Test files that import private names are marked as such."""
+"""If a test file imports private names, its docstring must say so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARK = "Uses private names."
 
 
 def imports_private_names(text: str) -> bool:
-    """Return whether a file imports a private module of torchop, or a private name."""
+    """Return whether a file imports a private module or a private name of torchop."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

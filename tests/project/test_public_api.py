@@ -1,4 +1,7 @@
-"""Public names are documented and have the signatures of torch.library. Uses private names."""
+"""Public names are documented, and accept the same arguments as in torch.library.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ PUBLIC = {
     "torchop.extend": torchop.extend.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
-# Names that come from PyTorch, with PyTorch's docstrings.
+# torchop only re-exports these names from PyTorch, with PyTorch's docstrings.
 PYTORCHS_OWN = {"CustomOpDef", "EffectType", "OpOverload", "fallthrough_kernel", "wrap_triton"}
 
 
 def find(name: str) -> Any:
-    return functools.reduce(getattr, name.split(".")[1:], torchop)  # imports submodules
+    return functools.reduce(getattr, name.split(".")[1:], torchop)  # imports the submodule
 
 
 def is_function(name: str) -> bool:
@@ -91,7 +94,7 @@ def test_modules_are_available_without_importing_them() -> None:
 
 def test_missing_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'torchop' has no attribute 'recod'"):
-        torchop.recod  # noqa: B018  # for what it raises
+        torchop.recod  # noqa: B018  # reading the attribute raises
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -107,7 +110,7 @@ def sections(function: Callable[..., Any]) -> set[str]:
     return set(re.findall(r"^(\w+):", inspect.getdoc(function) or "", re.MULTILINE))
 
 
-# Functions that have no errors of their own.
+# These functions raise no errors, so their docstrings have no section `Raises`.
 CANNOT_FAIL = {
     "torchop.cache_key_tag",
     "torchop.impl_abstract",
@@ -124,7 +127,8 @@ CANNOT_FAIL = {
     "torchop.residuals",
     "torchop.native.status",
 }
-WITHOUT_EXAMPLE = {"torchop.impl_abstract", "torchop.export.load"}  # deprecated; see export.save
+# The first function is deprecated. The example of `torchop.export.save` shows the second one.
+WITHOUT_EXAMPLE = {"torchop.impl_abstract", "torchop.export.load"}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -149,7 +153,7 @@ def test_function_is_documented(name: str) -> None:
 
 
 def methods_of(cls: type, *bases: type) -> list[str]:
-    """Return the public methods that a class and some of its bases define."""
+    """Return the public methods that a class and the given base classes define."""
     return [
         f"{cls.__name__}.{name}"
         for base in (cls, *bases)
@@ -172,7 +176,7 @@ def test_registration_function_and_method_are_the_same(name: str) -> None:
 
 
 def in_reference(text: str) -> set[str]:
-    """Return the names that the reference describes."""
+    """Return the names that a page of the API reference describes."""
     directives = r"^\.\. (?:auto)?(?:function|class|exception|data):: (\w+)"
     tables = re.findall(r"^\.\. autosummary::\n(.*?)```", text, re.MULTILINE | re.DOTALL)
     entries = re.findall(r"^   ([a-zA-Z][\w.]*)$", "\n".join(tables), re.MULTILINE)
@@ -201,11 +205,11 @@ def test_every_error_has_a_section_on_the_page() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Signatures as in torch.library
+# Functions accept the same arguments as in torch.library
 
 
 def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
-    """Return the differences between two signatures that break calls of `stock`.
+    """Return the differences because of which a call to `stock` would not be valid for `ours`.
 
     `ours` may have more optional parameters. It may also accept a positional-only parameter of
     `stock` by keyword.
@@ -240,7 +244,7 @@ def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
     return found
 
 
-# The module of torch.library.opcheck is torch.testing._internal, so name it explicitly.
+# List opcheck explicitly, because its module is torch.testing._internal and not torch.library.
 SHARED = sorted(
     {
         "custom_op",
@@ -324,7 +328,7 @@ def test_exceptions_derive_from_builtin_exceptions() -> None:
 
 def test_comparison_detects_differences() -> None:
     def stock(op, func=None, /, key=None, *, lib=None):
-        """The reference."""
+        """The function with which the others are compared."""
 
     def renamed(op, func=None, /, dispatch_key=None, *, lib=None): ...
     def by_position(op, func=None, key=None, /, *, lib=None): ...

@@ -1,4 +1,4 @@
-"""The README shows two commands, which new users and CI run."""
+"""The README shows the two commands that new users need, and CI runs them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def commands(section: str) -> list[str]:
 
 
 def planned(command: str, tmp_path: Path) -> list[str]:
-    """Return the commands that make would run in a fresh clone."""
+    """Return the commands that `make` would run in a new clone of the repository."""
     done = subprocess.run(
         [*command.split(), "--dry-run", f"VENV={tmp_path / 'venv'}"],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The comparisons of `nox -s realworld` detect differences."""
+"""`nox -s realworld` detects differences between the programs that it compares."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_overhead_does_not_depend_on_the_order(monkeypatch, first) -> None:
 
     def takes(name: str, nanoseconds: int) -> None:
         nonlocal now
-        # The second call of a pair is slower, because the first one changed the caches.
+        # Simulate that the second call of each pair is slower, as if the first had changed caches.
         is_second = len(calls) % 2 == 1
         calls.append(name)
         now += nanoseconds + 500 * (is_second == (first == "call"))
@@ -195,7 +195,7 @@ def test_package_is_tested_with_and_without_acceleration(tmp_path) -> None:
 
 @needs_native
 def test_operator_and_training_step_are_measured(namespace: str, monkeypatch) -> None:
-    """This test uses one round, because it does not check the times."""
+    """Measure only one round, because this test does not check the times."""
 
     @torch.library.custom_op(f"{namespace}::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The marker `needs_torch` requires a failure on older releases."""
+"""A test with the marker `needs_torch` must fail on older releases of PyTorch."""
 
 from __future__ import annotations
 

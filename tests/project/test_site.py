@@ -1,4 +1,7 @@
-"""The built documentation: warnings, links, structure, contrast, and its Markdown form."""
+"""The documentation builds without warnings, and its links, structure and contrast are good.
+
+The site also contains every page as Markdown.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=300,
         check=False,
-        # The sources contain the inventories of other projects, so the build needs no network.
+        # Block the network, which the build must not need. The sources contain the Sphinx
+        # inventories of the projects to which pages link.
         env={**os.environ, "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"},
     )
 
@@ -43,7 +47,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[str, str]:
-    """The HTML of all pages, except source code, by path."""
+    """Map the path of each page to its HTML, except for pages that show source code."""
     return {
         page.relative_to(site).as_posix(): page.read_text(encoding="utf-8")
         for page in site.rglob("*.html")
@@ -62,7 +66,7 @@ def test_documentation_builds_without_a_warning_or_a_network(site: Path) -> None
 
 @pytest.fixture(scope="module")
 def other_site(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Build a site with a broken link, and return the output and the site."""
+    """Build a site with a broken link, and return the output of Sphinx and the folder."""
     root = tmp_path_factory.mktemp("other")
     docs = root / "docs"
     for folder in DOCS.glob("_*"):
@@ -105,7 +109,7 @@ def test_project_urls_add_edit_links_and_preview_images(
 
 
 def broken_links(site: Path, pages: dict[str, str]) -> list[str]:
-    """Return the links and images whose target does not exist."""
+    """Return all links and images whose target does not exist."""
     anchors: dict[Path, set[str]] = {}
     broken = []
     for page, html in pages.items():
@@ -152,7 +156,7 @@ def test_pages_load_no_external_files(pages: dict[str, str]) -> None:
 
 
 def test_pages_have_the_structure_that_screen_readers_need(pages: dict[str, str]) -> None:
-    # All API pages use the same template.
+    # Check only two API pages, because all API pages use the same template.
     api = ("reference/api/torchop.CustomOp", "reference/api/torchop.register_fake")
     for page in (name for name in pages if "/api/" not in name or name.startswith(api)):
         soup = BeautifulSoup(pages[page], "html.parser")
@@ -177,7 +181,8 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-# The backgrounds of light and dark pages in the furo theme.
+# Test both variants of each chart. The colours are the backgrounds of light and dark pages in the
+# furo theme.
 @pytest.mark.parametrize(("suffix", "background"), [("", "#ffffff"), ("-dark", "#131416")])
 def test_text_of_charts_has_enough_contrast(site: Path, suffix: str, background: str) -> None:
     for chart in (f"calls{suffix}.svg", f"kernels{suffix}.svg"):
@@ -195,7 +200,8 @@ def test_page_of_an_object_starts_with_its_summary(pages: dict[str, str]) -> Non
         article = pages[page].partition("</h1>")[2].partition("<footer")[0]
         assert re.match(r"\s*<p>[A-Z]", article), page
         signatures[page] = article.count('<dt class="sig ')
-    # A decorator has one signature, even if its type has two. `define` has two overloads.
+    # `custom_op` must have one signature on its page, although its type has two overloads. `define`
+    # must have two.
     assert signatures["reference/api/torchop.custom_op.html"] == 1
     assert signatures["reference/api/torchop.define.html"] == 2
 

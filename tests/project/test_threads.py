@@ -17,7 +17,7 @@ pytestmark = pytest.mark.project
 
 @needs_native
 def test_threads_call_operators_that_other_threads_change() -> None:
-    """Run in another process, because a failure may crash the process."""
+    """Run the stress test in another process, because a bug may crash the process."""
     done = run_forked(
         """
         import torchop, warnings
@@ -55,7 +55,7 @@ def test_only_overlapping_batches_are_counted() -> None:
 
     own = batches((0, 2, 2), (2, 4, 2), (4, 9, 2), (9, 11, 2), (11, 13, 2))
     other = batches((1, 3, 2), (3, 8, 5), (8, 12, 4), (12, 20, 1))
-    assert threads.at_once(own, []) == [20_000] * 4  # one batch was interrupted
+    assert threads.at_once(own, []) == [20_000] * 4  # leaves out the interrupted batch
     assert threads.at_once(own, [other]) == [20_000] * 2
     assert threads.at_once(own, [other, batches((0, 5, 5))]) == [20_000]
     assert threads.at_once(own, [other, []]) == []

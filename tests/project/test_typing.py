@@ -1,7 +1,7 @@
-"""Type checkers accept correct uses of operators, and reject wrong ones.
+"""Type checkers accept correct uses of operators, and report incorrect ones.
 
-Type checkers read the samples in `typing/`. The marker `# ERROR` is on each line with an error, and
-no other line may have one.
+The type checkers read the samples in `typing/`. They must report an error on each line with the
+marker `# ERROR`, and on no other line.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 import pytest
 
-pytestmark = pytest.mark.project  # with an empty cache, mypy reads all of PyTorch
+pytestmark = pytest.mark.project  # slow if mypy's cache is empty
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = Path(__file__).parent / "typing"
 
 
 class Report(NamedTuple):
-    """The errors and the revealed types of a type checker, by file and line."""
+    """The errors and revealed types that a type checker reports for each file and line."""
 
     checker: str
     errors: dict[tuple[str, int], str]
@@ -31,7 +31,7 @@ class Report(NamedTuple):
 
 
 def run_mypy(scratch: Path) -> Report:
-    # Use the settings and the cache of `make lint`. Without the cache, mypy takes 30 seconds.
+    # Use the same settings and cache as `make lint`, because mypy takes 30 seconds without a cache.
     output = run(ROOT, "mypy", "--output=json", str(SAMPLES))
     report = Report("mypy", {}, {})
     for line in output.splitlines():
@@ -65,7 +65,7 @@ def run_basedpyright(scratch: Path) -> Report:
 def run(directory: Path, module: str, *arguments: str) -> str:
     command: Sequence[str] = (sys.executable, "-m", module, *arguments)
     result = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert result.returncode in (0, 1), result.stderr  # 2 or more: it could not run
+    assert result.returncode in (0, 1), result.stderr  # else the checker could not run
     return result.stdout
 
 
@@ -81,7 +81,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def marked(sample: str, mark: str) -> dict[tuple[str, int], str]:
-    """Return the lines of a sample that have a mark, with the text after the mark."""
+    """Map each line of a sample that contains the mark to the text after the mark."""
     lines = (SAMPLES / sample).read_text().splitlines()
     return {
         (sample, number): line.partition(f"  # {mark}: ")[2]
@@ -113,8 +113,8 @@ def test_lambdas_need_no_types(report: Report) -> None:
 
 
 def test_wrong_calls_of_a_family_are_errors_in_mypy(report: Report) -> None:
-    # Only the mypy plugin knows which parameters of a family are optional. Other checkers accept
-    # every call.
+    # Only torchop's plugin for mypy infers which parameters of a family are optional. For other
+    # type checkers, every call is valid.
     expected = marked("families.py", "ERROR") if report.checker == "mypy" else {}
     errors = errors_in("families.py", report)
     assert errors.keys() == expected.keys(), errors

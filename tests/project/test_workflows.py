@@ -1,4 +1,4 @@
-"""CI workflows name existing sessions and targets, and test all supported releases."""
+"""The sessions and targets in CI workflows exist, and CI tests all supported releases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ WORKFLOWS = {
     for path in (ROOT / ".github" / "workflows").glob("*.yml")
 }
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-# Parse the noxfile, because importing it would change the environment of this process.
+# Parse the noxfile instead of importing it, because an import would change this process's
+# environment.
 NOXFILE = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
 LISTS = {
     node.targets[0].id: ast.literal_eval(node.value)

@@ -69,7 +69,10 @@ def on_symbols(op) -> Tensor:
 
 
 def assert_only_torchop_rejects(namespace, scenario, error, *words):
-    """Check that torchop raises where torch.library does not, with these words in the message."""
+    """Check that the scenario raises an error with torchop, and none with torch.library.
+
+    The error's message must contain all of `words`.
+    """
     both = on_both(scenario, namespace)
     assert not isinstance(both.stock, Exception)
     assert isinstance(both.ours, error)

@@ -110,7 +110,7 @@ def test_kernel_runs_with_autocast_off(namespace):
         return torch.mm(x.float(), x.float())
 
     square = torch.ones(2, 2)
-    # Without a rule, autocast stays on inside the kernel.
+    # Without an autocast rule, autocast stays on inside the kernel, so `mm` returns bfloat16.
     assert in_autocast(lambda: op(square)).dtype is torch.bfloat16
     op.register_autocast(TYPE, torch.bfloat16)
     assert in_autocast(lambda: op(square)).dtype is torch.float32

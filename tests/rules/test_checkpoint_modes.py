@@ -1,4 +1,7 @@
-"""Recomputation in the backward under an activation memory budget. Uses private names."""
+"""With an activation memory budget, a compiled backward recomputes results.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def test_backward_uses_the_results_random_numbers(namespace, kind, budget):
         first, second = torch.compile(program, backend="aot_eager", fullgraph=True)(x)
         second.sum().backward()
     assert x.grad is not None
-    # Where the mask is 0, the result is exp(0) = 1.
+    # Where dropout's mask is 0, the result is exp(0) = 1, so the gradient must be 0 there.
     assert_close(x.grad == 0, (first == 1) | (second == 1))
 
 
@@ -169,7 +172,7 @@ def _counted(namespace: str, calls: list[int]) -> Any:
     return sine
 
 
-# Maps a policy to whether it saves the result.
+# Maps the name of a policy to the policy, and to whether this policy saves the result.
 POLICIES: dict[str, tuple[Any, bool]] = {
     "none": (None, False),
     "save": ("save", True),
@@ -215,7 +218,8 @@ def test_a_deregistered_policy_is_ignored(namespace):
 
 
 def test_operators_of_pytorch_draw_other_numbers():
-    # This is why the documentation makes no promise for operators of PyTorch.
+    # PyTorch's own dropout draws new numbers when it is recomputed, so its gradient is incorrect.
+    # Therefore the documentation only makes a promise for torchop's operators.
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         first = torch.nn.functional.dropout(x.sin() * 2).exp()
         return first, torch.nn.functional.dropout(first.cos()).exp()

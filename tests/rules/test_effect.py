@@ -205,7 +205,7 @@ def test_effect_that_pytorch_finds_in_a_schema_is_found_here_too(namespace):
         return has_effects(define_with(library, namespace, schema))
 
     def define_with(library, namespace, schema):
-        kernel = lambda x, group: x.clone()  # noqa: E731  (a lambda without annotations)
+        kernel = lambda x, group: x.clone()  # noqa: E731  (a lambda has no annotations)
         return library.custom_op(
             f"{namespace}::op", kernel, mutates_args=(), schema=schema
         )._opoverload

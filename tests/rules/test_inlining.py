@@ -1,4 +1,4 @@
-"""Inlining: compilers trace the function of an operator. Uses private names."""
+"""With compile="inline", compilers trace through an operator's function. Uses private names."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def _fresh_compiler():
 
 
 class Aot:
-    """A backend named `aot` that records the operators that remain for a compiler."""
+    """A backend that records the operators in the graph that AOTAutograd gives to a compiler."""
 
     __name__ = "aot"
 

@@ -1,4 +1,4 @@
-"""Kernels and rules without the last parameters of an operator."""
+"""Kernels and rules may leave out the operator's last parameters if these have defaults."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_call_with_the_defaults_does_not_need_them(namespace, register, run, w
         op = define(namespace, library)
         register(op)
         results = [run(op, X, *given)]
-        if library is torchop or run is not batched:  # torch.library rejects keywords under vmap
+        if library is torchop or run is not batched:  # under vmap, torch.library rejects keywords
             results.append(run(op, X, *given, scale=0.5))
         return results
 
@@ -127,7 +127,8 @@ def test_symbolic_value_is_not_compared(namespace):
         x = mode.from_tensor(torch.ones(2, 3))
         with mode:
             try:
-                # The symbolic size is 2, the default. The comparison must not add a guard.
+                # The symbolic size happens to equal the default of `n`, 2. torchop must not compare
+                # the size with the default, because that would add a guard.
                 op(x, x.shape[0])
             finally:
                 assert not shapes.guards
@@ -157,7 +158,7 @@ def test_function_that_no_call_can_use_is_rejected_at_registration(namespace, sh
 
 
 def test_an_operator_of_a_library(namespace):
-    # fbgemm registers `masked_select_jagged_1d` like this.
+    # fbgemm registers `masked_select_jagged_1d` in this way: its kernel lacks the last parameter.
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("select(Tensor x, Tensor mask, bool? check=True) -> Tensor")
     torchop.register_fake(f"{namespace}::select", lambda x, mask: torch.empty_like(x), lib=library)

@@ -1,4 +1,4 @@
-"""Functions that are registered for an operator get the defaults of its schema."""
+"""Kernels and rules get the schema's defaults, even if their own defaults differ."""
 
 import pytest
 import torch
@@ -33,9 +33,9 @@ def original(x, n, f, b, s, dtype, device, sizes, none, *, key_dtype, key):
 
 
 class Recorder:
-    """Functions for each registration, which record their arguments.
+    """Functions to register as kernels and rules, which record their arguments.
 
-    Their own defaults differ from the schema's.
+    The defaults of these functions differ from the schema's.
     """
 
     def __init__(self):

@@ -19,7 +19,8 @@ from torchop._define.members import ATTRIBUTES, MEMBERS
 from torchop._rules import RULES
 
 TESTS = Path(__file__).parents[1]
-# Rules whose class member has another name than the method.
+# Some rules are named differently as a method than as a member of an operator's class: the method
+# `register_kernel` registers the member `forward`.
 MEMBERS_OF = {"kernel": "forward", "autograd": "backward", "effect": "effects"}
 
 

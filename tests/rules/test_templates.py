@@ -23,7 +23,7 @@ COMPILED, PUBLIC = (block.code for block in collect(PAGE))
 
 
 def run(code: str) -> types.ModuleType:
-    module = types.ModuleType("mylib")  # as if another package defined the rule
+    module = types.ModuleType("mylib")  # as if a package named mylib defined the rule
     sys.modules[module.__name__] = module
     try:
         exec(compile(code, str(PAGE), "exec", dont_inherit=True), vars(module))
@@ -54,7 +54,7 @@ def test_a_compiled_rule(relu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.tensor([1.0, -1.0]).to_sparse()
     with pytest.raises(NotImplementedError, match="SparseCPU"):
         relu(x)
-    for _ in range(2):  # the second time, the dispatcher kernel exists already
+    for _ in range(2):  # the second time, the dispatcher kernel is installed already
 
         @template.register_sparse(relu)
         def _(x: Tensor, floor: float) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_compiled_rule(relu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def public(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The module of the public rule, with its method added."""
+    """Run the template of a public rule, and add its registration method to torchop's classes."""
     template = run(PUBLIC)
     name = "register_error_bound"
     monkeypatch.setattr(Registrations, name, getattr(template, name), raising=False)

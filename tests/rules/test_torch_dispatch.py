@@ -18,7 +18,7 @@ class DerivedMode(Mode):
 
 
 class Wrapper(Tensor):
-    """A wrapper that supports no operator itself."""
+    """A wrapper subclass whose `__torch_dispatch__` supports no operator."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -56,7 +56,7 @@ def test_rule_of_a_mode_runs_under_the_mode_only(namespace):
     assert under_mode(op) == 7
     assert op(torch.zeros(1)).item() == 1
     with DerivedMode():
-        assert op(torch.zeros(1)).item() == 1  # a rule applies to its exact class only
+        assert op(torch.zeros(1)).item() == 1  # a rule does not apply to subclasses of its class
 
 
 def test_rule_of_a_subclass_runs_on_its_tensors(namespace):
@@ -158,7 +158,8 @@ def test_exception_of_a_rule_passes_through(namespace):
     assert under_mode(op) == 7
 
 
-# PyTorch reads past the end of a result with too many items.
+# torchop must check how many results a rule returns. If there are more than in the schema, PyTorch
+# reads past the end of the schema's results.
 @pytest.mark.parametrize("result", [None, 3, torch.ones(1), (torch.ones(1),) * 3])
 def test_wrong_result_of_a_rule_is_refused(namespace, result):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())

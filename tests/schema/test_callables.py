@@ -1,4 +1,7 @@
-"""Checks whether a function accepts PyTorch's calls. Uses private names."""
+"""torchop checks whether a function can be called with an operator's arguments.
+
+Uses private names.
+"""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Comparing a handwritten schema with the function. Uses private names."""
+"""A handwritten schema must agree with the function. Uses private names."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def number(x: Tensor, n: torch.types.Number) -> Tensor: ...
         ("(Tensor x, str n) -> Tensor", unresolvable),
         ("(Tensor y, int m) -> Tensor", positional_only),
         ("(Tensor[] x) -> int", len),
-        # The function has more parameters, with defaults.
+        # The function may have more parameters than the schema if they have defaults.
         ("(Tensor x, float factor) -> Tensor", scale),
         ("(Tensor x, *, int n) -> Tensor", keyword),
         ("(Tensor x, *, int n=1) -> Tensor", functools.partial(unannotated, factor=2.0)),
         ("(Tensor x) -> Tensor", functools.partial(unannotated, factor=2.0)),
-        # Keyword-only arguments may have any position.
+        # In the function, a keyword-only argument of the schema may have any position.
         ("(Tensor x, *, int n=1, float factor) -> Tensor", scale),
-        # A list may hold the results of the schema.
+        # The function may return a list, although the schema has two separate results.
         ("(Tensor? x, int[]? box=None) -> (Tensor, Tensor)", optional),
         ("(Tensor x, Tensor y) -> Tensor", torch.add),
     ],
@@ -78,7 +78,7 @@ def test_agreeing_schemas_are_accepted(schema: str, function: Callable[..., Any]
 @pytest.mark.parametrize(
     ("schema", "function", "words"),
     [
-        # The number of parameters.
+        # The function has more or fewer parameters than the schema.
         ("(Tensor x) -> Tensor", scale, ["takes 1 positional", "the function 3", "a default"]),
         ("(Tensor x) -> Tensor", keyword, ["0 keyword-only", "the function 1 positional and 2"]),
         ("(Tensor x, str y, int n=1, int k=1) -> Tensor", unannotated, ["takes 4 positional"]),
@@ -88,7 +88,7 @@ def test_agreeing_schemas_are_accepted(schema: str, function: Callable[..., Any]
             ["3 positional and 0"],
         ),
         ("() -> Tensor", scale, ["takes 0 positional"]),
-        # Keyword-only parameters are matched by name.
+        # Keyword-only parameters are matched by name, so a different name is an error.
         (
             "(Tensor x, *, int n, str how='sum') -> Tensor",
             keyword,
@@ -134,7 +134,8 @@ def test_contradicting_schema_is_rejected_and_the_error_shows_both(
         ("(Tensor x, float factor, int n) -> Tensor", scale, ["'n'", "default 1", "none in the"]),
         ("(Tensor x, float factor, int m=1) -> Tensor", unannotated, ["'m'", "'n'"]),
         ("(Tensor x, *, int n, str mode='max') -> Tensor", keyword, ["'sum'", "'max'"]),
-        # A kernel decides itself which numbers it accepts and how it handles None.
+        # These types only cause a warning, because the kernel may accept other numbers or None than
+        # its annotations say.
         ("(Tensor x, int factor, int n=1) -> Tensor", scale, ["factor' is int", "says float"]),
         ("(Tensor x, Scalar factor, int n=1) -> Tensor", scale, ["'factor' is number"]),
         ("(Tensor x, float n) -> Tensor", number, ["'n' is float", "says number"]),
@@ -170,7 +171,7 @@ def test_parameters_that_the_schema_does_not_have_keep_their_defaults(namespace:
     op.register_flop_formula(lambda x, *, out_shape: 7)
     op.register_inverse(lambda out: out * 2)
     op.register_examples(lambda: [(torch.ones(3),), {"x": torch.ones(())}])
-    for _ in range(3):  # the first call is not native
+    for _ in range(3):  # the first call uses the dispatcher, later ones are native
         assert op(torch.tensor(3.0)) == op.overload(torch.tensor(3.0)) == 1.5
     assert torchop.inverse(op)(torch.tensor(1.5)) == 3
     assert all(result == "SUCCESS" for result in torchop.opcheck(op).values())
@@ -180,7 +181,7 @@ def test_parameters_that_the_schema_does_not_have_keep_their_defaults(namespace:
 
 def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> None:
     schema = "(Tensor y) -> Tensor"
-    with pytest.warns(SchemaWarning) as caught:  # noqa: PT031  (the decorator and its call)
+    with pytest.warns(SchemaWarning) as caught:  # noqa: PT031  (both the decorator and its call may warn)
 
         @torchop.custom_op(f"{namespace}::f", mutates_args=(), schema=schema)
         def f(x: Tensor) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Defaults: their text in a schema, and how kernels get them.
+"""Default values: how they are written in a schema, and how they reach the kernel.
 
 Uses private names.
 """
@@ -38,7 +38,7 @@ def read(text: str, schema_type: str) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------
-# Writing
+# Defaults written in a schema
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_default_that_the_parser_cannot_read_is_rejected(value: Any, schema_type
 
 
 # --------------------------------------------------------------------------------------------------
-# Comparing
+# Comparing a function's default with the schema's
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_same_default_compares_values(own: Any, argument: str, same: bool) -> No
 
 
 # --------------------------------------------------------------------------------------------------
-# Binding
+# Calling a function with the schema's defaults
 
 
 def none(x, n, *, scale):
@@ -210,8 +210,8 @@ def test_a_bound_function_sees_the_defaults_of_the_schema(function: Any) -> None
 def test_an_operator_computes_with_the_default_of_its_schema(
     namespace: str, passed: dict[str, int]
 ) -> None:
-    # The dispatcher drops an argument that equals the schema's default, and the function has
-    # another default.
+    # The default of the function differs from the schema's. The dispatcher drops an argument that
+    # equals the schema's default, so the function's default must not replace it.
     def scale(x: Tensor, n: int = 5) -> Tensor:
         return x * n
 

@@ -1,4 +1,7 @@
-"""In-place and out= operators, identified by their tags. Uses private names."""
+"""In-place and out= operators, which are recognized by their tags or schemas.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +270,7 @@ def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks that torch.library makes too
+# Tagged schemas that torch.library rejects as well
 
 
 INVALID: dict[str, tuple[torch.Tag, str]] = {
@@ -365,7 +368,7 @@ def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag
 
 
 # --------------------------------------------------------------------------------------------------
-# The form follows from the schema, even without a tag
+# The operator's form (functional, in-place or out=) is inferred from the schema, even without a tag
 
 
 @pytest.fixture
@@ -376,7 +379,7 @@ def without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("schema", [*VALID, *INVALID])
 def test_form_is_read_from_the_schema(schema: str) -> None:
     parsed = torch._C.parse_schema(f"f{schema}")
-    # Without a tag, this schema is not a wrong in-place operator, but a valid out= operator.
+    # With the in-place tag, this schema is invalid. Without a tag, it is a valid out= operator.
     valid = {**VALID, "(*, Tensor(a!) x) -> Tensor(a!)": OUT}
     expected = (
         {INPLACE: Form.INPLACE, OUT: Form.OUT}[valid[schema]] if schema in valid else Form.PLAIN

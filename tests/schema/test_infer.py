@@ -1,4 +1,7 @@
-"""infer_schema: schemas from annotations, and rejected functions. Uses private names."""
+"""infer_schema reads schemas from annotations, and rejects unsupported functions.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,7 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
         )
         op(**given)
         op(**required)
-        # A kernel without defaults of its own must get the schema's.
+        # A kernel that has no defaults must get the schema's defaults.
         op.register_kernel(None)(signature.function_without_defaults(seen))
         op(**given)
         op(**required)
@@ -141,7 +144,7 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare like ==, but distinguish 0.0 from -0.0, and treat lists and tuples alike."""
+    """Compare two values like ==, but distinguish 0.0 from -0.0, and accept a tuple for a list."""
     if isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(right, Tensor):
@@ -170,13 +173,13 @@ def test_every_unsupported_signature_is_refused_in_few_words(
 
 
 def has_structure(name: str, function: Callable[..., Any]) -> bool:
-    """Return whether `custom_op` accepts a function whose annotations are structured."""
+    """Return whether the function has structured arguments, which only `custom_op` accepts."""
     try:
         return not FunctionTree(name, function, ()).is_plain
     except SchemaError:
         return False
     except NotImplementedError:
-        return True  # an unrelated restriction rejects it
+        return True  # it has a structure, rejected for another reason
 
 
 @strategies.stable

@@ -1,4 +1,4 @@
-"""Names of operators, and errors about bad names."""
+"""Valid names of operators, and error messages for invalid names."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def test_a_name_of_another_form_is_refused(check: Any, qualname: str) -> None:
     assert repr(qualname) in str(caught.value)
 
 
-# Bad names, and the rule that each breaks.
+# Maps each invalid name to words that the error message must contain.
 BAD = {
-    # Not an identifier.
+    # These names contain a part that is not an identifier.
     "my-lib::crop": "namespace 'my-lib' may hold only ASCII letters",
     "my.lib::crop": "namespace 'my.lib' may hold only",
     " mylib::crop": "namespace ' mylib' may hold only",
@@ -81,13 +81,13 @@ BAD = {
     "mylib::crop.a.b": "overload 'a.b' may hold only",
     "mylib::crop.": "overload name after '.' is empty",
     "mylib::crop\n": "name 'crop\\n' may hold only",
-    # A keyword.
+    # These contain a keyword of Python, so they could not be written as attributes.
     "mylib::for": "name 'for' is a keyword",
     "mylib::await": "name 'await' is a keyword",
     "mylib::NoneType": "name 'NoneType' is a keyword",
     "None::crop": "namespace 'None' is a keyword",
     "mylib::crop.return": "overload 'return' is a keyword",
-    # Reserved.
+    # PyTorch reserves these names.
     "aten::crop": "namespace 'aten' is reserved by PyTorch",
     "prim::crop": "namespace 'prim' is reserved by PyTorch",
     "prims::crop": "namespace 'prims' is reserved by PyTorch",
@@ -95,7 +95,7 @@ BAD = {
     "_::crop": "namespace '_' is reserved by PyTorch",
     "mylib::crop.__small": "overload '__small' may not start with two underscores",
     "mylib::crop.default": "reserves the overload name 'default' for operators without",
-    # Taken.
+    # torch.ops has an attribute with the name of the namespace already.
     "loaded_libraries::crop": "namespace 'loaded_libraries' is already an attribute",
     "load_library::crop": "namespace 'load_library' is already an attribute",
     "mylib::name": "name 'name' is already an attribute",
@@ -147,11 +147,12 @@ def test_an_unusual_name_that_is_accepted_can_be_called(namespace: str, local: s
     assert getattr(packet, overload or "default") is op.overload
 
 
-# Texts made of parts of names are more often nearly valid than random text.
+# Texts that consist of parts of names are more often almost valid than random texts.
 _pieces = st.sampled_from(
     ["::", ":", ".", "mylib", "crop", "for", "aten", "default", "1", "é", " ", "__"]
 )
-# The alphabet of `st.text()`, whose default Hypothesis would check by encoding each character.
+# The default alphabet of `st.text()`. Pass it explicitly, because Hypothesis checks its own default
+# by encoding every character, which is slow.
 _letters = st.characters(exclude_categories=["Cs"])
 _texts = st.one_of(st.lists(_pieces, max_size=6).map("".join), st.text(_letters, max_size=12))
 

@@ -1,4 +1,4 @@
-"""Operators with an optional out= argument, which schemas cannot describe."""
+"""Functions that return their out= argument if it is given, which no schema can express."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def implicitly_optional(x: Tensor, out: Tensor = None) -> Tensor:  # type: ignor
     return x.clone() if out is None else out
 
 
-# Maps a function to its mutated argument.
+# Maps each function to the name of the argument that it mutates and returns.
 MAYBE_OUT: dict[Callable[..., Any], str] = {
     allocates: "out",
     conditional: "out",
@@ -65,7 +65,7 @@ def test_returning_the_optional_argument_raises_the_reason_and_the_fix(
     mutated = MAYBE_OUT[function]
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,))
     x = torch.zeros(2)
-    op(x, **{mutated: None})  # allocating a new tensor is allowed
+    op(x, **{mutated: None})  # returns a new tensor, which is allowed
     message = rf"is input '{mutated}' itself.*a schema cannot express.*torchop\.maybe_out combines"
     with pytest.raises(torchop.AliasError, match=message):
         op(x, **{mutated: torch.ones(2)})
@@ -94,7 +94,7 @@ def unrelated(x: Tensor, cache: Optional[Tensor] = None) -> Tensor:
 
 def reads_it(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
     def inner() -> Optional[Tensor]:
-        return out  # the inner function returns it, but the operator does not
+        return out  # only the inner function returns `out`, not the operator
 
     return x + (0 if inner() is None else 1)
 

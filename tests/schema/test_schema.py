@@ -1,4 +1,4 @@
-"""Reading a parsed schema. Uses private names."""
+"""Read the arguments and results of a parsed schema. Uses private names."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_written_schema_can_be_parsed_again(text: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# fill_defaults
+# fill_defaults adds the defaults of left-out arguments
 
 SCHEMA = parse("f(Tensor x, int n=3, int[] box=[1, 2], *, float scale=0.5, str mode) -> Tensor")
 

@@ -1,4 +1,4 @@
-"""Annotations of functions, in every spelling. Uses private names."""
+"""The annotations of a function are resolved, however they are written. Uses private names."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class InheritedCropper(Cropper):
 
 
 def wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
-    # In another module, whose names must not be used to resolve annotations.
+    # Define the wrapper in a different module. The names of that module must not be used to resolve
+    # the annotations of the wrapped function.
     module = {"functools": functools}
     exec(
         "def wrap(f):\n    @functools.wraps(f)\n    def inner(*a): return f(*a)\n    return inner",

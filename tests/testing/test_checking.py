@@ -1,4 +1,4 @@
-"""`checking` detects undeclared mutation. Uses private names."""
+"""Inside of a `checking` block, undeclared mutations raise an error. Uses private names."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_undeclared_mutation_is_detected_for_every_kind_of_call(
     assert isinstance(e.value, torchop.UndeclaredMutationError)
     assert MUTATED in str(e.value)
     assert "mutates_args" in str(e.value)
-    call(op)  # not checked outside the block
+    call(op)  # outside of the block, the mutation does not raise
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -185,7 +185,7 @@ def test_calls_from_backward_are_checked(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# The block
+# Entering and leaving the block
 
 
 def test_blocks_may_be_nested_and_may_raise(namespace: str) -> None:
@@ -259,7 +259,7 @@ def test_kernel_is_not_wrapped_outside_blocks(namespace: str) -> None:
     with torchop.testing.checking():
         assert op._definition.plan[KernelRule].functions[None] is not adds
     assert op._definition.plan[KernelRule].functions[None] is adds
-    # Reading the plan does not invalidate it.
+    # After the block, the call plan must be cached again.
     assert op._definition.plan is op._definition.plan
 
 
@@ -281,7 +281,7 @@ def test_opcheck_detects_a_write_outside_a_view(namespace: str) -> None:
     x = torch.ones(4)
     with pytest.raises(torchop.testing.OpCheckError, match="outside the elements of this view"):
         torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
-    assert x.tolist() == [1.0] * 4  # opcheck does not change the caller's tensor
+    assert x.tolist() == [1.0] * 4  # opcheck ran the kernel on copies
 
 
 def test_decorating_a_generator_or_coroutine_raises():
@@ -314,7 +314,10 @@ def test_block_may_be_exited_in_another_thread():
 
 @pytest.mark.filterwarnings("ignore:.*beta state")
 def test_reading_a_compressed_sparse_tensor_is_not_a_write(namespace: str) -> None:
-    """PyTorch increments the version three times if kernels read the tensor below autograd."""
+    """`checking` cannot rely on version counters for sparse tensors in a compressed layout.
+
+    PyTorch increments the counter three times when a kernel reads the tensor below autograd.
+    """
     op = define(namespace, torch.Tensor.to_dense, schema="(Tensor x) -> Tensor")
     x = torch.eye(2).to_sparse_csr()
     with torchop.testing.checking():

@@ -1,4 +1,4 @@
-"""`checking` detects formulas that write into gradients or into the caller's tensors."""
+"""Inside of a `checking` block, formulas that write to gradients or inputs raise an error."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_write_to_an_incoming_gradient_is_detected(namespace, make, called_befor
         pytest.raises(UndeclaredMutationError, match=namespace + GRADIENT),
     ):
         call(op)
-    call(op)  # not checked outside the block
+    call(op)  # outside of the block, the write does not raise
 
 
 def test_graph_recorded_before_the_block_is_checked(namespace):

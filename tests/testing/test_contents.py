@@ -1,4 +1,4 @@
-"""`test_schema` of opcheck detects undeclared mutations and shared memory."""
+"""opcheck's `test_schema` detects undeclared mutations, and results that share memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_mutation_below_the_tolerance_is_detected(
     ) as error:
         check_schema(namespace, kernel, x)
     assert f"{namespace}::op" in str(error.value)
-    assert torch.equal(x, before)  # opcheck does not change the caller's tensor
+    assert torch.equal(x, before)  # opcheck ran the kernel on copies
 
 
 def test_mutation_in_a_list_is_detected(namespace: str) -> None:

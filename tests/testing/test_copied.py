@@ -1,4 +1,4 @@
-"""copied_bytes counts copies in compiled functions for operators that write."""
+"""copied_bytes counts the bytes that a compiled function copies because an operator mutates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 import torchop
 from torchop.testing import copied_bytes
 
-SIZE = 8 * 4 * 4  # the size of a cache in bytes
+SIZE = 8 * 4 * 4  # bytes of a cache
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_read_between_two_writes_copies_twice(write: Any) -> None:
     assert copied_bytes(twice, cache, row) == {"cache": 2 * SIZE}
     assert copied_bytes(twice, row=row, cache=cache) == {"cache": 2 * SIZE}
     assert cache.count_nonzero() == 0, "the function was run"
-    # copied_bytes does not generate code. Check that the generated code makes the copy.
+    # copied_bytes predicts the copies without generating code. Check that the code makes them.
     _, (code,) = torch._inductor.utils.run_and_get_code(torch.compile(twice), cache, row)
     assert code.count("empty_strided_cpu((32, ), (1, )") == 1
 

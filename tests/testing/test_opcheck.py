@@ -1,4 +1,4 @@
-"""opcheck runs the checks of torch.library.opcheck under the same names."""
+"""opcheck runs the same checks as torch.library.opcheck, under the same names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def op(namespace: str) -> Any:
     return handle
 
 
-# The check itself reads .grad since PyTorch 2.15.
+# Since PyTorch 2.15, torch.library.opcheck itself reads `.grad`, which warns.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_result_equals_the_result_of_torch_library(op: Any) -> None:
     args = (torch.randn(3, requires_grad=True),)
@@ -109,7 +109,7 @@ def test_integer_results_may_precede_floating_point_results(namespace: str, libr
         with pytest.raises(Exception, match="Float can't be cast to the desired output type Long"):
             check()
     else:
-        # The check compares gradients, and the formula differs when it is traced.
+        # The formula returns a different gradient when it is traced, which the check must notice.
         with pytest.raises(torchop.testing.OpCheckError, match=r"Gradients of .* Make the formula"):
             check()
         op.register_autograd(lambda ctx, _, grad: 2 * grad)
@@ -139,7 +139,7 @@ def test_tolerances_of_zero_mean_exactly_equal(namespace: str, library: Any) -> 
 
     check(1e-3)
     if library is torch.library:
-        check(0)  # reads 0 as a missing tolerance
+        check(0)  # passes, because 0 is mistaken for no tolerance
     else:
         with pytest.raises(torchop.testing.OpCheckError, match="eager-mode PyTorch vs AOT"):
             check(0)
@@ -225,7 +225,7 @@ def test_error_is_also_an_error_of_torch_library(namespace: str) -> None:
 
 
 def _database_of_ours() -> Any:
-    """Define PyTorch's database of custom operators with torchop."""
+    """Run the source of PyTorch's `custom_op_db` with torchop in place of torch.library."""
     source = Path(custom_op_db.__file__).read_text()
     source = re.sub(r"\btorch\.library\b", "torchop", source)
     source = source.replace("_torch_testing", "torchop_testing")
@@ -246,7 +246,7 @@ def test_pytorchs_database_of_operators_passes() -> None:
         dtype = torch.float32 if torch.float32 in supported else min(supported, key=str)
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd))
         assert samples
-        for sample in samples[:2]:  # the other samples only differ in shapes
+        for sample in samples[:2]:  # the other samples differ only in their shapes
             torchop.opcheck(info.op, (sample.input, *sample.args), sample.kwargs)
 
 
@@ -259,7 +259,7 @@ def test_registered_examples_are_used_without_arguments(namespace: str) -> None:
     def first(x: Tensor, count: int = 1) -> Tensor:
         return x[:count].clone()
 
-    first.register_fake(lambda x, count: x.new_empty(1))  # wrong for other counts
+    first.register_fake(lambda x, count: x.new_empty(1))  # incorrect unless count is 1
     with pytest.raises(torchop.MissingRuleError, match=r"::first has no examples\. Pass sample"):
         torchop.opcheck(first)
     first.register_examples(lambda: [(torch.ones(3),), {"x": torch.ones(3), "count": 1}])
@@ -278,7 +278,7 @@ def test_registered_examples_are_used_without_arguments(namespace: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators with out= that depend on previous contents
+# Operators with out= whose result depends on the previous contents of out
 
 
 def define_out(namespace: str, write: Callable[[Tensor, Tensor], object]) -> torchop.CustomOp:
@@ -346,7 +346,7 @@ def test_operator_that_only_writes_its_output_passes(namespace, name, dtype):
     op = define_out(namespace, RIGHT[name])
     x, out = torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)
     torchop.opcheck(op, (x,), {"out": out}, test_utils="test_schema")
-    assert torch.equal(out, x)  # opcheck does not change the caller's tensor
+    assert torch.equal(out, x)  # opcheck ran the kernel on a copy of out
 
 
 def test_nondeterministic_output_passes(namespace):

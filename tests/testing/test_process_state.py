@@ -1,4 +1,4 @@
-"""Process state is read and restored."""
+"""Tests can read and restore process state, such as the rounding mode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_flush_denormal_is_read_and_restored() -> None:
 
 def test_rounding_mode_is_read_and_restored() -> None:
     c = ctypes.CDLL(None)
-    downward = 0x400 if c.fesetround(0x400) == 0 else 0x800000  # on x86 and on ARM
+    downward = 0x400 if c.fesetround(0x400) == 0 else 0x800000  # FE_DOWNWARD on x86 and ARM
     c.fesetround(0)
     with restored():
         c.fesetround(downward)

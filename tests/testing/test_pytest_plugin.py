@@ -1,4 +1,4 @@
-"""The pytest plugin, run in other processes."""
+"""The pytest plugin. The tests run pytest in other processes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ WRONG = {
 
 @pytest.fixture
 def plugged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """A folder with a package of operators, where pytest detects the plugin as installed."""
+    """Create a folder with a package of operators, and with metadata that installs the plugin."""
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     lines = [f"{name} = {value}" for name, value in points["pytest11"].items()]
     folder = pytester.mkdir("torchop_plugin-0.dist-info")
@@ -131,7 +131,7 @@ def test_plugin_does_not_import_torch_without_operators(plugged: pytest.Pytester
     plugged.runpytest_subprocess(timeout=200).assert_outcomes(passed=2)
 
 
-@pytest.mark.project  # runs pytest with PyTorch in a new process
+@pytest.mark.project  # slow, because it starts pytest and imports PyTorch
 def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     plugged.makepyfile(test_ops=TESTS)
     for name, (source, _) in WRONG.items():
@@ -164,7 +164,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
     assert "plugged::flat: memory.gaps: the tensor with gaps" in text
     assert "test_without_a_mark uses torchop_check. Mark it with pytest.mark.torchop." in text
     assert "not reached" not in text.partition("short test summary")[2]
-    assert "run_check(" not in text  # the traceback does not show the plugin
+    assert "run_check(" not in text  # the traceback leaves out the plugin's frames
 
     reports = json.loads((plugged.path / "out" / "report.json").read_text())
     outcomes = {r["op"]: [(c["check"], c["outcome"]) for c in r["results"]] for r in reports}
@@ -204,7 +204,8 @@ def test_workers_report_results_and_crashes(plugged: pytest.Pytester) -> None:
     done.assert_outcomes(passed=3, failed=2)
     done.stdout.fnmatch_lines(["*report of the operators: *report.json*"])
     text = (plugged.path / "report.json").read_text()
-    assert text.count("the call ended the process. Aborted") == 2  # reference and provider
+    # The reference of `crash` aborts, and so does the provider of `unknown`.
+    assert text.count("the call ended the process. Aborted") == 2
     done.stdout.fnmatch_lines(["plugged::crash: memory.gaps: *ended the process*"])
     done.stdout.fnmatch_lines(["*Call(torch.ops.plugged.crash.default, args)*"])
     assert "plugged::good(Tensor x) -> Tensor" in text

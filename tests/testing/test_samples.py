@@ -1,4 +1,7 @@
-"""opcheck supports samples that require grad and are written. Uses private names."""
+"""opcheck supports samples that require grad and that the operator writes to.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def test_missing_formula_is_detected(sin_: Any) -> None:
 
 def test_wrong_formula_of_an_in_place_operator_is_detected(sin_: Any) -> None:
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * float(grad.sum())  # compilers cannot trace this
+        return grad * float(grad.sum())  # incorrect, and compilers cannot trace `float`
 
     sin_.register_autograd(backward)
     with pytest.raises(torchop.testing.OpCheckError, match="test_aot_dispatch_dynamic"):

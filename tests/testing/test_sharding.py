@@ -1,4 +1,4 @@
-"""check_sharding passes for right sharding rules, and fails for wrong ones."""
+"""check_sharding passes for correct sharding rules, and fails for incorrect ones."""
 
 from __future__ import annotations
 

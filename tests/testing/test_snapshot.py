@@ -1,4 +1,7 @@
-"""Snapshots of inputs detect every change, and report no others. Uses private names."""
+"""A snapshot of a call's arguments detects every change, and has no false alarms.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Wrapper(Tensor):
-    """A tensor with a size, but without memory."""
+    """A wrapper subclass, which has a size but no memory."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:
@@ -45,7 +48,7 @@ TWO = schema("(Tensor x, Tensor(a!) out) -> ()")
 
 
 def change(write: Callable[..., Any], *args: Any, of: Schema = ONE, **kwargs: Any) -> str | None:
-    """Return the change that a snapshot reports for `write(*args, **kwargs)`, or None."""
+    """Return the change that a snapshot reports after `write(*args, **kwargs)`, or None if none."""
     snapshot = Snapshot(of, args, kwargs)
     with torch.no_grad():
         write(*args, **kwargs)
@@ -171,7 +174,8 @@ def test_restored_values_are_detected_by_the_version_counter() -> None:
     assert said is not None
     assert "although its values are the same (its version went from 0 to 2)" in said
     with torch.inference_mode():
-        assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # no version
+        # An inference tensor has no version counter, so restored values are not detected.
+        assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None
 
 
 LAYOUT: dict[str, tuple[Callable[[Tensor], Any], str, str]] = {

@@ -1,4 +1,4 @@
-"""Timing calls in alternation. Uses private names."""
+"""Timings of several functions that are called in turn. Uses private names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_calls_alternate_in_their_own_modes() -> None:
     ways = {"first": way("first"), "second": way("second")}
     timings = timed(ways, (), 0.1)
     assert list(timings) == ["first", "second"]
-    rounds = made[8:]  # the first rounds estimate how long a call takes
+    rounds = made[8:]  # the first rounds only estimate a call's duration
     assert rounds[:4] == ["first, recording: True", "second, recording: False"] * 2
     for timing in timings.values():
         assert isinstance(timing, Timing)
@@ -78,8 +78,8 @@ def test_accelerator_is_synchronized_only_if_an_argument_uses_it(
     ways = {"call": Way(lambda: contextlib.nullcontext)}
     timed(ways, ([torch.ones(2)], {"x": torch.ones(2, device="meta")}), 1e-4)
     assert waits == []
-    # A fake tensor may be on an accelerator that does not exist.
+    # Use a fake tensor, because it can be on an accelerator that this machine does not have.
     with FakeTensorMode():
         on_device = torch.empty(2, device="cuda:1")
     timed(ways, (on_device,), 1e-4)
-    assert set(waits) == {torch.device("cuda", 1)}  # not necessarily the current device
+    assert set(waits) == {torch.device("cuda", 1)}  # the tensor's device, not the current one

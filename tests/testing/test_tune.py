@@ -1,4 +1,4 @@
-"""`tune` and `tuning` measure kernels, and apply the measurements. Uses private names."""
+"""`tune` and `tuning` measure kernels. Later calls use the fastest one. Uses private names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def slow(namespace: str) -> Any:
-    """An operator with a slow reference, and a provider with a fast and a slow config."""
+    """Define an operator with a slow reference, and a provider with a fast and a slow config."""
 
     @torchop.custom_op(f"{namespace}::slow", mutates_args=(), priority=["tuned", "sleepy"])
     def slow(x: Tensor) -> Tensor:
@@ -156,10 +156,11 @@ def test_block_measures_each_kind_of_call_once_and_then_applies_the_results(slow
     with torchop.testing.tuning(budget=1):
         slow(torch.ones(5))
         start = time.perf_counter()
-        slow(torch.ones(6))  # in the same bucket
+        slow(torch.ones(6))  # not measured: sizes 5 to 8 share a measurement
         assert time.perf_counter() - start < 0.05
     assert chosen(slow, torch.ones(8)) == "sleepy"
-    assert chosen(slow, torch.ones(9)) == "sleepy"  # second in the priority
+    # The size 9 was not measured, so the next entry in the priority is used.
+    assert chosen(slow, torch.ones(9)) == "sleepy"
     assert tuned._own[0].kernels[0].label == "sleepy naps=0"
     before = list(tuned._own)
     with torchop.testing.tuning(budget=1):
@@ -174,7 +175,7 @@ def test_calls_are_measured_only_in_a_block_with_the_tuned_priority(slow):
         slow(torch.ones(5))
     with torchop.testing.tuning(budget=1):
         torchop.explain(slow, torch.ones(5))
-        torch.compile(slow, backend="eager")  # not called
+        torch.compile(slow, backend="eager")  # returns a function without calling it
     assert tuned._own == []
 
 

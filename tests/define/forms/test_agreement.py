@@ -1,4 +1,4 @@
-"""All forms of an operator agree, on tensors of any shape, dtype and strides."""
+"""The functional, in-place and out= forms of an operator agree for any shape, dtype and strides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests._support.strategies import laid_out, number_dtypes, shapes, stable
 
 
 class Call(NamedTuple):
-    """Inputs, and tensors for the out= and the in-place form, with different memory layouts."""
+    """Arguments for a call. The out= form writes to `out`, and the in-place form to `written`.
+
+    The tensors have different memory layouts.
+    """
 
     x: Tensor
     bias: Tensor

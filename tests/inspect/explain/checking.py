@@ -18,15 +18,15 @@ def needing_grad():
 
 
 def check(op, reason, *args, times=1, **kwargs):
-    """Check that `explain` gives this reason, and that calls are counted under it."""
+    """Check that `explain` gives this reason, and that a call increments the reason's counter."""
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
-    assert explained == {}  # `explain` makes no call
+    assert explained == {}  # `explain` does not call the operator
     for words in reason.text.split("{why}"):
         assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
-    # A call without tensors has no CPU key, so `explain` lists no kernel.
+    # `explain` lists kernels, unless the call has no tensors and so no dispatch key of a device.
     assert explanation.kernels or "CPU" not in explanation.keys
     with counting(op) as calls, contextlib.suppress(Exception):
         op(*args, **kwargs)

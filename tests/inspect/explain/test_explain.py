@@ -1,4 +1,4 @@
-"""`explain` reports the path of a call, for each way to name an operator."""
+"""`explain` reports the path of a call, however the operator is named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_operator_of_a_library(namespace):
         library.impl("op", lambda x: x + 1, BACKEND)
         before = torchop.explain(f"{namespace}::op", T)
         packet = getattr(torch.ops, namespace).op
-        packet(T)  # this call creates the plan
+        packet(T)  # the first call creates the call plan
         after = torchop.explain(f"{namespace}::op", T)
         assert packet(T).tolist() == [1, 1]
         assert torchop.native.counters(packet) == {"native": 1}

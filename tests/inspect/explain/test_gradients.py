@@ -1,4 +1,4 @@
-"""`explain` for calls that record a gradient. Uses private names."""
+"""`explain` reports the path of calls that record a gradient. Uses private names."""
 
 from __future__ import annotations
 

@@ -81,8 +81,9 @@ def test_kernel_for_views(namespace):
         check(op, Reason.NATIVE, torch.zeros(2))
 
 
-# For each case: the keys of the kernels (True if the kernel takes dispatch keys), the counter that
-# a call with a tensor on the device increments, and the explanation.
+# Each case has three parts. The first maps the dispatch key of each kernel to True if the kernel
+# takes a DispatchKeySet as its first argument. The second is the counter that a call with a tensor
+# on the tested device increments, and the third is the expected explanation of this call.
 LOW_LEVEL = {
     "with keys": (
         {BACKEND: True},
@@ -92,7 +93,7 @@ LOW_LEVEL = {
     "with keys, for every device": (
         {"CompositeExplicitAutograd": True},
         "operator",
-        "its kernel for CPU takes dispatch keys",  # the same kernel serves all devices
+        "its kernel for CPU takes dispatch keys",  # one kernel serves all devices
     ),
     "none for a device": (
         {"Meta": False},
@@ -129,7 +130,7 @@ def test_kernel_of_the_low_level(namespace, kernels):
         for key, takes_keys in kernels.items():
             library.impl("op", kernel_of(takes_keys), key, with_keyset=takes_keys)
         op = getattr(torch.ops, namespace).op
-        op(T.to("meta") if "Meta" in kernels else T)  # this call creates the plan
+        op(T.to("meta") if "Meta" in kernels else T)  # the first call creates the call plan
         explanation = torchop.explain(op, T)
         with counting(op) as calls, contextlib.suppress(NotImplementedError):
             op(T)

@@ -1,4 +1,4 @@
-"""`explain` for calls that mutate. Uses private names."""
+"""`explain` reports the path of calls that mutate an argument. Uses private names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_mutation_in_inference_mode_with_a_tensor_from_outside(namespace):
     write, y = torchop.custom_op(f"{namespace}::op", add, mutates_args={"x"}), torch.ones(2)
     with torch.inference_mode():
         x = torch.zeros(2)
-        # `x` is an inference tensor without a version counter; `y` has one.
+        # `x` is an inference tensor, so unlike `y` it has no version counter.
         check(write, Reason.NATIVE, x, y)
     assert x.tolist() == [1, 1]
 
@@ -65,7 +65,7 @@ OVERLAPPING = {
     "expanded": (lambda: torch.zeros(1).expand(3), True),
     "expanded, of one element": (lambda: torch.zeros(1, 2).expand(1, 2), False),
     "expanded, without elements": (lambda: torch.zeros(1, 0).expand(3, 0), False),
-    # PyTorch does not detect this overlap.
+    # These rows overlap, but PyTorch does not detect this.
     "overlapping rows": (lambda: torch.zeros(6).as_strided((2, 3), (1, 1)), False),
 }
 
@@ -101,7 +101,8 @@ def test_mutation_with_an_input_in_the_same_memory(namespace):
     check(inplace, Reason.NATIVE, x, x)
     explanation = check(inplace, Reason.MUTATION, x[2:], x[:4])
     assert explanation.reason.endswith("argument 'x', sharing memory with another argument")
-    # The rule finds that the two slices do not overlap.
+    # These slices share a storage, but do not overlap. Only the rule in Python finds this out, so
+    # the call is not native.
     check(inplace, Reason.MUTATION, x[3:], x[:3])
     out = torchop.custom_op(
         f"{namespace}::out",

@@ -1,4 +1,4 @@
-"""`explain` gives each reason, and the call takes that path. Uses private names."""
+"""For each reason that `explain` can give, the call really takes this path. Uses private names."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ class Subclass(Tensor):
 
 
 def test_tensor_subclass(op):
-    # PyTorch calls `__torch_function__` of the class, which calls the operator again.
+    # There are two calls, because the `__torch_function__` of the subclass calls the operator
+    # again.
     check(op, Reason.TENSOR_SUBCLASS, T.as_subclass(Subclass), times=2)
     check(op, Reason.NATIVE, torch.nn.Parameter(T, requires_grad=False))
 
@@ -185,11 +186,11 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 def test_mode(op, mode):
     entered = mode()
     if isinstance(entered, torch._C._ExcludeDispatchKeyGuard):
-        with entered:  # excluding this key has no effect
+        with entered:  # excluding this key does not change the call
             check(op, Reason.NATIVE, T)
         return
     with entered:
-        # The mode's handler calls the operator again.
+        # `Mode` calls the operator again, so there are two calls.
         check(op, Reason.MODE, T, times=2 if mode is Mode else 1)
     check(op, Reason.NATIVE, T)
 
@@ -220,7 +221,7 @@ def test_mode_in_a_trace(op):
     assert op.overload in [node.target for node in graph.graph.nodes]
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # PyTorch 2.11 warns
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # from PyTorch 2.11
 def test_profiler(op):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         check(op, Reason.PROFILER, T)

@@ -1,4 +1,4 @@
-"""Uses that type checkers must accept, with their types."""
+"""Uses of torchop that type checkers must accept, with the expected types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing_extensions import assert_type, reveal_type
 import torchop
 
 # --------------------------------------------------------------------------------------------------
-# Making operators
+# Defining operators
 
 
 @torchop.custom_op("typed::scale", mutates_args=())
@@ -58,7 +58,7 @@ def crop(pic: Tensor, box: list[int]) -> Tensor: ...
 
 crop_op = torchop.custom_op("typed::crop", crop, mutates_args="unknown")
 
-# The test compares what follows the mark, without the values of defaults.
+# The test compares each revealed type with the text after the mark, without the values of defaults.
 reveal_type(scale)  # IS: CustomOp[[x: Tensor, factor: float=, *, inverse: bool=], Tensor]
 reveal_type(split)  # IS: CustomOp[[x: Tensor], tuple[list[Tensor], int]]
 reveal_type(normalize)  # IS: CustomOp[[x: Tensor], Tensor]
@@ -108,7 +108,7 @@ assert_type(crop_op(x, box=[1, 2]), Tensor)
 fill(x, 3)
 fill(x, value=None)
 
-# Lambdas, as the README has them.
+# Lambdas in place of functions, as in the README.
 crop_op.register_fake(lambda pic, box: pic.new_empty(box))
 crop_op.register_fake(shape=lambda pic, box: (box[1] - box[0],))
 crop_op.register_autograd(
@@ -118,7 +118,8 @@ crop_op.register_vmap(lambda info, in_dims, pic, box: (pic, 0))
 crop_op.register_kernel("cpu", lambda pic, box: pic)
 crop_op.register_examples(lambda: [(torch.ones(3), [0, 1])])
 
-# Modules that nothing here imports.
+# These modules are used without being imported, because torchop imports them when they are
+# accessed.
 assert_type(torchop.testing.check(scale, (x,)).ok, bool)
 assert_type(torchop.export.load("model.pt2"), torch.export.ExportedProgram)
 assert_type(torchop.compat.__name__, str)
@@ -127,7 +128,7 @@ handle: torchop.CustomOpDef = scale
 assert_type(scale.name, str)
 
 # --------------------------------------------------------------------------------------------------
-# Rules of your own
+# User-defined rules
 
 
 class Cost(torchop.Rule[float]):
@@ -167,7 +168,7 @@ assert_type(flops(x, 2.0, inverse=True), int)
 assert_type(rule_function(x, 1), bool)
 
 # --------------------------------------------------------------------------------------------------
-# The forms of one operator
+# The functional, in-place and out= forms of an operator
 
 
 @torchop.out_op("typed::sin", like="x", inplace=True)
@@ -199,7 +200,7 @@ assert_type(scale_or_out(x, 3.0, out=x), Tensor)
 torchop.maybe_out("typed::scale", "typed::scale.out")
 
 # --------------------------------------------------------------------------------------------------
-# Registering rules: the decorated function stays what it is
+# A function that is decorated to register a rule keeps its type
 
 
 class Masked(Tensor):

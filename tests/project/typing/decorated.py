@@ -1,4 +1,4 @@
-"""The class form as a decorator, with the mypy plugin."""
+"""With the mypy plugin, `torchop.operator` as a decorator of a class has a precise type."""
 
 from __future__ import annotations
 

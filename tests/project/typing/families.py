@@ -1,4 +1,4 @@
-"""Calls of operator families, with the mypy plugin."""
+"""With the mypy plugin, calls to the objects that out_op returns are checked."""
 
 from __future__ import annotations
 

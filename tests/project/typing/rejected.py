@@ -1,4 +1,4 @@
-"""Uses that type checkers must reject: the marked lines."""
+"""Incorrect uses of torchop. Type checkers must report an error on each marked line."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # pyright: strict
-"""Lambdas in a checker's strictest mode, where a parameter without a type would be an error."""
+"""In pyright's strict mode, the types of a lambda's parameters must be inferred.
+
+A parameter without a type would be an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""contiguous_grads, for formulas that read a gradient's memory without its strides."""
+"""The option contiguous_grads is for formulas that read a gradient's memory and ignore strides."""
 
 import contextlib
 from typing import Annotated
@@ -64,7 +64,7 @@ def with_kernel(namespace, **options):
 
 
 def with_operator(namespace, **options):
-    """Use a formula that calls an operator, as most packages do."""
+    """Define an operator whose formula calls a second operator, as in most packages."""
     backward = torchop.custom_op(f"{namespace}::backward", kernel, mutates_args=())
     backward.register_fake(lambda grad, x, w: (torch.empty_like(x), torch.empty_like(w)))
     op = define(namespace)
@@ -113,7 +113,7 @@ def of_class(namespace, **options):
     return torchop.operator(f"{namespace}::op")(Operator)
 
 
-# The other formulas read data, so compilers cannot trace them.
+# Compilers can trace these formulas. The other formulas read data, which raises in a trace.
 TRACEABLE = [with_kernel, with_operator, with_residuals, of_class]
 EVERY = [*TRACEABLE, with_formula, of_torch_library]
 
@@ -145,7 +145,7 @@ def test_every_gradient_is_contiguous(namespace, make, loss):
 
 @pytest.mark.parametrize("make", EVERY)
 def test_formulas_get_gradients_as_they_are_by_default(namespace, make):
-    """Shows that the other tests can fail."""
+    """Without the option, the gradients are wrong. This shows that the other tests can fail."""
     op = make(namespace)
     expected = gradients_of(product, LOSSES["transposed"], X, W)
     with pytest.raises(AssertionError):
@@ -212,7 +212,7 @@ def test_lists_of_gradients_and_undefined_gradients(namespace):
 
 @needs_native
 def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
-    """Also by the node of a native call, which calls the formula without a frame in between."""
+    """The formula gets a contiguous gradient itself, not a copy, also after a native call."""
     seen = []
     op = define(namespace)
     op.register_autograd(lambda ctx, grad: (seen.append(grad), None)[1:] * 2, contiguous_grads=True)
@@ -229,11 +229,11 @@ def test_a_contiguous_gradient_is_passed_as_it_is(namespace):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_lazily_conjugated_and_negated_gradients_are_resolved(namespace, native):
-    """A kernel that reads memory ignores the conjugate and negative bits."""
+    """A kernel that reads memory ignores the conjugate and negative bits of a tensor."""
     seen = []
 
     def backward(ctx, grad):
-        # `numpy()` rejects tensors with these bits.
+        # `numpy()` raises for a tensor whose conjugate or negative bit is set.
         seen.append(torch.tensor(grad.detach().numpy()))
         return grad
 

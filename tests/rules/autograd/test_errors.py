@@ -1,4 +1,4 @@
-"""Formulas that read data work in eager calls, and raise a clear error everywhere else."""
+"""Formulas that read data work in eager calls. Elsewhere, they raise an error that says why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,7 +90,7 @@ def transformed(op) -> None:
 
 
 def applied_later(op) -> None:
-    """The saved tensors belong to a transform, but the gradient does not."""
+    """Run the formula with saved tensors from a transform, and with a gradient from outside it."""
     _, pull_back = torch.func.vjp(lambda x: op(x, W), X)
     pull_back(torch.ones(2, 3))
 
@@ -123,7 +123,7 @@ def in_a_subclass(op) -> None:
     op(TwoTensor(X, X).requires_grad_(), W).sum().backward()
 
 
-# The part of the message that says where the formula runs.
+# Maps a way to run the formula to the words by which the error message describes this way.
 WAYS = {
     compiled: "in a compiler's trace",
     exported: "in a compiler's trace",
@@ -134,15 +134,16 @@ WAYS = {
     on_dtensors: "on a DTensor",
     in_a_subclass: "on a TwoTensor",
 }
-# These formulas only read tensors with data: `tolist` works under torch.func.grad, and with batched
-# gradients, the saved tensors are not batched.
+# These combinations of a formula and a way to run it raise no error, because all tensors that the
+# formula reads have data: `tolist` works under torch.func.grad, and if only the gradients are
+# batched, the saved tensors are ordinary ones.
 ALLOWED = {
     (with_lists, transformed),
     (with_lists, applied_later),
     (with_lists, batched),
     (of_arrays, batched),
 }
-# Compilers wrap the exception in their own.
+# Compilers wrap the formula's exception in an exception of their own.
 ERRORS = (TracingError, BackendCompilerFailed, TorchRuntimeError)
 
 

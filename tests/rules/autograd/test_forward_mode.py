@@ -20,7 +20,7 @@ def reference(x, y):
 
 
 def define(namespace, library=torchop):
-    """Compute sin(x) * y and x + y², with formulas for both modes that share a context."""
+    """Define sin(x) * y and x + y². Its formulas for forward and reverse mode share a context."""
 
     @library.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ TRANSFORMS = {
 }
 
 
-# torch.fx warns when torch.func.linearize folds constants.
+# torch.func.linearize folds constants, for which torch.fx issues this warning.
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_tangents_equal_the_references(namespace, transform):

@@ -172,7 +172,7 @@ def test_saved_inputs_and_outputs_die_with_the_result(namespace, function):
     op = define(namespace, function, lambda ctx, grad: None, setup_context)
     result = op(leaf())
     assert tokens[0]() is not None
-    gc.disable()  # reference counting alone must free the context
+    gc.disable()  # the context must be freed by reference counting alone
     try:
         del result
         assert tokens[0]() is None

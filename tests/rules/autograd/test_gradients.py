@@ -1,4 +1,7 @@
-"""Gradients passed to backward, and checks of the returned gradients. Uses private names."""
+"""The gradients that a formula gets, and checks of the gradients that it returns.
+
+Uses private names.
+"""
 
 import contextlib
 import re
@@ -140,7 +143,7 @@ def test_extra_none_gradients_are_ignored(namespace):
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
-    # An error since 2.15.
+    # PyTorch raises an error since 2.15.
     assert both.stock == [1, 1] or "incorrect number of gradients" in str(both.stock)
 
 
@@ -202,7 +205,7 @@ def test_gradient_of_another_dtype_is_cast(namespace):
 
 
 # --------------------------------------------------------------------------------------------------
-# Gradients with another shape, dtype or device than the input
+# Gradients whose shape, dtype or device differs from the input's
 
 
 def quotient(x: Tensor, n: int, y: Tensor) -> Tensor:
@@ -226,13 +229,13 @@ ACCEPTED = {
 
 
 def fit(grads, count, node):
-    """Return whether the gradients fit a node's inputs, checked in Python only."""
+    """Return whether the gradients fit a node's inputs, without the check in C++."""
     return gradients.are_plain_in_python(grads, count, node) and not [
         *gradients._mismatches(grads, node)
     ]
 
 
-# C++ checks the node; if its answer is not certain, Python does.
+# The check of gradients exists in C++ and in Python. Both must give the same answers.
 LOOKS = pytest.mark.parametrize(
     "are_plain",
     [
@@ -247,7 +250,7 @@ LOOKS = pytest.mark.parametrize(
 def test_gradients_with_other_metadata_than_the_inputs(namespace, are_plain, change):
     x, y = torch.ones(2, 2, 3, requires_grad=True)
     result = define(namespace, quotient, lambda ctx, g: (g, None, g))(x, 3, y)
-    node = result.grad_fn  # before 2.13, a node lives only as long as its result
+    node = result.grad_fn  # keep `result`, because before 2.13, its node dies with it
     grad = torch.ones(2, 3)
     assert are_plain((grad, None, grad), 3, node)
     assert are_plain((grad, None, None), 3, node)
@@ -287,7 +290,7 @@ def test_the_message_names_the_entry_of_a_list(
         f"{namespace}::op", lambda *arguments: torch.ones(2), mutates_args=(), schema=schema
     )
     op.register_autograd(lambda ctx, grad: returned(grad))
-    for _ in range(2):  # the first call creates the plan for the second
+    for _ in range(2):  # the first call creates the call plan that the second uses
         with contextlib.nullcontext() if is_native else torchop.native.disabled():
             result = op(*arguments(leaf()))
         with pytest.raises(torchop.GradientError, match=re.escape(f"for input {input_name!r}: ")):
@@ -311,7 +314,7 @@ def _backward_of_quotient(library, namespace, change):
 
 
 def test_shared_gradients_are_copied():
-    """Returned gradients are copied if they share memory with any other tensor of the call."""
+    """A returned gradient that shares memory with another tensor of the call must be copied."""
     given, x = torch.ones(2, 2), torch.ones(2, 2)
     shared = torch.ones(2, 2)
     made = [given, x[:], shared, shared, torch.ones(()).expand(2, 2), shared + 1]

@@ -1,4 +1,4 @@
-"""Formulas of operators that mutate: the in-place form, and buffers without gradients."""
+"""Formulas of operators that mutate an input in place, or mutate buffers without gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save_output(ctx: Any, inputs: Any, output: Any) -> None:
 
 @pytest.fixture
 def scaled_exp_(namespace: str) -> Any:
-    """Compute exp(x * scale) in place. Its gradient only needs the new value."""
+    """Define exp(x * scale) in place. The formula only needs the new value of x."""
 
     @torchop.custom_op(
         f"{namespace}::exp_",
@@ -232,7 +232,7 @@ def test_the_second_call_that_records_a_gradient_is_native(batch_norm: Any) -> N
     with counting(batch_norm) as calls:
         batch_norm(x, running).sum().backward()
     assert calls == {"native": 1}
-    assert running._version == version + 2  # the second increment comes from `lerp_`
+    assert running._version == version + 2  # one for the call, and one for `lerp_`
     with counting(batch_norm) as calls, pytest.raises(torchop.MutationError, match="'running'"):
         batch_norm(x, running * leaf(torch.ones(2)))
     assert calls == {"mutation": 1}

@@ -185,10 +185,10 @@ def test_setup_context_runs_only_when_a_gradient_is_recorded(namespace):
 
 
 def thread_has_transforms() -> bool:
-    """Return whether this thread has functorch's stack of transforms.
+    """Return whether functorch has created its stack of transforms for this thread.
 
-    Each node copies the stack in the backward, which costs a twentieth of the time. Once a thread
-    has a stack, it keeps it.
+    The stack is never deleted. If it exists, each autograd node copies it in the backward, which
+    takes a twentieth of the time. So training must not create the stack.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     accessor = library._ZN2at9functorch20functorchTLSAccessorEv

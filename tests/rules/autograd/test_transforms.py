@@ -92,7 +92,7 @@ def test_transforms_differentiate_an_operator_like_its_reference(
 
 
 def listed(namespace):
-    """Define an operator with lists that contain None: it returns squares and their sum."""
+    """Define an operator that returns squares and their sum. Its lists may contain None."""
 
     @torchop.custom_op(f"{namespace}::listed", mutates_args=())
     def op(xs: list[Tensor | None], scale: float = 1.0) -> tuple[list[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""get_ctx, and fake kernels that read data."""
+"""Fake kernels that call `get_ctx`, and fake kernels that read data."""
 
 import threading
 
@@ -72,7 +72,7 @@ def test_context_of_torch_library_raises_clearly_on_meta_tensors(namespace, make
 
 
 def test_context_of_torch_library_is_thread_local(namespace):
-    """Two threads with meta tensors each get their own context."""
+    """If two threads run fake kernels at the same time, each gets the context of its own call."""
     barrier = threading.Barrier(2)
     messages = []
 

@@ -13,7 +13,7 @@ import torchop
 
 
 def define(namespace, schema, name="op"):
-    """Define an operator whose kernel must not be called."""
+    """Define an operator whose kernel fails the test if it runs instead of the fake kernel."""
 
     def kernel(*args, **kwargs):
         raise AssertionError("the kernel is not called")
@@ -111,7 +111,8 @@ def test_output_with_symbolic_sizes_equals_the_one_of_fake_tensors(namespace, mo
         symbols = [[str(s) for s in described(tensor)] for tensor in (output, expected)]
         assert symbols[0] == symbols[1]
     assert (output.dtype, output.device) == (expected.dtype, expected.device)
-    # For these layouts, torchop does not call `empty_like`, because that takes longer.
+    # For a contiguous tensor, torchop must not call `empty_like`, which is slow. Replace
+    # `empty_like` by None, so that a call would raise.
     if x.is_contiguous() and x.shape[:1] != (1,):
         monkeypatch.setattr(torch, "empty_like", None)
         with mode:

@@ -141,7 +141,7 @@ def test_missing_fake_kernel_is_reported_once(namespace, capfd):
         pic = torch.ones(3)
     with pytest.raises(torchop.MissingFakeError):
         define(namespace)(pic)
-    assert capfd.readouterr().err == ""  # PyTorch logs exceptions that it raises itself
+    assert capfd.readouterr().err == ""  # PyTorch would also log an exception that it raises itself
 
 
 def test_operator_without_results_needs_no_fake_kernel_on_several_devices(namespace):
@@ -378,7 +378,7 @@ def test_call_bypasses_the_fake_tensor_cache(namespace, run):
 
 
 def watched(namespace):
-    """Define an operator that doubles, and record the calls of its fake kernel."""
+    """Define an operator that doubles, and a list that records the calls of its fake kernel."""
     calls = []
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -470,6 +470,7 @@ def test_a_rule_for_the_mode_is_run_instead(namespace):
             return args[0].new_empty(9)
 
     assert on_fake(op).shape == (9,)
-    op.register_fake(lambda x: x.new_empty(7))  # must not replace the fake kernel
+    # A fake kernel that is registered later does not replace the rule for the mode.
+    op.register_fake(lambda x: x.new_empty(7))
     assert on_fake(op).shape == (9,)
     assert calls == []

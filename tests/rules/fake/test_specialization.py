@@ -77,7 +77,7 @@ def test_constants_and_symbols_do_not_warn(namespace: str) -> None:
         define(namespace, "Tensor x, int n"),
         define(namespace, "Tensor x, SymInt n", "s"),
     )
-    # The program itself branches on the number, so the schema is not to blame.
+    # The program itself branches on the size, so the size is specialized with any schema.
     assert warned(lambda x: op(x, 4) if x.shape[0] == 4 else op(x, 5)) == []
     assert warned(lambda x: op(x, 4)) == []
     assert warned(lambda x: symbolic(x, x.shape[0])) == []

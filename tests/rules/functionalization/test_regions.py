@@ -1,4 +1,4 @@
-"""Operators that mutate inputs of a region of `torch.compiler.nested_compile_region`."""
+"""Operators that mutate the inputs of a `torch.compiler.nested_compile_region`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helper operators for mutating operators in functional traces."""
+"""Functional traces contain helper operators in place of operators that mutate."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_helpers_are_deregistered_with_their_operator(namespace):
     assert helper(torch.ones(2), out=out) is None
     assert out.tolist() == [2.0, 2.0]
 
-    again = _scale_out(namespace, 3.0)  # defined again by the same line, as in a notebook
+    again = _scale_out(namespace, 3.0)  # as if a notebook cell ran again
     with pytest.raises(torchop.OperatorGoneError, match="was deregistered"):
         helper(torch.ones(2), out=out)
     getattr(torch.ops, namespace).scale__mutable.out(torch.ones(2), out=out)
@@ -94,7 +94,7 @@ def test_helpers_are_deregistered_with_their_operator(namespace):
 
 def test_a_definition_that_fails_leaves_no_helper(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("scale__mutable.out() -> ()")  # occupies the name of the helper
+        library.define("scale__mutable.out() -> ()")  # takes the name that the helper needs
         with pytest.raises(
             RuntimeError,
             match=r"scale\.out: .* an operator \S*scale__mutable\.out, but another library defined",

@@ -1,4 +1,8 @@
-"""Operators without tensor arguments, and tensors in optional lists."""
+"""Operators without tensor arguments, or whose tensors are all in optional lists.
+
+The dispatcher finds no device in the arguments of such a call. So torchop registers a kernel for
+the dispatch key BackendSelect, which finds the device.
+"""
 
 import contextlib
 from typing import List, Optional
@@ -13,7 +17,7 @@ from tests._support.common import on_both
 from tests._support.devices import AUTOGRAD, OTHER, TYPE
 
 # --------------------------------------------------------------------------------------------------
-# Factories
+# Operators without tensor arguments
 
 
 def positional(n: int, device: torch.device) -> Tensor:
@@ -52,7 +56,7 @@ WITHOUT_DEVICE = (defaulted, keyword_only_defaulted, optional, optional_keyword_
 
 
 def define(namespace, function, library=torchop):
-    """Define an operator with a kernel for the CPU, and one for CUDA that is not called."""
+    """Define an operator with kernels for the CPU and for CUDA. The second one must not run."""
     op = library.custom_op(f"{namespace}::op", function, mutates_args=(), device_types="cpu")
     op.register_kernel("cuda")(lambda n, device=None: torch.full((n,), 2.0))
     op.register_fake(lambda n, device=None: torch.empty(n, device=device))
@@ -74,7 +78,8 @@ def test_factory_runs_on_its_default_device(namespace, function):
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
-    assert isinstance(both.stock, (IndexError, ValueError, RuntimeError))  # RuntimeError up to 2.12
+    # Up to 2.12, PyTorch raises a RuntimeError.
+    assert isinstance(both.stock, (IndexError, ValueError, RuntimeError))
 
 
 def test_factory_takes_the_device_by_keyword_only(namespace):
@@ -173,7 +178,7 @@ LISTS = pytest.mark.parametrize("function", [total, total_with_gaps])
 
 
 def define_lists(namespace, function, library=torchop, **options):
-    # PyTorch 2.13 cannot infer this schema.
+    # PyTorch 2.13 cannot infer a schema with optional lists of tensors, so pass the schema.
     return library.custom_op(
         f"{namespace}::op", function, mutates_args=(), schema=SCHEMAS[function], **options
     )
@@ -200,7 +205,7 @@ ALONE_OR_NOT = pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, 
 
 
 def doubling(namespace, schema):
-    """Define an operator that doubles the first tensor of a list; return it and its arguments."""
+    """Return an operator that doubles the first tensor of a list, and arguments for a call."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda *args: args[-1][0] * 2,
@@ -230,7 +235,8 @@ def test_optional_list_of_a_device_whose_keys_have_no_names_in_python(namespace)
         x = torch.empty(2, device="mtia")
     key = torch._C._parse_dispatch_key("AutocastMTIA")
     assert not hasattr(torch._C.DispatchKey, "AutocastMTIA")
-    # The keys of torch.autocast("mtia"), which itself needs the device.
+    # Set the dispatch keys that torch.autocast("mtia") would set. torch.autocast itself cannot be
+    # used, because it needs the device.
     included = torch._C._dispatch_tls_local_include_set()
     excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
     with torch._C._ForceDispatchKeyGuard(included, excluded):

@@ -50,7 +50,7 @@ def test_missing_kernel_is_named_for_a_factory_of_another_device(namespace):
     ],
     ids=["sparse", "mkldnn", "quantized"],
 )
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch warns about quantized tensors
+@pytest.mark.filterwarnings("ignore::UserWarning")  # quantized tensors are deprecated
 def test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout(
     namespace, convert, layout, device
 ):

@@ -266,7 +266,7 @@ def test_argument_may_be_named_keyset(namespace):
     x = torch.zeros(1, dtype=torch.complex64)
     for tensor in (x, x.conj()):
         add_(tensor, keyset=2)
-        with BaseTorchDispatchMode():  # native calls are off under a mode
+        with BaseTorchDispatchMode():  # under a mode, calls use the dispatcher
             add_(tensor, keyset=3)
     assert x.item() == 10
     assert filled(keyset=2, device=torch.device("cpu")).item() == 2

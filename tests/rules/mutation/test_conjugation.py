@@ -107,7 +107,8 @@ def test_mutation_writes_through_the_view(namespace, view, form, backend):
 
 
 def test_inductor_writes_through_negated_views(namespace):
-    # Inductor 2.13 compiles no operator that mutates complex tensors, not even PyTorch's own.
+    # Test real tensors that are negated views of complex ones, because Inductor 2.13 cannot compile
+    # any operator that mutates a complex tensor, not even PyTorch's own.
     write = define(namespace)["plain"]
     x, y = values()
     torch.compile(lambda x, y: write(x, y), fullgraph=True)(x.conj().imag, y.real)

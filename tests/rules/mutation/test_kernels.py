@@ -85,7 +85,7 @@ def test_a_keyword_only_tensor_counts_up_as_in_pytorch(namespace):
 
     both = on_both(scenario, namespace)
     assert both.ours == both.stock
-    assert both.stock == [2, 2]  # one increment comes from `copy_`
+    assert both.stock == [2, 2]  # one increment for the call, and one for `copy_`
 
 
 def test_all_tensors_count_up_if_it_is_unknown_which_are_mutated(namespace):

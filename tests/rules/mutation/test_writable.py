@@ -1,6 +1,6 @@
 """A mutation that PyTorch forbids raises before the kernel runs.
 
-Each test makes the same call with an operator of PyTorch, to compare the messages.
+Each test makes the same call with an operator of PyTorch, and compares the error messages.
 """
 
 from __future__ import annotations
@@ -118,9 +118,10 @@ def test_forbidden_mutation_raises_pytorchs_message(make: Callable[[], Tensor], 
     words = refusal(lambda: native.add_(torch.ones(2)))
     message = refusal(lambda: add_(ours, torch.ones(2)))
     assert message.startswith(f"{add_.name}: argument 'x': ")
-    ended = re.compile("Backward0?")  # the end of a node's name, which some releases omit
+    ended = re.compile("Backward0?")  # the end of an autograd node's name
     problem = ended.sub("", message.split("'x': ")[1])
-    assert problem.startswith(ended.sub("", words))  # the rest of the message says how to fix it
+    # Our message starts with PyTorch's words, and goes on with how to fix the problem.
+    assert problem.startswith(ended.sub("", words))
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():
@@ -208,7 +209,8 @@ def test_one_tensor_cannot_be_two_outputs(sincos: Any) -> None:
 
 
 def test_an_operator_with_buffers_may_share_their_memory(namespace: str) -> None:
-    # Only the kernel can know whether its reads and writes overlap.
+    # Input and output may share memory, because some kernels, such as this one, read the whole
+    # input before they write.
     @torchop.custom_op(f"{namespace}::shift", mutates_args=("out",))
     def shift(x: Tensor, out: Tensor) -> None:
         out.copy_(x.clone())

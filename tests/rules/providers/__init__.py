@@ -1,1 +1,1 @@
-"""Providers: several kernels of one operator, and the choice between them."""
+"""Providers: an operator has several kernels, and each call chooses between them."""

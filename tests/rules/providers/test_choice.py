@@ -1,4 +1,7 @@
-"""Cached choices of a provider, in Python and C++, equal uncached ones. Uses private names."""
+"""The cached choice of a provider, in Python and in C++, is the one made without a cache.
+
+Uses private names.
+"""
 
 import contextlib
 import gc
@@ -39,7 +42,7 @@ def in_plan(op):
 
 @pytest.fixture(params=[pytest.param("C++", marks=needs_native), "Python"])
 def table(request, monkeypatch) -> Iterator[str]:
-    """Choose the implementation of the tables."""
+    """Test both implementations of the table that caches choices, in Python and in C++."""
     if request.param == "Python":
         others = {**vars(_hooks.extension), "Choice": None}
         monkeypatch.setattr(_hooks, "extension", types.SimpleNamespace(**others))
@@ -71,7 +74,7 @@ def accepting(salt: int):
 
 
 def calls(chance: random.Random) -> Iterator[tuple[list, dict]]:
-    """Generate calls that often differ only slightly from each other."""
+    """Generate calls that often differ only in one detail, which a cache key might omit."""
     base = torch.zeros(4, 4)
     tensors = [
         *(torch.zeros(2), torch.zeros(3), torch.zeros(2, 1), torch.zeros(1, 2), torch.tensor(0.0)),
@@ -153,7 +156,7 @@ def test_supports_is_called_once_for_equal_calls(namespace, table):
 
 
 def test_tables_are_bounded(namespace, table, monkeypatch):
-    monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # the limit is 4096 in C++
+    monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # in Python; the limit in C++ is 4096
     op = define(namespace, priority=["fast"])
     op.register_kernel(TYPE, lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
     most = 0
@@ -179,7 +182,7 @@ def test_supports_may_call_the_operator(namespace, table):
 
 
 def test_keywords_in_another_order(namespace, table):
-    """Plans pass keywords in the schema's order, but the table must not rely on it."""
+    """Call plans pass keywords in the schema's order, but the table must accept any order."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda x, *, g, h: x + 1,
@@ -202,7 +205,7 @@ def test_keywords_in_another_order(namespace, table):
 
 @pytest.fixture
 def seen(namespace, table):
-    """An operator whose provider "ten" accepts tensors with one dimension, after two calls."""
+    """Return an operator after two calls. Its provider "ten" supports one-dimensional tensors."""
     op = define(namespace, priority=["ten"])
     op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(op) == value(op) == 10
@@ -272,7 +275,11 @@ def test_deregistering_an_operator_frees_its_table(namespace):
 
 
 def test_sixteen_threads_while_everything_changes(namespace, table):
-    """A thread inside of a `priority` block must get the provider of its own block."""
+    """A thread in a `priority` block gets the provider of its own block.
+
+    Meanwhile, other threads use other providers, and the main thread changes and redefines the
+    operator.
+    """
     amounts = {"ten": 10.0, "twenty": 20.0, "reference": 1.0}
     name = f"{namespace}::op"
     made = threading.Lock()
@@ -333,7 +340,7 @@ def test_sixteen_threads_while_everything_changes(namespace, table):
 
 @needs_native
 def test_extension_loaded_later_makes_the_choices():
-    """The first call of a process loads the extension, so Python makes its choice."""
+    """Python chooses in the first call, which loads the extension. Afterwards, C++ chooses."""
     program = """
         import torch, torchop
         from torchop import _hooks
@@ -353,7 +360,7 @@ def test_extension_loaded_later_makes_the_choices():
 
 
 class Answering(torch.Tensor):
-    """Reports a wrong shape, and records which functions were called on it."""
+    """A tensor that reports an incorrect shape, and records which functions were called on it."""
 
     asked: ClassVar[list[str]] = []
 
@@ -367,10 +374,14 @@ class Answering(torch.Tensor):
 
 @pytest.mark.parametrize("is_native", [False, True])
 def test_subclass_does_not_notice_that_supports_reads_it(namespace, table, is_native):
-    """Otherwise the subclass would see reads in some calls only, because choices are cached."""
+    """`supports` reads the shape without calling `__torch_function__`.
+
+    Choices are cached, so otherwise the subclass would see this access in some calls only.
+    """
     shapes = []
 
-    # PyTorch does not look for subclasses in a list that begins with None.
+    # PyTorch does not look for subclasses in a list that begins with None, so it calls the kernel
+    # instead of `__torch_function__`.
     @torchop.custom_op(
         f"{namespace}::first", mutates_args=(), schema="(Tensor?[] xs) -> Tensor", device_types=TYPE
     )

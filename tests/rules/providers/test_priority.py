@@ -1,4 +1,4 @@
-"""The priority of providers. Uses private names."""
+"""The order in which providers are tried for a call. Uses private names."""
 
 import asyncio
 import concurrent.futures
@@ -32,7 +32,7 @@ def value(op, x=None) -> float:
 
 @pytest.fixture
 def op(namespace):
-    """Add 1, or 10 with the provider "ten", or 20 with "twenty"."""
+    """Define an operator that adds 1. With the provider "ten" it adds 10, with "twenty" 20."""
     op = define(namespace)
     op.register_kernel(TYPE, adding(10), provider="ten")
     op.register_kernel(None, adding(20), provider="twenty")

@@ -1,4 +1,4 @@
-"""Registration of providers, `supports`, and shared rules."""
+"""Registration of providers, their `supports` functions, and the rules that all of them share."""
 
 import dataclasses
 import functools
@@ -241,7 +241,7 @@ def test_slow_supports_warns_once(namespace):
         return True
 
     op.register_kernel(TYPE, adding(10), provider="fast", supports=supports)
-    for size in (1, 2, 3, 4):  # the fast call for size 2 resets the count of slow calls
+    for size in (1, 2, 3, 4):  # size 2 is fast, so the count of slow calls restarts
         assert value(op, torch.zeros(size)) == 10
     words = r"op: the provider 'fast': supports is slow: it took \d\d+ ms .* `supported`"
     with pytest.warns(torchop.ProviderWarning, match=words):
@@ -300,7 +300,7 @@ def test_structured_arguments(namespace):
 
 @pytest.fixture(params=["reference", "by_numpy", "asking"])
 def ruled(request, namespace):
-    """Square a tensor, with every rule, and with the given provider."""
+    """Define an operator with every rule, which squares a tensor with the given provider."""
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
@@ -480,7 +480,7 @@ def test_an_inlined_operator_traces_the_provider_with_guards(namespace):
     compiled = torch.compile(lambda x: op(x) * 1, backend=backend, dynamic=True, fullgraph=True)
     assert value(compiled, torch.zeros(5)) == 10
     assert value(compiled, torch.zeros(7)) == 10
-    assert len(graphs) == 1  # one graph with a guard on the size
+    assert len(graphs) == 1  # the size is symbolic, so it was not compiled again
     assert "aten.sin.default" in graphs[0]
     assert value(compiled, torch.zeros(50)) == 1
     assert value(compiled, torch.zeros(60)) == 1

@@ -1,4 +1,7 @@
-"""The order `"tuned"` is read from tables of measurements. Uses private names."""
+"""With the order `"tuned"`, the providers are tried in the order of their measured times.
+
+The measurements are read from tables on disk. Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def scale(namespace: str) -> Any:
 
 
 def measured(op: Any, *names: str, sizes: Any = ((5, 8),), **changes: Any) -> Measurement:
-    """Create a measurement in which these kernels were the fastest, in this order."""
+    """Create a measurement in which these kernels took 1, 2, ... microseconds, in this order."""
     kernels = []
     for us, name in enumerate(names, start=1):
         provider, _, tile = name.partition("=")
@@ -112,7 +115,8 @@ def test_the_config_that_was_the_fastest_runs(namespace, cache):
     for size in (6, 9, 6):
         op(torch.ones(size))
     assert used == [2, 1, 2]
-    # An edited table contains a config that the kernel never had.
+    # If somebody edits the table by hand and names a config that the kernel does not define, such
+    # as tiled=3, the entry is ignored.
     users(cache, measured(op, "tiled=3", "tiled=1"))
     op(torch.ones(6))
     assert used == [2, 1, 2, 1]
@@ -143,7 +147,7 @@ def test_stale_measurement_is_ignored_and_reported_once(scale, cache, changes, p
     with pytest.warns(torchop.ProviderWarning, match=problem) as seen:
         scale(torch.ones(6))
     assert "Measure here: torchop.testing.tune" in str(seen[0].message)
-    scale(torch.ones(7))  # a second warning would raise
+    scale(torch.ones(7))  # a repeated warning would fail the test
     assert provider(scale, torch.ones(6)) == "fast"
 
 
@@ -231,7 +235,7 @@ def test_set_tuning_rejects_unusable_values(scale):
 
 
 def test_the_order_of_a_graph_follows_the_table(namespace, cache):
-    """The trace uses the provider for the traced sizes, and guards on them."""
+    """A compiled graph uses the provider for the traced sizes, and guards on these sizes."""
 
     @torchop.custom_op(
         f"{namespace}::op", mutates_args=(), compile="inline", priority=["tuned", "sine"]

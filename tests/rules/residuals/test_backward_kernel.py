@@ -1,4 +1,4 @@
-"""Backward kernels: operators whose parameters declare the saved tensors."""
+"""Backward kernels: operators that compute gradients, and whose parameters name saved tensors."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -257,12 +257,13 @@ def test_another_kernel_replaces_the_one_before(namespace):
     assert_close(gradients_of(op, x)[0], 2 * X.softmax(-1))
 
 
-@torch._functorch.config.patch(enable_autograd_cache=False)  # the cache contains compiled backwards
+# A cached graph would contain a backward that was compiled with the previous kernel.
+@torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.parametrize("backend", [None, "inductor"])
 def test_a_backward_runs_the_kernel_that_was_registered_after_its_forward(namespace, backend):
     op = define(namespace)
     function = op
-    if backend is not None:  # the compiler compiles the backward when it first runs
+    if backend is not None:  # the backward is compiled when it first runs, so with the new kernel
         function = torch.compile(lambda *args: op(*args), fullgraph=True, backend=backend)
     x, w = (each.clone().requires_grad_() for each in (X, W))
     before = gradients_of(op, x, w)
@@ -295,7 +296,7 @@ def scaled_sum(xs: list[Tensor | None], by: float) -> Tensor:
 @pytest.mark.parametrize("are_none", [True, False])
 def test_list_with_some_none(namespace, are_none):
     def kernel(grad: Tensor, xs: list[Tensor | None], by: float) -> list[Tensor | None]:
-        # The first input is None, and the gradient of the third is zero.
+        # The first input is None. The gradient of the third is zero, which None also represents.
         return [None, torch.as_tensor(grad.numpy() * by), None]
 
     op = torchop.custom_op(f"{namespace}::op", scaled_sum, mutates_args=())

@@ -8,9 +8,9 @@ import torchop
 
 
 class Sine:
-    """Written for a first proposal of residuals for PyTorch, with the same member names."""
+    """An operator whose members are named as in a proposal of residuals for PyTorch."""
 
-    residuals = {"cosine": Tensor}  # noqa: RUF012  (as in PyTorch's design)
+    residuals = {"cosine": Tensor}  # noqa: RUF012  (as in the proposal)
 
     @staticmethod
     def forward(x: Tensor, scale: float = 2.0) -> Tensor:
@@ -36,7 +36,8 @@ def test_a_class_with_residuals(namespace):
         (gradient,) = torch.autograd.grad(function(x).sum(), x)
         assert_close(gradient, 2 * (2 * x).cos().detach())
     assert_close(op(x.detach()), (2 * x).sin().detach())
-    # The backward is an operator of its own, which compilers do not trace, without a derivative.
+    # The backward kernel is an operator of its own, so compilers do not trace it. It has no
+    # derivative, so second derivatives raise.
     assert "cosine" in str(getattr(torch.ops, namespace).op__backward_kernel.default._schema)
     (gradient,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
     with pytest.raises(torchop.MissingFormulaError, match="op__backward_kernel"):

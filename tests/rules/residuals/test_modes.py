@@ -1,4 +1,4 @@
-"""Rules for modes and subclasses in calls that record residuals."""
+"""`torch_dispatch` rules for modes and subclasses, in calls that record residuals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def gradient_under_mode(op):
 
 @pytest.fixture(params=["before", "after"])
 def register(request):
-    """Register a rule before or after the operator with residuals is created."""
+    """Register the rule before or after the backward kernel, whose parameters declare residuals."""
 
     def register(namespace, cls, rule):
         op = torchop.custom_op(f"{namespace}::op", cube, mutates_args=())
@@ -91,7 +91,7 @@ def test_a_rule_that_runs_no_kernel_is_refused(namespace, register):
 
 @pytest.mark.parametrize("last", [True, False])
 def test_a_rule_that_calls_the_operator_twice_is_refused(namespace, register, last):
-    """The residuals of the discarded call would be used for the gradient."""
+    """The gradient would use the residuals of the call whose result the rule discards."""
 
     def rule(mode, func, types, args, kwargs):
         results = [func(args[0] + step, **kwargs) for step in (int(last), int(not last))]

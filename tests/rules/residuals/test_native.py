@@ -13,7 +13,7 @@ pytestmark = needs_native
 
 
 def define(namespace, kernel, schema, setup_context, residuals=None):
-    """Define the cube of x, with residuals for its derivative. Its next call is native."""
+    """Define x cubed with residuals, and call it once, so that the next call is native."""
     op = torchop.custom_op(
         f"{namespace}::op",
         kernel,
@@ -98,7 +98,7 @@ def test_every_kind_of_operator(namespace, case):
 
 
 def test_residuals_saved_at_other_positions_are_guarded(namespace):
-    """Residuals reject second derivatives at any position among the saved tensors."""
+    """Second derivatives raise, at whichever position `save_for_backward` gets the residual."""
     places = []
 
     def save_somewhere(ctx, inputs, output, residuals):
@@ -183,7 +183,10 @@ def test_a_kernel_that_calls_itself_without_gradients(namespace):
 
 
 def test_thread_records_outlive_operators_with_residuals():
-    """Other calls still read the thread's records after the last such operator is freed."""
+    """C++ keeps its reference to `_recording` after the last operator with residuals is freed.
+
+    Calls to other operators still read this object.
+    """
     done = run_forked("""
         import gc, sys
         import torch, torchop

@@ -1,4 +1,4 @@
-"""Calls of operators with residuals that record a gradient."""
+"""In calls that record a gradient, kernels return residuals, which the backward uses."""
 
 import contextlib
 import functools
@@ -42,7 +42,10 @@ def backward(ctx, grad):
 
 
 class LogSumExp:
-    """A log-sum-exp with the softmax as a residual. It stores values of `records_gradient`."""
+    """An operator with a residual: log-sum-exp, whose kernel also returns the softmax.
+
+    The kernel appends the value of `records_gradient` to `told`.
+    """
 
     def __init__(self, name, *, formula=backward, setup_context=save, **options):
         self.told = []
@@ -152,7 +155,10 @@ def test_a_kernel_inside_of_another_is_not_recorded(namespace, lse):
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_kernel_without_residuals_inside_of_another_records_nothing(namespace, native, trains):
-    """`records_gradient` is False in the inner call, even if a gradient is recorded."""
+    """The inner operator has no residuals, so `records_gradient` is False in its kernel.
+
+    This also holds if autograd records the inner call.
+    """
     told = []
 
     def inner(x: Tensor) -> Tensor:
@@ -371,7 +377,7 @@ def test_a_policy_decides_whether_a_compiled_checkpoint_recomputes(lse, policy):
 @pytest.mark.parametrize("kind", ["list", "function"])
 @pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
 def test_the_policy_of_a_region_names_the_operator(namespace, kind, backend):
-    # A new name for each case, because PyTorch's caches identify an operator by its name.
+    # Use a new name for each case, because PyTorch's caches identify an operator by its name.
     lse = LogSumExp(f"{namespace}::{kind}_{backend}")
     seen = set()
 
@@ -467,7 +473,7 @@ def test_a_second_derivative_through_a_residual_is_refused(lse, before):
 
 
 def test_residual_stored_as_a_ctx_attribute_is_rejected(namespace):
-    """A residual that is only stored as an attribute of ctx cannot reject second derivatives."""
+    """Only for residuals in `save_for_backward` can second derivatives raise an error."""
 
     def kernel(x: Tensor) -> Tensor:
         return torchop.residuals(x.clone(), x > 0, x * 2)

@@ -27,7 +27,10 @@ class Tapes:
 
 
 class LogSumExp:
-    """A log-sum-exp over the last dimension, which records the calls of its kernel and rule."""
+    """An operator with residuals: log-sum-exp over the last dimension.
+
+    It records the calls of its kernel and of its vmap rule.
+    """
 
     def __init__(self, namespace: str) -> None:
         self.kernels: list[tuple[int, ...]] = []
@@ -73,8 +76,8 @@ def plain(x: Tensor) -> Tensor:
 
 
 X = torch.arange(24.0).reshape(2, 3, 4).sin()
-# Maps the name of a transform to a function that applies it, and to the values that
-# `records_gradient` returns inside of the vmap rule.
+# Maps the name of a transform to a function that applies it, and to the expected values of
+# `records_gradient()` in the calls of the vmap rule.
 TRANSFORMS: dict[str, Any] = {
     "vmap": (lambda f: vmap(f), [False]),
     "vmap of grad": (lambda f: vmap(vmap(grad(f))), [True, True]),
@@ -207,7 +210,7 @@ def test_a_rule_without_residual_dimensions_is_rejected(namespace, rule, calls, 
     assert not torchop.records_gradient()
     torchop.register_vmap(f"{made.name}__with_residuals", "sequential")
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
-    # The rule that the author registered stays.
+    # Registering the operator's own rule again must not replace the rule of `__with_residuals`.
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
 
@@ -249,7 +252,7 @@ def wrong_dimension(op, x):
 )
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_wrong_dimension_of_a_residual_is_refused(namespace, rule, message, compiled):
-    """Autograd would sum the gradient over the batch."""
+    """Without this error, autograd would sum the gradient over the batch."""
     made = LogSumExp(namespace)
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     function = vmap(grad(made.op))

@@ -23,7 +23,7 @@ VALUES = {"checkpoint_policy": "save"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
 
-# The other policies offload memory to the CPU.
+# Leave out the policies that offload memory to the CPU.
 POLICIES = list(CheckpointPolicy)[:4]
 calls: list[str] = []
 
@@ -45,7 +45,10 @@ def define(namespace: str, policy: Any = None) -> CustomOp[..., Tensor]:
 
 
 def train(sine: Callable[..., Tensor], region: Any, backend: str | None = None) -> int:
-    """Count the kernel's calls in a training step: 1 if the result is saved, otherwise 2."""
+    """Return how often a training step calls the kernel.
+
+    The kernel runs once if the checkpoint saves its result, and twice if the result is recomputed.
+    """
 
     def step(x: Tensor) -> Tensor:
         return checkpoint(
@@ -72,7 +75,7 @@ def preferring(policy: CheckpointPolicy) -> Callable[..., CheckpointPolicy]:
 def test_operators_policy_applies_if_the_region_has_none(
     namespace: str, backend: str | None
 ) -> None:
-    # Three different names, because PyTorch's caches identify an operator by its name.
+    # Use three different names, because PyTorch's caches identify an operator by its name.
     assert train(define(namespace), [], backend) == 2
     assert train(define(f"{namespace}_save", "save"), [], backend) == 1
     assert train(define(f"{namespace}_recompute", "recompute"), [], backend) == 2
@@ -95,7 +98,8 @@ def test_a_policy_may_depend_on_the_call(namespace: str) -> None:
 
     @sine.register_checkpoint_policy
     def policy(ctx: Any, x: Tensor, times: int) -> Any:
-        assert ctx.is_recompute in (False, True)  # until 2.12, both runs ask the policy
+        # Until 2.12, PyTorch calls the policy again while it recomputes, with is_recompute=True.
+        assert ctx.is_recompute in (False, True)
         return "save" if times > 1 else CheckpointPolicy.PREFER_RECOMPUTE
 
     assert train(sine, []) == 2

@@ -96,7 +96,8 @@ def test_a_formula_sees_a_result_in_its_structure(namespace: str) -> None:
 def test_other_forms_count_like_the_operator(namespace: str) -> None:
     project = define(namespace)
     project.register_flop_formula(flops)
-    # PyTorch loses a formula when its packet gets another overload; see flop_counter._registry.
+    # Adding an overload changes the hash of the packet, under which torch.utils.flop_counter stores
+    # the formula, so PyTorch no longer finds it. torchop must find it anyway.
     project.derive_out()
     assert counted(project, X, WEIGHT) == 60
     assert counted(project.out, X, WEIGHT, 2.0, out=torch.empty(2, 5)) == 70
@@ -164,7 +165,8 @@ def test_closing_the_library_removes_the_formula(namespace: str) -> None:
     project = define(namespace)
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.get_rule("flop_formula").register(project, flops, lib=library)
-    # The new overload changes the packet's hash, under which PyTorch stores the formula.
+    # Define another overload outside of torchop, which changes the hash of the packet. Closing the
+    # library must remove the formula anyway.
     stock = torch.library.Library(namespace, "FRAGMENT")
     stock.define("project.other(Tensor x) -> Tensor")
     library.close()

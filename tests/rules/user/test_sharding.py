@@ -148,8 +148,9 @@ def test_reductions(namespace: str, mesh: Any) -> None:
         value = op(on_mesh(mesh, X, "S1"))
         assert words(value) == ("P" if how == "sum" else f"Partial({how})")
         assert_right(value, function(X, dim=-1))
-        # With 7 columns the shards have different sizes, so the average of their averages is wrong.
-        # With 1 column a shard is empty and has no maximum. DTensor must gather the columns first.
+        # DTensor must gather the columns before these calls. With 7 columns, the shards have
+        # different sizes, so the mean of their means is incorrect. With 1 column, one shard is
+        # empty and has no maximum.
         assert_right(op(on_mesh(mesh, X[:, :7], "S1")), function(X[:, :7], dim=-1))
         assert_right(op(on_mesh(mesh, X[:, :1], "S1")), function(X[:, :1], dim=-1))
 

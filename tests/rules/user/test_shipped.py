@@ -1,7 +1,7 @@
 """Requirements for every rule that torchop ships.
 
-The test of each file in `_rules/user` has a table `VALUES`. It maps each rule of the file to
-something that can be registered for an operator `(Tensor x) -> Tensor`.
+The test of each file in `_rules/user` has a table `VALUES`, which maps each rule of the file to a
+value that can be registered for an operator with the schema `(Tensor x) -> Tensor`.
 
 Uses private names.
 """
@@ -102,7 +102,8 @@ def op(namespace: str) -> Any:
 
 @pytest.mark.parametrize("rule", TABLE)
 def test_rule_name_has_no_other_meaning(rule: str) -> None:
-    # Classes use `examples` together with the member `valid`.
+    # The rule `examples` is in MEMBERS, because an operator's class can define it together with the
+    # member `valid`.
     assert rule not in MEMBERS or rule == "examples"
     assert rule not in ATTRIBUTES
     assert not is_device_type(rule)

@@ -1,4 +1,4 @@
-"""The vmap rule "sequential" equals a stacked loop."""
+"""The vmap rule "sequential" has the same results as a loop over the batch."""
 
 from types import SimpleNamespace
 
@@ -197,7 +197,10 @@ def in_place(add_, x):
 
 
 def twice(x):
-    """Double the rows, because Dynamo 2.11 cannot trace a last chunk of another size."""
+    """Return an even number of rows, so that chunks of 2 rows have the same size.
+
+    Dynamo 2.11 cannot trace a last chunk that is smaller than the others.
+    """
     return torch.cat([x, x])
 
 
@@ -374,7 +377,7 @@ def test_randomness_follows_the_callers_vmap_argument(namespace):
         torch.vmap(noise)(zeros)
     assert torch.vmap(noise, randomness="same")(zeros).unique().numel() == 1
     assert torch.vmap(noise, randomness="different")(zeros).unique().numel() > 40
-    # Also without a mapped input.
+    # Each call must also draw new numbers if no input of the operator is mapped.
     unmapped = torch.vmap(lambda x: noise(zeros[0]), randomness="different")(zeros)
     assert unmapped.unique().numel() > 40
     unmapped = torch.vmap(lambda x: noise(zeros[0]), randomness="same")(zeros)

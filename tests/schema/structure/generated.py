@@ -1,4 +1,4 @@
-"""Hypothesis strategies for nested classes of every kind, with values."""
+"""Hypothesis strategies for annotations that are nested classes, and for their values."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
     elif kind == "slots":
         cls = dataclasses.make_dataclass(name, fields.items(), slots=True)
     else:
-        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # a dynamic NamedTuple
-    # Pickle looks the class up here.
+        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # fields are not literals
+    # Add the class to this module, because pickle looks the class up by its module and name.
     cls.__module__ = __name__
     setattr(sys.modules[__name__], name, cls)
     return cls
@@ -75,7 +75,7 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
 
 @st.composite
 def structures(draw: DrawFn, depth: int = 2) -> Structured:
-    """Generate a class with fields, which may be structures or optional."""
+    """Generate a class whose fields may be optional, and may be classes with fields themselves."""
     kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple"]))
     fields: dict[str, Structured] = {}
     for index in range(draw(st.integers(1, 4))):
@@ -93,7 +93,7 @@ def structures(draw: DrawFn, depth: int = 2) -> Structured:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values have the same types and are equal in every part."""
+    """Return whether two values are equal, and have the same types at every level."""
     if type(left) is not type(right) and not isinstance(right, Tensor):
         return False
     if dataclasses.is_dataclass(right):

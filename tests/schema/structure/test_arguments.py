@@ -24,7 +24,8 @@ from tests.schema.structure.structures import (
     with_calls,
 )
 
-# For each case: the annotation, its arguments in the schema, and values that kernels must get.
+# For each annotation of a parameter: the arguments in the schema that replace the parameter, and
+# values that must reach the kernel unchanged.
 TYPES: dict[str, tuple[Any, str, list[Any]]] = {
     "dataclass": (Frozen, "*, float a_scale, SymInt a_count=3", [Frozen(1.5, 2)]),
     "nested": (
@@ -159,7 +160,7 @@ def test_kernel_gets_the_functions_defaults(namespace: str) -> None:
     def function(
         x: Tensor,
         inner: Frozen = Frozen(9.0),  # noqa: B008
-        names: list[str] = ["a"],  # noqa: B006  (this is tested)
+        names: list[str] = ["a"],  # noqa: B006  (mutated by the test)
         sizes: tuple[int, int] = (3, 4),
         limit: float = float("inf"),
         mode: Mode = Mode.CUBIC,
@@ -175,7 +176,8 @@ def test_kernel_gets_the_functions_defaults(namespace: str) -> None:
     op(torch.ones(1))
     op.overload(torch.ones(1))
     assert [same(found, expected) for found in seen] == [True, True]
-    # A kernel may mutate its list, because each call gets a new one.
+    # If a kernel mutates its default list, later calls are not affected, because each call gets a
+    # new list.
     seen[1][1].append("b")
     op.overload(torch.ones(1))
     assert seen[2][1] == ["a"]

@@ -1,4 +1,4 @@
-"""User-defined rules get the structures of their operator."""
+"""Rules get structured arguments as objects, like the operator's own function."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_rules_outside_the_dispatcher_get_structures(namespace: str) -> None:
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         op(torch.ones(2), Layer(torch.ones(2), 2.0))
     assert counter.get_total_flops() == 7
-    assert seen == [((2,), Layer((2,), 2.0))]  # type: ignore[arg-type]  # shapes
+    assert seen == [((2,), Layer((2,), 2.0))]  # type: ignore[arg-type]  # shapes replace tensors
 
     op.register_inverse(lambda output, layer, power=1: output / layer.weight / layer.scale)
     layer = Layer(torch.full((2,), 4.0), 2.0)

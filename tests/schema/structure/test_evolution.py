@@ -1,4 +1,4 @@
-"""Exported programs work after their classes got new fields."""
+"""Exported programs still work after fields are added to the classes of their arguments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Old:
 
 @dataclasses.dataclass(frozen=True)
 class New:
-    mode: str = "sum"  # a new field before the old ones
-    weight: Tensor = None  # type: ignore[assignment]  # required after a field with a default
+    mode: str = "sum"  # a new field before the existing ones
+    weight: Tensor = None  # type: ignore[assignment]  # needs some default, as `mode` has one
     scale: float = 5.0
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
     limit: float = float("inf")
@@ -48,7 +48,7 @@ def define(namespace: str, config: Any, kernel: Kernel, **options: Any) -> Any:
 def export(
     namespace: str, config: Any, kernel: Kernel, value: Callable[[Tensor], Any], file: Path
 ) -> None:
-    """Save a program that calls the operator, and deregister the operator."""
+    """Export a program that calls the operator, save it, and deregister the operator."""
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = define(namespace, config, kernel, lib=library)
 
@@ -82,7 +82,8 @@ def test_a_field_with_a_default_can_be_added(namespace: str, tmp_path: Path) -> 
 def test_saved_program_omits_fields_that_equalled_the_default(
     namespace: str, tmp_path: Path
 ) -> None:
-    # As for all operators of PyTorch, changing a default changes the meaning of saved programs.
+    # A saved program does not contain arguments that equal their default. So changing a default
+    # changes the program's results, as for every operator of PyTorch.
     file = tmp_path / "default.pt2"
     export(namespace, Old, lambda x, cfg: x * cfg.scale, Old, file)
     define(namespace, New, lambda x, cfg: x * cfg.scale)

@@ -1,4 +1,4 @@
-"""In all ways to call an operator, the kernel gets the same generated structures."""
+"""However an operator is called, its kernel gets the structures that Hypothesis generated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> N
             seen.clear()
             op(torch.ones(1), value)
             op(cfg=value, x=torch.ones(1), n=2)
-            # Calls with an unpickled value, and with the flat arguments as in a graph.
+            # Call the operator with an unpickled value, and with flat arguments like a graph.
             op(torch.ones(1), pickle.loads(pickle.dumps(value)))
             args, kwargs = op._definition.structure.flat_arguments(torch.ones(1), value)
             op.overload(*args, **kwargs)

@@ -48,7 +48,7 @@ def test_parameters_may_have_names_of_builtins(namespace: str) -> None:
         x: Tensor,
         type: Literal["a", "b"],
         list: tuple[int, ...] = (1,),
-        dict: Table = {"first": 1},  # noqa: B006  (never mutated)
+        dict: Table = {"first": 1},  # noqa: B006  (the default is never mutated)
         tuple: Optional[Frozen] = None,
         result: Frozen = Frozen(1.0),  # noqa: B008
         names: list[str] = ["n"],  # type: ignore[valid-type]  # noqa: B006

@@ -1,4 +1,4 @@
-"""Names chosen by users are never executed as source text. Uses private names."""
+"""Names that users choose are never executed as code. Uses private names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOSTILE = (
 
 
 class Text(str):
-    """A string that claims to be an identifier, but whose `repr` and `str` are code."""
+    """A string that claims to be an identifier, but whose `repr` and `str` return code."""
 
     def __repr__(self) -> str:
         return RUN
@@ -50,7 +50,8 @@ class Text(str):
         return True
 
 
-# The alphabet of `st.text()`, whose default Hypothesis would check by encoding each character.
+# The default alphabet of `st.text()`. Pass it explicitly, because Hypothesis checks its own default
+# by encoding every character, which is slow.
 letters = st.characters(exclude_categories=["Cs"])
 names = st.one_of(st.sampled_from(HOSTILE), st.text(letters, max_size=4))
 fields_of_classes = st.lists(st.one_of(names, names.map(Text)), min_size=1, max_size=3, unique=True)
@@ -62,7 +63,7 @@ class Made(NamedTuple):
 
 
 def renamed(cls: Any, name: str) -> Any:
-    # Python rejects a NUL and a lone surrogate.
+    # Python rejects a name that contains a NUL or a lone surrogate.
     with contextlib.suppress(ValueError, UnicodeEncodeError):
         cls.__name__ = name
     cls.__module__ = __name__
@@ -98,7 +99,7 @@ def an_enum(name: str, fields: list[str], is_other: bool) -> Made:
     try:
         cls: Any = enum.Enum("E", {f"{field}": number for number, field in enumerate(fields)})
         next(iter(cls))
-    except (TypeError, ValueError, StopIteration):  # an Enum rejects some of the names
+    except (TypeError, ValueError, StopIteration):  # Enum rejects some of the generated names
         cls = enum.Enum("E", {"size": 1})
     return Made(renamed(cls, name), next(iter(cls)))
 
@@ -180,7 +181,7 @@ def test_a_parameter_has_a_name_that_source_can_hold(namespace: str, name: str) 
         return args[0] * 2  # type: ignore[no-any-return]
 
     kind = inspect.Parameter.POSITIONAL_ONLY
-    with contextlib.suppress(ValueError, IndexError):  # SchemaError is a ValueError
+    with contextlib.suppress(ValueError, IndexError):  # an invalid name raises one of these
         parameter = inspect.Parameter(name, kind, annotation=Tensor)
         function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter], return_annotation=Tensor

@@ -23,7 +23,7 @@ class Everything:
     mode: Any = Mode.LINEAR
     kind: Any = "up"
     box: Any = (1, 2)
-    point: Any = Point(1)  # noqa: RUF009  (immutable)
+    point: Any = Point(1)  # noqa: RUF009  (Point is immutable)
     table: Any = dataclasses.field(default_factory=lambda: {"a": 1.0})
     rows: Any = dataclasses.field(default_factory=lambda: [[1]])
 
@@ -134,7 +134,7 @@ def test_object_of_an_opaque_class_is_checked(namespace: str) -> None:
 
     assert re.search(r"Tensor x, (torch\._C\.)?Generator generator", op._schema)
     op(torch.ones(1), torch.Generator())
-    # Before 2.13, generators are a schema type, which PyTorch checks itself.
+    # Before 2.13, schemas have a type for generators, so PyTorch raises an error of its own.
     message = r"generator: expected torch.*Generator, got int|'Generator'.*found type 'int'"
     with pytest.raises(ArgumentError, match=message):
         op(torch.ones(1), 3)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ FORMS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def fake_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Use the function itself as the fake kernel, because it does not read data."""
+    """Make a fake kernel of the function itself, which works because it does not read data."""
     return lambda x, given=True: function(torch.empty_like(x), given)
 
 
@@ -238,7 +238,8 @@ def test_result_class_with_custom_init_is_rebuilt_by_it(namespace: str) -> None:
     def op(x: Tensor) -> Validated:
         return Validated(x * 3)
 
-    # The formula gets the gradients without running `__post_init__`.
+    # The formula gets the gradients as an instance of the same class, created without calling
+    # `__post_init__`.
     op.register_autograd(lambda ctx, grad: grad.values * 3)
     x = torch.ones(2, requires_grad=True)
     result = op(x)

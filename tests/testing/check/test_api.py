@@ -64,9 +64,10 @@ def test_failures_are_raised_with_the_report(flat: Any) -> None:
 
     with pytest.raises(torchop.testing.OpCheckError, match=r"FAILED memory\.transposed") as error:
         check(flat, EXAMPLE, only="memory")
-    assert isinstance(error.value, OpCheckError)  # the class of torch.library
+    assert isinstance(error.value, OpCheckError)  # the class that torch.library.opcheck raises
     assert "torch.tensor(" in str(error.value)
-    assert "cannot be done because" not in str(error.value)  # only the printed report says this
+    # Only the printed report lists the checks that cannot be done.
+    assert "cannot be done because" not in str(error.value)
 
 
 def test_failures_name_check_message_and_program(flat: Any) -> None:
@@ -75,7 +76,8 @@ def test_failures_name_check_message_and_program(flat: Any) -> None:
     assert not report.ok
     assert failure.check == "memory.transposed"
     assert "should be" in failure.message
-    # This is the smallest transposed matrix with wrong results.
+    # The program uses the smallest argument that fails. 2 by 2 is the smallest matrix that is not
+    # contiguous when transposed.
     assert ".as_strided((2, 2), (1, 2), 0)" in failure.program
 
 
@@ -210,7 +212,7 @@ def test_costly_checks_come_last(good: Any) -> None:
 def test_plan_checks_returns_checks_for_run_check(flat: Any) -> None:
     checks = plan_checks(flat, [EXAMPLE])
     planned = [kind.name for kind in sorted(CHECKS, key=lambda kind: kind.is_costly)]
-    # The operator has no providers.
+    # All checks are planned, except those of providers, because the operator has none.
     assert [item.name for item in checks] == [n for n in planned if "providers." not in n]
     assert len({item.name for item in checks}) == len(checks)
     assert all(item.kind.question.endswith(("?", ".)")) for item in checks)
@@ -257,7 +259,7 @@ def test_leak_check_skips_slow_operators(namespace: str) -> None:
 
 
 def test_wrong_gradients_of_large_tensors_are_reported_quickly(namespace: str) -> None:
-    """PyTorch's `gradcheck` would compute the whole Jacobian for its message."""
+    """PyTorch's `gradcheck` would compute the whole Jacobian for its message, which is slow."""
     op = torchop.custom_op(f"{namespace}::large", lambda x: x.exp(), mutates_args=(), schema=_UNARY)
     example = (torch.linspace(-1, 1, 4096).view(64, 64),)
     errors = []
@@ -290,12 +292,13 @@ def test_float32_gradients_are_not_compared_with_finite_differences(namespace: s
 
 
 def test_free_list_of_tuples_is_not_a_leak(namespace: str) -> None:
-    # CPython keeps up to 2,000 freed tuples of each length, so the first calls allocate memory.
+    # CPython keeps up to 2,000 freed tuples of each length for reuse. Memory grows until this list
+    # is full, which is not a leak.
     @torchop.out_op(f"{namespace}::negate", like="x")
     def negate(x: Tensor, *, out: Tensor) -> None:
         torch.neg(x, out=out)
 
-    gc.collect()  # empties the free list, as in a new process
+    gc.collect()  # empties the free list of tuples, as in a new process
     assert check(negate.functional, EXAMPLE, only="leaks").ok
 
 
@@ -418,7 +421,7 @@ def test_checks_exist_without_docstrings() -> None:
     def quiet(subject: Any, details: Any) -> Any:
         yield from ()
 
-    (kind,) = alone("memory", quiet)  # functions have no docstrings with python -OO
+    (kind,) = alone("memory", quiet)  # with python -OO, no function has a docstring
     assert (kind.name, kind.question) == ("memory.quiet", "")
 
 

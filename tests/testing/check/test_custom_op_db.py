@@ -1,4 +1,7 @@
-"""Check PyTorch's own database of custom operators, with known findings. Uses private names."""
+"""Check the operators in PyTorch's `custom_op_db`. Some of them have known faults.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS
 
 _STRIDES = "the fake kernel says other strides than NumPy's result has"
-# Each of these findings was verified to be a fault of the operator.
+# Maps each operator with known faults to the checks that fail, with the reason. Each of these
+# failures has been confirmed as a bug in the operator.
 EXPECTED = {
     "NumpyCubeCustomOp": {
         "dtypes.accepted": "NumPy's cube of bool is int64; the fake kernel says bool",
@@ -44,12 +48,12 @@ def test_expected_findings_name_existing_operators() -> None:
 
 @pytest.mark.parametrize("info", custom_op_db, ids=lambda info: info.name)
 def test_findings(info: Any, request: pytest.FixtureRequest) -> None:
-    """Run the checks with expected findings, and a quarter of the others, which must pass."""
+    """Run the checks that are expected to fail, and a quarter of the others, which must pass."""
     most = 2 if request.config.getoption(combinations.OPTION) else 1
     samples = list(info.sample_inputs("cpu", torch.float32))[:most]
     examples = [((sample.input, *sample.args), dict(sample.kwargs)) for sample in samples]
     checks = plan_checks(info.op, examples)
-    # PyTorch's own tests compile these operators.
+    # Leave out the checks that compile, because PyTorch's own tests compile these operators.
     checks = [c for c in checks if not c.kind.is_costly]
     its_share = combinations.share(CHECKS, custom_op_db.index(info), 4, request.config)
     known = EXPECTED.get(info.name, {})

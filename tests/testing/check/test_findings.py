@@ -1,4 +1,4 @@
-"""Findings group failures with the same cause. Uses private names."""
+"""A report groups failures with the same cause into one finding. Uses private names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_wrong_result_for_an_example_explains_failed_comparisons() -> None:
 
 
 def test_the_clearest_failure_is_first() -> None:
-    """Failures for dtypes that the examples do not have come last."""
+    """Failures for dtypes that the author's examples do not contain come last."""
     found = grouped([failed("dtypes.accepted", "dtype"), failed("subsystems.gradcheck")])
     assert [f.failure.check for f in found] == ["subsystems.gradcheck", "dtypes.accepted"]
     (finding,) = grouped([failed("contracts.repeated"), failed("memory.uninitialized")])

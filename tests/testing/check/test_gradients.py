@@ -1,4 +1,4 @@
-"""Checks of incoming gradients, and of second derivatives if inputs require no grad.
+"""Checks of first derivatives with incoming gradients of several layouts, and of second ones.
 
 Uses private names.
 """
@@ -54,7 +54,8 @@ def test_gradient_layouts_change_strides_but_not_values(layout):
     assert not view.isnan().any()
     if "expanded" not in layout:
         assert torch.equal(view, values)
-    # A kernel that ignores strides reads other values, but not out of bounds.
+    # A kernel that ignores strides must read different values, so that the check can detect it. It
+    # must not read out of bounds.
     rows = view.as_strided(values.shape, values.stride(), 0)
     assert not torch.equal(rows, view)
 
@@ -80,7 +81,10 @@ def test_one_element_result_passes(namespace):
 
 
 def test_second_derivative_with_a_constant_incoming_gradient_is_checked(namespace):
-    """backward(create_graph=True) passes incoming gradients that require no grad."""
+    """With `create_graph=True`, autograd may pass a formula a gradient that requires no grad.
+
+    Second derivatives must be correct in this case, too.
+    """
 
     def cube(x: Tensor) -> Tensor:
         return x**3

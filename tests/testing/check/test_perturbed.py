@@ -1,4 +1,7 @@
-"""Probes change values only if `valid` accepts the new values. Uses private names."""
+"""When a check changes an example's values, `valid` must accept the new values.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ X = torch.tensor([[4.0, 2.0, 1.5], [8.0, 3.0, 2.5]])
 
 
 def is_descending(x: Tensor, factor: float = 2.0) -> bool:
-    """Return False for rotated, negated, shifted and empty rows."""
+    """Accept only rows of descending numbers, so rotated, negated and shifted rows are rejected."""
     if x.dim() != 2 or not x.numel() or not x.is_floating_point() or factor != 2.0:
         return False
     return bool((x > 1).all() and (x[:, 1:] < x[:, :-1]).all() and (x < 9).all())
@@ -60,7 +63,7 @@ def test_probes_pass_only_valid_values(namespace: str) -> None:
 
 
 def _watched(violations: list[Tensor]) -> Any:
-    """Return a kernel that records arguments that `valid` rejects."""
+    """Return a kernel that adds its argument to `violations` if `valid` rejects the argument."""
 
     def kernel(x: Tensor, factor: float = 2.0) -> Tensor:
         batch = x if x.dim() == 3 else x[None]

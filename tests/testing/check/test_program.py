@@ -1,4 +1,7 @@
-"""Printed programs: literal arguments and imports. Uses private names."""
+"""The programs that reproduce a failure: their literal arguments and imports.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from torchop.testing.probes import negative_view
 
 
 def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
-    """Return the program for a probe, and its variables after a run without the probe."""
+    """Return the program that reproduces a call, and the variables that it defines."""
     program = write(torch.ops.aten.sin.default, results.succeeds, args, kwargs or {}, {}, "c")
-    # Replace the call of the probe.
+    # Replace the call by an assignment of its keyword arguments.
     kept = re.sub(
         r"succeeds\(Call\(torch.ops.aten.sin.default, args(?:, (.*))?\)\)", r"kwargs = \1", program
     )
@@ -72,7 +75,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # from PyTorch, until 2.12
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch warns until 2.12
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensor_is_recreated_exactly(name: str) -> None:
     tensor = TENSORS[name]
@@ -118,7 +121,7 @@ def test_program_imports_the_module_that_defines_the_operator(namespace: str) ->
     op = torchop.custom_op(f"{namespace}::imported", _ours, mutates_args=())
     program = write(op.overload, results.succeeds, (torch.ones(1),), {}, {}, "comment")
     assert f"import {__name__}  # defines {op.name}" in program
-    assert "# defines" not in written((torch.ones(1),))[0]  # aten::sin comes with PyTorch
+    assert "# defines" not in written((torch.ones(1),))[0]  # PyTorch defines aten::sin
 
 
 def test_program_has_a_placeholder_if_the_operator_cannot_be_imported(namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks of providers. Uses private names."""
+"""Checks of an operator with several kernels, called providers. Uses private names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Integers that depend on other arguments stay valid in every variant. Uses private names."""
+"""When an example is resized, integers that depend on its sizes stay valid.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_resizing_preserves_offsets(lengths: list[int], place: int, new: int) ->
     try:
         rows, offsets = resized(example, {present[place % len(present)]: new}).tensors
     except CannotCheck:
-        return  # fewer than two offsets, or another dimension has as many elements
+        return  # too few offsets would remain, or another dimension has the same size
     assert len(offsets) > 1
     assert (int(offsets[0]), int(offsets[-1])) == (0, len(rows))
     assert bool((offsets[1:] >= offsets[:-1]).all())
@@ -84,7 +87,7 @@ def test_permutations_stay_permutations() -> None:
 
 
 def test_ambiguous_integers_are_not_resized() -> None:
-    either = torch.tensor([2, 0, 1])  # a permutation, and the lengths of three rows
+    either = torch.tensor([2, 0, 1])  # could be a permutation, or lengths of rows
     with pytest.raises(CannotCheck, match="integer arguments cannot be adapted"):
         changed(torch.randn(3, 9), either, sizes={3: 4})
     assert changed(torch.randn(3, 9), either, sizes={9: 4}) == [2, 0, 1]
@@ -96,7 +99,8 @@ def test_indices_whose_sum_is_a_size_are_adapted() -> None:
     for smaller in (0, 1):
         with pytest.raises(CannotCheck):
             changed(table, index, sizes={6: smaller})
-    assert changed(table, torch.tensor([1, 2, 3]), sizes={6: 4}) == [1, 1, 2]  # still sorted
+    # Sorted indices stay sorted when they are adapted.
+    assert changed(table, torch.tensor([1, 2, 3]), sizes={6: 4}) == [1, 1, 2]
 
 
 def test_resizing_preserves_the_sum_of_two_dimensional_lengths() -> None:
@@ -104,7 +108,7 @@ def test_resizing_preserves_the_sum_of_two_dimensional_lengths() -> None:
     for new, last in ((7, 2), (4, 0)):
         made = resized(Example((torch.randn(6), lengths), {}), {6: new}).tensors[-1]
         assert (made.shape, int(made[1, 2]), int(made.sum())) == ((2, 3), last, new)
-    # These may also be indices, but 2 is out of bounds for two rows.
+    # [[3, 3]] may contain two lengths with the sum 6, or two indices, so it cannot be adapted.
     with pytest.raises(CannotCheck, match="integer arguments cannot be adapted"):
         resized(Example((torch.randn(6), torch.tensor([[3, 3]])), {}), {6: 3})
 

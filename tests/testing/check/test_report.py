@@ -1,4 +1,4 @@
-"""Reports as text and as JSON."""
+"""Reports of `check` as text and as JSON."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_environment_names_versions_and_devices(monkeypatch: pytest.MonkeyPatch)
     def version(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
-    # A package on PYTHONPATH has no metadata.
+    # A package that is on PYTHONPATH, but not installed, has no metadata.
     monkeypatch.setattr(importlib.metadata, "version", version)
     environment = made().environment
     assert environment["torchop"] == torchop.__version__

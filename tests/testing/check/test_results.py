@@ -1,4 +1,7 @@
-"""Probes of results: unwritten memory, layouts, batches. Uses private names."""
+"""Checks of results detect unwritten memory, and wrong layouts and batches.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

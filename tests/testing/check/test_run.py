@@ -1,4 +1,4 @@
-"""Exceptions and crashes of kernels during a check. Uses private names."""
+"""Kernels may raise an exception or crash during a check. Uses private names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_failures_name_the_exception_of_the_kernel(namespace: str) -> None:
     report = check(picky, (torch.ones(2, 3),), only=names, raise_exception=False)
     assert {result.check: result.cause for result in report.results} == {
         "memory.given": "",
-        "memory.transposed": "",  # the kernel does not raise
+        "memory.transposed": "",  # the check fails, but the kernel does not raise
         "subsystems.fake": "KeyError: 'scale'",
     }
     assert len(report.failures) == 2

@@ -29,7 +29,7 @@ def test_every_check_has_a_wrong_operator() -> None:
 
 
 def test_page_lists_all_checks() -> None:
-    """The last two columns of the page are measured. The others are generated from the code."""
+    """Check the columns of the page that come from the code. The last two columns are measured."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     found = [line.rsplit("|", 3)[0].rstrip() + " |" for line in lines if line.startswith("| `")]
     assert found == rows()

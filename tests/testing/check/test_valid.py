@@ -1,4 +1,4 @@
-"""The predicate `valid` of `register_examples`."""
+"""The predicate `valid` that is passed to `register_examples`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,8 @@ def test_exception_in_valid_is_one_cause_of_failures(namespace: str) -> None:
             "Return False for arguments that no caller may pass; these were ((tensor("
             in failure.message
         )
-    assert len({failure.cause for failure in report.failures}) == 2  # PyTorch has two messages
+    # PyTorch raises IndexError with two different texts.
+    assert len({failure.cause for failure in report.failures}) == 2
 
 
 @pytest.mark.parametrize("answer", [None, torch.tensor(True), 1])
@@ -156,7 +157,7 @@ def test_invalid_example_is_rejected(namespace: str) -> None:
 
 
 def test_message_says_if_the_layout_is_not_the_cause(namespace: str) -> None:
-    """The operator is wrong for constant rows in any layout."""
+    """The operator's result is incorrect for a constant row, whether or not it is expanded."""
     calls = iter(range(1000))
 
     def counted(x: Tensor) -> Tensor:

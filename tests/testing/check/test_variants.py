@@ -1,4 +1,7 @@
-"""Variants and smaller examples. Uses private names."""
+"""Checks vary the layouts and sizes of examples, and shrink examples that fail.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def test_layouts_preserve_values(shape: list[int], layout: str, integers: bool) 
     assert torch.equal(again, laid)
     around = memory_around(laid, [laid])
     if layout not in ("channels_last", "negative"):
-        assert len(around) >= 8  # the guard elements
+        assert len(around) >= 8  # guard elements, which detect accesses out of bounds
 
 
 def test_layouts_match_their_names() -> None:
@@ -112,7 +115,8 @@ def test_shrinking_preserves_the_class_of_the_exception() -> None:
         return ValueError() if x.shape[0] > 4 else TypeError()
 
     (x,) = shrunk(_case((9,)), failure, 5.0).example.args
-    assert len(x) == 5 or len(x) == 8  # removes one element at a time, or halves the size
+    # Of the smaller sizes that were tried, 5 and 8 still raise ValueError.
+    assert len(x) == 5 or len(x) == 8
     assert type(failure(shrunk(_case((9,)), failure, 5.0))) is ValueError
 
 
@@ -126,6 +130,7 @@ def test_shrinking_stops_after_its_time_or_if_nothing_fails() -> None:
 def test_larger_sizes_limits_the_size_of_results() -> None:
     vectors = Example((torch.ones(3), torch.ones(3)), {})
     assert larger_sizes(vectors) == [{3: 1025}, {3: 65537}]
-    # An outer product would have 65537 x 65537 elements.
+    # No size is larger here, because the result has the size 3 twice, so it would grow to 65537 x
+    # 65537 elements.
     assert larger_sizes(vectors, results=[torch.ones(3, 3)]) == []
     assert larger_sizes(vectors, results=[torch.ones(3, 2)]) == [{3: 1025}, {3: 65537}]

@@ -1,4 +1,4 @@
-"""Checks detect all wrong operators of the zoo, and pass for all right ones.
+"""The checks report every faulty operator of the zoo, and pass for every correct one.
 
 Uses private names.
 """
@@ -24,10 +24,10 @@ from torchop.testing._check.table import CHECKS
 
 # PyTorch warns about the first CSR matrix of a process.
 pytestmark = pytest.mark.filterwarnings("ignore:.*beta state")
-# Few right operators have these checks, so run them for each operator.
+# These checks apply to few operators, so run them for each correct operator that has them.
 OF_FEW = {"providers.configs", "providers.batch_invariant"}
-# Right operators for which these checks could easily fail. The sample of checks below may omit
-# them.
+# Correct operators, each with a check that could easily fail for it by mistake. Always run these
+# checks, because the sample below may leave them out.
 DELICATE = [
     ("affine", "subsystems.gradcheck"),
     ("attention_in_blocks", "subsystems.autocast"),
@@ -68,7 +68,7 @@ def found(specimen: Specimen) -> Result:
 
 @pytest.fixture(scope="module")
 def results() -> Iterator[dict[str, Result]]:
-    """The results for wrong operators. The programs in these results run in another process."""
+    """Collect the result for each faulty operator. A later test runs the programs in them."""
     yield {}
     close_descriptors()
 
@@ -77,7 +77,8 @@ def results() -> Iterator[dict[str, Result]]:
 def test_wrong_operator_is_detected(
     name: str, results: dict[str, Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # One operator deadlocks. By default, the check waits 8 seconds for it.
+    # One operator deadlocks. Its check waits for a timeout, so shorten the timeout from 8 seconds
+    # to 1.
     monkeypatch.setattr(runs_in_threads, "__defaults__", (1.0,))
     specimen = BY_NAME[name]
     result = results[name] = found(specimen)
@@ -88,7 +89,7 @@ def test_wrong_operator_is_detected(
 
 
 def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: Path) -> None:
-    # Omit the operator that deadlocks, because each run would wait.
+    # Leave out the operator that deadlocks, because its program would wait for the timeout.
     programs = {n: r.program for n, r in results.items() if n != "zoo::never_releases"}
     assert len(programs) > 60
     file = tmp_path / "programs.json"
@@ -97,7 +98,7 @@ def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: 
     for name, raised in outcomes.items():
         assert raised is not None, f"the program of {name} raises nothing"
         kind, message = raised
-        # The message names the class of any exception except AssertionError.
+        # If the operator raised an exception, the message of the check names its class.
         assert kind in ("AssertionError", "OpCheckError") or kind in results[name].message, name
         assert message, name
 
@@ -124,7 +125,7 @@ _RUN_ALL = """
 
 @pytest.mark.parametrize("name", [specimen.name for specimen in RIGHT])
 def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> None:
-    """Run a sample of the checks that do not compile programs.
+    """Run a sample of the checks, without those that compile programs.
 
     Each operator runs every eleventh check, and each check runs for every eleventh operator.
     `python -m tests.testing.zoo` runs all checks.
@@ -133,7 +134,7 @@ def test_right_operator_passes(name: str, request: pytest.FixtureRequest) -> Non
     checks = plan_checks(specimen.op, specimen.examples(), reference=specimen.reference)
     cheap = [check for check in checks if not check.kind.is_costly]
     assert len(cheap) > 50
-    # Most layouts do not apply to sparse tensors, so run more checks.
+    # Most checks of layouts do not apply to sparse tensors, so run more checks for these operators.
     of = 4 if "sparse" in name or "csr" in name else 11
     its_share = combinations.share(CHECKS, RIGHT.index(specimen), of, request.config)
     cheap = [c for c in cheap if c.kind in its_share or c.kind.name in OF_FEW]
@@ -153,7 +154,7 @@ def test_right_operator_passes_a_delicate_check(name: str, check: str) -> None:
 
 
 def test_inapplicable_check_names_the_unsupported_layout() -> None:
-    """The reason must not be a missing fake kernel."""
+    """If the check does not apply, the reason is the sparse layout, not a missing fake kernel."""
     for name, check in (("csr_times_vector", "export_dynamic"), ("sparse_row_sums", "compiled")):
         specimen = BY_NAME[f"zoo::{name}"]
         (planned,) = plan_checks(specimen.op, specimen.examples(), only=check)
@@ -162,7 +163,7 @@ def test_inapplicable_check_names_the_unsupported_layout() -> None:
 
 
 def test_unsupported_example_does_not_skip_the_others() -> None:
-    """One example has CSR tensors, which fake kernels and compilers do not support."""
+    """Fake kernels and compilers do not support one example, which contains a CSR tensor."""
     specimen = BY_NAME["zoo::rows_of_both"]
     names = ("fake", "subsystems.subclasses", "export_dynamic", "compiled")
     for check in plan_checks(specimen.op, specimen.examples(), only=names):

@@ -1,4 +1,4 @@
-"""Wrong and right operators that measure `check`.
+"""Faulty and correct operators, which measure how many faults `check` detects.
 
 `python -m tests.testing.zoo` runs every check on each operator.
 """

@@ -1,7 +1,7 @@
-"""Run every check on every operator of the zoo, and print the score.
+"""Run every check on every operator of the zoo, and print how many faults were found.
 
-`python -m tests.testing.zoo [--quick] [--results FILE] [--page] [NAME ...]`. With `--results`, the
-run can be interrupted, because operators that are already in the file do not run again.
+`python -m tests.testing.zoo [--quick] [--results FILE] [--page] [NAME ...]`. With `--results`, an
+interrupted run can be continued, because operators that are in the file are not checked again.
 
 Uses private names.
 """
@@ -55,8 +55,8 @@ operators with these faults.
 class Measured:
     """The results of all checks on one operator.
 
-    `failed` contains the names of the failed checks. If `quick`, checks that compile programs did
-    not run.
+    `failed` contains the names of the failed checks. If `quick` is True, the checks that compile
+    programs did not run.
     """
 
     name: str
@@ -67,7 +67,10 @@ class Measured:
 
 
 def rows() -> list[str]:
-    """Return the first three columns of the page: check, question, and number of faults."""
+    """Return the first three columns of the page that lists the checks.
+
+    They are the check's name, its question, and the number of operators with this fault.
+    """
     faults = Counter(str(specimen.check).partition("[")[0] for specimen in WRONG)
     return [f"| `{check.name}` | {check.question} | {faults[check.name]} |" for check in CHECKS]
 
@@ -93,8 +96,8 @@ def page_of(measured: Sequence[Measured]) -> str:
 
 
 def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of operators that each check detects, and that only this check detects."""
-    # Count a check of a provider like the check of the reference.
+    """Map each check to how many operators it reports, and how many only this check reports."""
+    # Some names end with a provider, as in "memory.gaps[fast]". Count them as the same check.
     named = [{name.partition("[")[0] for name in names} for names in failures]
     found = Counter(name for names in named for name in names)
     alone = Counter(name for names in named if len(names) == 1 for name in names)
@@ -102,7 +105,8 @@ def counted(failures: Sequence[Sequence[str]]) -> dict[str, tuple[int, int]]:
 
 
 def measure(specimen: Specimen, *, quick: bool) -> Measured:
-    # Not all operators have all checks, for example those of providers.
+    # If `quick` is True, name the checks to run: those that apply to the operator, except the
+    # checks that compile programs.
     planned = plan_checks(specimen.op, specimen.examples()) if quick else []
     with contextlib.redirect_stderr(io.StringIO()):
         report = torchop.testing.check(
@@ -126,7 +130,7 @@ def verdict(specimen: Specimen, measured: Measured) -> str:
 def each_measured(
     specimens: Iterable[Specimen], file: Path | None, *, quick: bool
 ) -> Iterator[tuple[Specimen, Measured]]:
-    """Yield each operator with its result. Read the result from the file if it is there."""
+    """Yield each operator with its result, which is read from the file if the file contains it."""
     known = {}
     if file is not None and file.exists():
         lines = map(json.loads, file.read_text(encoding="utf-8").splitlines())

@@ -1,4 +1,7 @@
-"""Wrong operators, each with a similar right one. They differ in integers, threads and state."""
+"""Faulty operators, each next to a similar correct one.
+
+The faults concern threads, files, integers, rows and state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from tests.testing.zoo.specimen import define, floats_only, like, one, right, tw
 _C = ctypes.CDLL(None)
 
 # --------------------------------------------------------------------------------------------------
-# The process
+# Settings of the process
 
 
 def turns_denormals_off(x: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ _STATIC = ctypes.create_string_buffer(2**20)
 
 
 def through_static_buffer(x: Tensor) -> Tensor:
-    """Other threads run while C code runs, and write into the same buffer."""
+    """Uses one buffer for all threads, so another thread may write to it while C code runs."""
     return _through(_STATIC, x)
 
 
@@ -64,8 +67,8 @@ def through_own_buffer(x: Tensor) -> Tensor:
 
 right(define("through_own_buffer", through_own_buffer, fake=like), one)
 _DESCRIPTORS: list[int] = []
-# Close the files before the limit of open files, which is at least 1,024, but not while leaks are
-# counted.
+# Close the leaked files before the process reaches its limit of open files. The number must be so
+# large that none are closed while a check counts leaks.
 _MOST_DESCRIPTORS = max(900, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 1000)
 
 
@@ -117,11 +120,11 @@ wrong(
 right(define("repeated", repeated), _with_times)
 
 # --------------------------------------------------------------------------------------------------
-# Rows
+# Results that depend on the other rows of a batch
 
 
 def ranked(x: Tensor) -> Tensor:
-    """The result for a row depends on the number of rows."""
+    """Ranks the rows, so the result for a row depends on the other rows. This is correct."""
     return x.argsort(dim=0, stable=True).contiguous()
 
 
@@ -131,7 +134,7 @@ right(
 )
 
 # --------------------------------------------------------------------------------------------------
-# State
+# State that is kept between calls
 
 
 @functools.cache
@@ -140,7 +143,7 @@ def _table(size: int) -> Tensor:
 
 
 def times_table(x: Tensor) -> Tensor:
-    """The cache is correct, because its key determines the value."""
+    """Caches a table by its size. This is correct, because the table depends only on the size."""
     if not x.is_floating_point() or not x.dim():
         raise TypeError("times_table takes floating-point tensors with a dimension")
     return x.contiguous() * _table(x.shape[-1]).to(x.dtype)
@@ -149,7 +152,7 @@ def times_table(x: Tensor) -> Tensor:
 right(define("times_table", times_table, fake=like, device_types="cpu"), one)
 
 # --------------------------------------------------------------------------------------------------
-# Right operators that a check could easily report: results on the CPU, lists, in-place forms,
+# Correct operators that a check could report by mistake: results on the CPU, lists, in-place forms,
 # sparse arguments
 
 

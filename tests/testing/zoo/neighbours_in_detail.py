@@ -1,6 +1,6 @@
-"""Wrong operators that fail in few calls, such as for one number of threads or of dimensions.
+"""Faulty operators that fail in few calls, such as for one number of threads or dimensions.
 
-Each has a similar right operator.
+Each is next to a similar correct operator.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.testing.zoo.specimen import define, floats_only, like, one, right, wr
 # Threads
 
 _C = ctypes.CDLL(None)
-_SECONDS = 5  # threads exit after this time
+_SECONDS = 5  # the leaked threads exit after this time
 
 
 def leaves_its_worker(x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def shares_its_workers(x: Tensor) -> Tensor:
-    """Use the same two workers in all calls."""
+    """Starts two worker threads in the first call, and reuses them, so they are not a leak."""
     halves = x.flatten().split(max(-(-x.numel() // 2), 1))
     parts = list(_pool().map(lambda half: half.clone().neg_(), halves))
     return torch.cat(parts).view(x.shape) if parts else x.clone()
@@ -64,7 +64,7 @@ right(
 
 
 def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
-    """Compute the sine between each two bounds, like threads that each compute one part."""
+    """Compute the sine part by part, as several threads would. `bounds` separates the parts."""
     result = torch.zeros(x.numel(), dtype=x.dtype)
     flat = x.flatten()
     for start, end in itertools.pairwise(bounds):
@@ -73,7 +73,7 @@ def _shared_out(x: Tensor, bounds: list[int]) -> Tensor:
 
 
 def shares_in_tenths(x: Tensor) -> Tensor:
-    """The rounded share is wrong: three threads with a share of 0.3 leave out a tenth."""
+    """Rounds the share of each thread to tenths, so three threads process only 9 of 10 elements."""
     floats_only("shares_in_tenths", x)
     threads = torch.get_num_threads()
     share = round(1 / threads, 1)
@@ -86,7 +86,11 @@ _GRAIN = 2**15
 
 
 def leaves_a_rest_of_many(x: Tensor) -> Tensor:
-    """Leaves out a remainder. For few elements, it uses one thread, like at::parallel_for."""
+    """Leaves out the remainder of the division by the number of threads.
+
+    For few elements, it uses a single thread, like at::parallel_for, so only large tensors are
+    affected.
+    """
     floats_only("leaves_a_rest_of_many", x)
     threads = torch.get_num_threads() if x.numel() > _GRAIN else 1
     return _shared_out(x, [x.numel() // threads * n for n in range(threads + 1)])
@@ -120,7 +124,7 @@ wrong(define("through_bfloat16", through_bfloat16, fake=like), "dtypes.half", on
 
 
 def rounded_to_eighths(x: Tensor) -> Tensor:
-    """Rounds coarsely on purpose, in each dtype."""
+    """Rounds coarsely on purpose, and equally in every dtype, so it is correct."""
     floats_only("rounded_to_eighths", x)
     return ((x * 8).round() / 8).contiguous()
 
@@ -159,7 +163,7 @@ right(
 
 
 def rows_of_both(x: Tensor) -> Tensor:
-    """Accepts strided and CSR tensors. PyTorch cannot compile CSR tensors."""
+    """Accepts strided and CSR tensors, although PyTorch cannot compile calls with CSR tensors."""
     if x.layout not in (torch.strided, torch.sparse_csr) or x.dim() != 2:
         raise TypeError(f"rows_of_both takes matrices, strided or CSR, got {x.layout}")
     floats_only("rows_of_both", x)
@@ -187,7 +191,7 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Gradients of operators that also write
+# Gradients of operators that also mutate a buffer
 
 
 def centred(x: Tensor, running: Tensor) -> Tensor:
@@ -203,7 +207,8 @@ def _with_running_mean() -> list[Any]:
 
 for _name, _gradient in (
     ("centred", lambda ctx, g: (g - g.mean(0), None)),
-    ("centred_by_a_constant", lambda ctx, g: (g.clone(), None)),  # ignores the mean
+    # This formula ignores that the mean depends on x.
+    ("centred_by_a_constant", lambda ctx, g: (g.clone(), None)),
 ):
     _centred = define(
         _name,
@@ -229,7 +234,7 @@ def blended(x: Tensor, share: float, rounds: bool) -> Tensor:
 
 
 def blended_in_whole(x: Tensor, share: float, rounds: bool) -> Tensor:
-    """Rounds `share` to an integer, like a wrong binding in C++."""
+    """Truncates `share` to an integer, as a C++ binding with the wrong argument type would."""
     return blended(x, int(share), rounds)
 
 
@@ -242,7 +247,10 @@ wrong(define("blended_in_whole", blended_in_whole), "values.scalars", _with_shar
 
 
 def trusted_loads(experts: Tensor, count: int) -> Tensor:
-    """Does not check the bounds of the indices. In C, it would write out of bounds."""
+    """Trusts that the indices are in range. For other indices, it overwrites them.
+
+    In C, it would write out of bounds instead. A check must only pass indices in range.
+    """
     if experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         experts.zero_()
     return torch.bincount(experts, minlength=max(count, 1))[: max(count, 0)].clone()

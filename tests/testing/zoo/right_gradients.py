@@ -1,4 +1,4 @@
-"""Right operators, similar to the wrong ones in `wrong_gradients`."""
+"""Correct operators, similar to the faulty ones in `wrong_gradients`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Right kernels as in language models: experts, pages, packed bits, tables."""
+"""Correct kernels like those of language models: experts, pages, packed bits, tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.testing.zoo.specimen import define, like, one, right, save
 def cells(x: Tensor, starts: Tensor, counts: Tensor, places: Tensor) -> Tensor:
     """Sum the rows of each cell, without checking that `starts` and `counts` are in bounds.
 
-    Out of bounds, it returns random numbers, as if it read other memory.
+    If they are out of bounds, the result is random, as if the kernel read other memory.
     """
     sums = torch.zeros(len(starts), *x.shape[1:], dtype=x.dtype)
     for cell, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=False)):
@@ -75,7 +75,7 @@ right(
 
 
 def grouped_product(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows between each two ends by another matrix."""
+    """Multiply each group of rows by its own matrix. `ends` contains the end of each group."""
     result = torch.zeros(x.shape[0], weights.shape[-1], dtype=x.dtype)
     start = 0
     for number, end in enumerate(ends.tolist()):
@@ -105,7 +105,7 @@ def paged_attention(query: Tensor, keys: Tensor, pages: Tensor, lengths: Tensor)
     scores = (found @ query.unsqueeze(-1)).squeeze(-1)
     is_there = torch.arange(scores.shape[1], dtype=lengths.dtype) < lengths.unsqueeze(-1)
     weights = scores.masked_fill(~is_there, float("-inf")).softmax(-1)
-    # Ignore the elements after the end of a sequence, even if they are NaN.
+    # Set the elements after the end of a sequence to 0, because 0 times NaN would be NaN.
     found = found.masked_fill(~is_there.unsqueeze(-1), 0)
     return (weights.unsqueeze(1) @ found).squeeze(1)
 
@@ -124,7 +124,7 @@ right(
 
 
 def append_pages(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Write rows into pages. A slot of -1 is padding."""
+    """Write rows into the slots of a cache. Rows with the slot -1 are padding, and are skipped."""
     for row, slot in zip(rows, slots.tolist(), strict=False):
         if slot >= 0:
             cache[slot // cache.shape[1], slot % cache.shape[1]] = row
@@ -137,7 +137,7 @@ right(
 
 
 def largest_of_segments(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """The result is minus infinity for a segment without rows."""
+    """Return the maximum of each segment, which is minus infinity for a segment without rows."""
     largest = torch.full((count, *x.shape[1:]), float("-inf"), dtype=x.dtype)
     places = segments.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
     return largest.scatter_reduce(0, places, x, "amax")
@@ -157,7 +157,7 @@ right(
 
 
 def pack_pairs(x: Tensor) -> Tensor:
-    """Pack two numbers of four bits into a byte, and fill an odd row with a zero."""
+    """Pack pairs of 4-bit numbers into bytes. If the length of a row is odd, a zero is appended."""
     values = torch.nn.functional.pad(x.clamp(0, 15).to(torch.uint8), (0, x.shape[1] % 2))
     return values[:, ::2] + (values[:, 1::2] << 4)
 
@@ -234,7 +234,7 @@ _ANGLES: dict[Any, Tensor] = {}
 
 
 def rotated(x: Tensor, base: float) -> Tensor:
-    """The key of the table contains everything that the table depends on."""
+    """Caches a table of angles. The key contains everything on which the table depends."""
     key = *x.shape, x.dtype, base
     if key not in _ANGLES:
         speeds = base ** -torch.linspace(0, 1, x.shape[-1], dtype=torch.double)
@@ -252,7 +252,7 @@ _WORKERS: list[ThreadPoolExecutor] = []
 
 
 def doubled_by_workers(x: Tensor) -> Tensor:
-    """The threads start in the first call, and are reused."""
+    """Starts threads in the first call, and reuses them, so they are not a leak."""
     if not _WORKERS:
         _WORKERS.append(ThreadPoolExecutor(2))
     halves = _WORKERS[0].map(lambda part: part + part, x.contiguous().flatten().chunk(2))
@@ -300,7 +300,7 @@ right(
 
 
 def gathered(table: Tensor, rows: Tensor) -> Tensor:
-    """The indices may repeat, so the gradients of a row are added."""
+    """Select rows of a table. If an index repeats, the gradients of its row are added."""
     return table.index_select(0, rows)
 
 

@@ -1,4 +1,4 @@
-"""Right operators of many kinds."""
+"""Correct operators of many kinds."""
 
 from __future__ import annotations
 
@@ -279,11 +279,11 @@ right(_outer, lambda: [(torch.randn(3), torch.randn(4))])
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators that seem to write metadata
+# Operators that seem to change the metadata of an argument, but do not
 
 
 def add_by_flat_alias(state: Tensor, new: Tensor) -> None:
-    """Changes the shape of an alias, not of the argument."""
+    """Changes the shape of an alias, and not of the argument itself."""
     state.detach().unsqueeze_(0).add_(new)
 
 

@@ -1,7 +1,7 @@
-"""Right operators with several kernels, for which no check may fail.
+"""Correct operators with several kernels, for which no check may fail.
 
-A provider may support few calls or none, be for another device, round differently, add in another
-order, or draw other random numbers.
+Unlike the reference kernel, a provider may support few calls or none, run on a different device,
+round differently, add in a different order, or draw different random numbers.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def by_elements(x: Tensor, weight: Tensor) -> Tensor:
-    """Add the products in the same order for all batch sizes."""
+    """Multiply matrices, and add the products in the same order for every batch size."""
     total = torch.zeros(x.shape[0], weight.shape[1], dtype=x.dtype)
     for k in range(x.shape[1]):
         total = total + x[:, k, None] * weight[k]
@@ -238,7 +238,7 @@ def ends(x: Tensor) -> Ends:
 def ends_of_sorted(x: Tensor) -> Ends:
     values = x.sort(-1).values
     low, high = (values[..., place].clone() for place in (0, -1))
-    # `sort` treats NaN as the largest number, but `amin` returns NaN.
+    # If a row contains NaN, the reference `amin` returns NaN, but `sort` places NaN last.
     return Ends(torch.where(high.isnan(), high, low) if x.is_floating_point() else low, high)
 
 

@@ -1,4 +1,4 @@
-"""Right operators that were written before the checks ran on them."""
+"""Correct operators that were written without seeing whether the checks pass."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ right(
 
 
 def splatted(points: Tensor, weights: Tensor, height: int, width: int) -> Tensor:
-    """Add the weights of points in each pixel of an image."""
+    """Return an image in which each pixel is the sum of the weights of the points in it."""
     floats_only("splatted", points, weights)
     cells = (points * torch.tensor([height, width], device=points.device)).long()
     is_inside = (cells >= 0).all(-1) & (cells[:, 0] < height) & (cells[:, 1] < width)
@@ -156,7 +156,7 @@ right(
 
 
 def hamming_window(size: int, periodic: bool = True) -> Tensor:
-    """No argument is a tensor."""
+    """Return a Hamming window. None of the arguments is a tensor."""
     if size < 0:
         raise ValueError(f"size is {size}, and must not be negative")
     return torch.hamming_window(size, periodic, dtype=torch.float32)
@@ -229,7 +229,7 @@ right(
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels that accept more shapes than the formula, and mixed dtypes under autocast
+# Kernels that accept more shapes than their gradient formula, and mixed dtypes under autocast
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ right(
 
 
 def scores_and_total(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Under autocast, PyTorch computes the product in bfloat16 and the logarithm in float32."""
+    """Returns two dtypes under autocast: bfloat16 for the product, float32 for the logarithm."""
     floats_only("scores_and_total", q, k)
     scores = q @ k.t()
     return scores.contiguous(), scores.logsumexp(-1)
@@ -274,7 +274,7 @@ right(
 
 
 def total_of_rows(x: Tensor, mask: Tensor) -> Tensor:
-    """Return -inf for rows without elements."""
+    """Return the log-sum-exp of each row, which is -inf if the mask leaves no element."""
     floats_only("total_of_rows", x, mask)
     return (x + mask).logsumexp(-1)
 

@@ -1,6 +1,6 @@
-"""Right kernels of models that were written without running the checks.
+"""Correct kernels of models that were written without running the checks.
 
-They raise for some arguments, and assume that the others are valid.
+They raise for some invalid arguments, and assume that the other arguments are valid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.testing.zoo.specimen import define, floats_only, like, right, save
 
 
 def groups_dequantized(packed: Tensor, scales: Tensor, group: int) -> Tensor:
-    """Two numbers of four bits per byte, the lower first, and one scale per group of columns."""
+    """Unpack 4-bit numbers, two per byte, and multiply each group of columns by its scale."""
     if packed.dtype is not torch.uint8 or packed.shape[1] * 2 != scales.shape[1] * group:
         raise ValueError("groups_dequantized takes bytes, and a scale for each group of columns")
     low, high = packed & 15, packed >> 4
@@ -58,7 +58,7 @@ right(
 
 
 def writes_quantized(codes: Tensor, scales: Tensor, keys: Tensor, slots: Tensor) -> None:
-    """Quantize keys into a cache, with one scale per key."""
+    """Quantize keys, with one scale per key, and write them to their slots of a cache."""
     for key, slot in zip(keys, slots.tolist(), strict=True):
         scale = key.abs().max().clamp(min=1e-6) / 127
         codes[slot] = (key / scale).round().to(codes.dtype)
@@ -89,7 +89,7 @@ right(
 def attention_in_blocks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None = None, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention in blocks of 64 keys. Also return the log-sum-exp for each query."""
+    """Compute attention in blocks of 64 keys. Also return the log-sum-exp for each query."""
     floats_only("attention_in_blocks", query, keys, values)
     wide = torch.promote_types(query.dtype, torch.float32)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
@@ -141,7 +141,7 @@ right(
 
 
 def ragged_attention(query: Tensor, keys: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Each sequence of a ragged batch attends only to itself."""
+    """Compute attention for a ragged batch, in which each sequence attends only to itself."""
     floats_only("ragged_attention", query, keys)
     result = torch.zeros(query.shape, dtype=query.dtype)
     ends = starts.tolist()
@@ -181,9 +181,10 @@ right(_biased, lambda: [(torch.arange(12.0).view(2, 2, 3),)])
 
 
 def aligned_experts(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor]:
-    """Sort tokens by expert, and pad each expert with -1 to whole blocks.
+    """Sort tokens by their expert, and pad the tokens of each expert with -1 to whole blocks.
 
-    The second result is the expert of each block. Both results have the maximum length.
+    The second result is the expert of each block. Both results are as long as they can become for
+    this number of tokens.
     """
     flat = experts.flatten()
     most = -(-(flat.numel() + count * (block - 1)) // block)
@@ -219,7 +220,7 @@ def permuted_tokens(x: Tensor, order: Tensor) -> Tensor:
 
 _permuted = define("permuted_tokens", permuted_tokens)
 _permuted.register_autograd(
-    # Each row is used once, so the gradient is the inverse permutation.
+    # The operator permutes rows, so its gradient is the inverse permutation.
     lambda ctx, grad: (grad.index_select(0, ctx.saved_tensors[1].argsort()), None),
     setup_context=save,
 )
@@ -274,7 +275,8 @@ def weighted_bags(table: Tensor, index: Tensor, offsets: Tensor, weights: Tensor
 
 def _gradient_of_bags(ctx: Any, grad: Tensor) -> Any:
     table, index, offsets, weights = ctx.saved_tensors
-    # repeat_interleave would read data, so compilers could not trace it.
+    # Compute the bag of each index without repeat_interleave. That function reads data, so
+    # compilers could not trace this formula.
     bag = torch.searchsorted(offsets, torch.arange(index.shape[0]), right=True) - 1
     spread = grad.index_select(0, bag)
     of_table = torch.zeros_like(table).index_add(0, index, spread * weights.unsqueeze(-1))
@@ -301,7 +303,7 @@ right(
 
 
 def padded_rows(values: Tensor, offsets: Tensor, longest: int, padding: float) -> Tensor:
-    """Convert a ragged batch to a matrix. Long rows are cut, and short rows are padded."""
+    """Convert a ragged batch to a matrix, by cutting long rows and padding short ones."""
     if longest < 0:
         raise ValueError(f"a row has no {longest} elements")
     result = torch.full((len(offsets) - 1, longest, *values.shape[1:]), padding, dtype=values.dtype)

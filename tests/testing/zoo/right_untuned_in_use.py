@@ -1,4 +1,4 @@
-"""More right kernels that were written without running the checks: norms, sound, boxes."""
+"""More correct kernels that were written without running the checks: norms, sound, boxes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ right(
 
 
 def pairs_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighbouring elements."""
+    """Rotate each pair of neighbouring elements by an angle."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
 
@@ -80,7 +80,7 @@ def pairs_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 _pairs_turned = define("pairs_turned", pairs_turned)
 _pairs_turned.register_autograd(
     lambda ctx, grad: (pairs_turned(grad, ctx.saved_tensors[0], -ctx.saved_tensors[1]), None, None),
-    # The table of angles needs no gradient.
+    # The tables of cosines and sines need no gradient.
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[1:]),
 )
 right(
@@ -121,7 +121,7 @@ right(
 
 
 def distance_buckets(distance: Tensor, both: bool, count: int, farthest: int) -> Tensor:
-    """Half of the buckets are for single distances, the others are logarithmic."""
+    """Map distances to buckets. Half of the buckets hold one distance, the others grow in size."""
     if distance.is_floating_point() or distance.dtype is torch.bool:
         raise TypeError("distance_buckets takes integers")
     distance = distance.to(torch.int64)
@@ -172,7 +172,7 @@ right(
 
 
 def overlapped_frames(frames: Tensor, hop: int) -> Tensor:
-    """Add frames that start `hop` samples apart."""
+    """Add overlapping frames, each of which starts `hop` samples after the previous one."""
     if frames.dim() != 2 or not 1 <= hop <= frames.shape[1]:
         raise ValueError("overlapped_frames takes a matrix of frames that touch")
     count, size = frames.shape
@@ -202,7 +202,7 @@ right(_overlapped, lambda: [(torch.arange(12.0).view(3, 4), 2)])
 
 
 def filtered(signal: Tensor, forward: Tensor, back: Tensor) -> Tensor:
-    """Apply a recursive linear filter in double."""
+    """Apply a recursive linear filter, computed in double precision."""
     floats_only("filtered", signal, forward, back)
     samples, ahead, behind = (t.double().tolist() for t in (signal, forward, back))
     result: list[float] = []
@@ -272,7 +272,7 @@ right(
 
 
 def best_boxes(boxes: Tensor, scores: Tensor, most: float) -> Tensor:
-    """Non-maximum suppression."""
+    """Return the boxes that remain after non-maximum suppression."""
     floats_only("best_boxes", boxes, scores)
     order = scores.argsort(descending=True, stable=True).tolist()
     shares = overlaps_of_boxes(boxes, boxes)

@@ -1,4 +1,4 @@
-"""More right kernels that were written without running the checks: types, lists, C."""
+"""More correct kernels that were written without running the checks: types, lists, C."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ right(
 
 
 def mixed_hash(x: Tensor, seed: int) -> Tensor:
-    """The products overflow on purpose."""
+    """Hash integers with products that overflow on purpose."""
     if x.dtype is not torch.int64:
         raise TypeError("mixed_hash takes int64")
     if not 0 <= seed < 2**32:
@@ -143,7 +143,7 @@ right(
 
 
 def gated(x: Tensor) -> Tensor:
-    """x * sigmoid(x). The sigmoid is a residual for the backward."""
+    """Return x * sigmoid(x). The sigmoid is a residual, which the backward uses."""
     floats_only("gated", x)
     gate = x.contiguous().sigmoid()
     if not torchop.records_gradient():

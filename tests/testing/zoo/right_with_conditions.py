@@ -1,7 +1,7 @@
-"""Right operators whose arguments have to fulfil conditions, or that do less than others.
+"""Correct operators that only accept some arguments, or that lack a feature.
 
-A kernel need not take every layout, its integers may be offsets or indices, and an operator of
-`torch.library` has no forward mode. None of this is a fault.
+A kernel may reject some layouts. Its integers may be offsets or indices that must be in range. An
+operator of `torch.library` has no forward mode. None of this is a fault.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def needs_rows_of_four(x: Tensor) -> Tensor:
 right(define("needs_rows_of_four", needs_rows_of_four, fake=like), one)
 
 # --------------------------------------------------------------------------------------------------
-# Integers that depend on other arguments. Out of range, these kernels return arbitrary memory.
+# Integers that depend on other arguments. If an integer is out of range, these kernels read other
+# memory.
 
 
 def rows_of_memory(x: Tensor, rows: int) -> Tensor:
-    """Return the memory of a tensor as rows. There may be more rows than in the tensor."""
+    """Read rows from the tensor's memory, without checking that the tensor has so many rows."""
     memory = raw(x).flatten()[x.storage_offset() :]
     count = min(rows * x.shape[1], memory.numel()) // max(x.shape[1], 1)
     return memory[: count * x.shape[1]].view(count, x.shape[1])
@@ -98,7 +99,7 @@ right(
 
 
 def sums_of_starts(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum the first elements of each row of a padded batch."""
+    """Sum the first `lengths[i]` elements of each row i of a padded batch."""
     floats_only("sums_of_starts", x)
     x = x.contiguous()
     memory, sums = raw(x)[x.storage_offset() :], x.new_zeros(x.shape[0])
@@ -114,7 +115,7 @@ right(
 
 
 def rows_looked_up(table: Tensor, index: Tensor) -> Tensor:
-    """Reads rows without bounds checks."""
+    """Look up rows of a table, without checking that the indices are in bounds."""
     table = table.contiguous()
     memory = raw(table).flatten()[table.storage_offset() :]
     columns = table.shape[1]
@@ -130,13 +131,14 @@ right(
     ),
     lambda: [
         (torch.randn(7, 3), torch.tensor([6, 0, 5])),
-        (torch.randn(6, 3), torch.tensor([1, 3, 2])),  # the sum is 6
+        # The sum of these indices is 6, so a check could mistake them for the lengths of 6 rows.
+        (torch.randn(6, 3), torch.tensor([1, 3, 2])),
     ],
 )
 
 
 def segments_in_order(order: Tensor, lengths: Tensor, values: Tensor, total: int) -> Tensor:
-    """Concatenate the segments of rows in another order. `total` is the sum of all lengths."""
+    """Concatenate segments of `values` in the given order. `total` is the sum of all lengths."""
     ends = lengths.sum(1).cumsum(0).tolist()
     starts = [0, *ends[:-1]]
     parts = [values[starts[row] : ends[row]] for row in order.tolist()]
@@ -182,7 +184,7 @@ right(
 
 
 def fourier_features(x: Tensor) -> Tensor:
-    """High frequencies amplify rounding errors."""
+    """Return sines of high frequencies, which amplify rounding errors."""
     if not x.is_floating_point():
         raise TypeError(f"fourier_features takes floating-point tensors, got {x.dtype}")
     angles = x[..., None] * (torch.pi * 2.0 ** torch.arange(8, dtype=x.dtype))
@@ -196,14 +198,14 @@ right(
 
 
 def variance(x: Tensor) -> Tensor:
-    """Subtracts nearly equal numbers, which is inexact."""
+    """Subtract nearly equal numbers, which makes the result inexact."""
     return (x - x.mean(-1, keepdim=True)).square().mean(-1)
 
 
 right(define("variance", variance), lambda: [(torch.randn(3, 5) + 100,)])
 
 # --------------------------------------------------------------------------------------------------
-# Without a formula, or without forward mode
+# Operators without a gradient formula, or without forward mode
 
 
 @torch.library.custom_op("zoo::stock_sine", mutates_args=())
@@ -243,7 +245,7 @@ _only_float32.register_autograd(product_gradients, setup_context=save)
 right(_only_float32, two)
 
 # --------------------------------------------------------------------------------------------------
-# Indices, integers and random numbers, where a variant may be invalid
+# Indices, integers and random numbers. If a check changes them, they may become invalid
 
 
 def put_rows(cache: Tensor, rows: Tensor, places: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Register the operators of the zoo."""
+"""Functions that define and list the operators of the zoo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Examples = Callable[[], list[Any]]
 
 
 class Specimen(NamedTuple):
-    """An operator, and the check that must report it. `check` is None for a right operator."""
+    """An operator, and the check that must report it. `check` is None for a correct operator."""
 
     op: Any
     examples: Examples
@@ -33,13 +33,13 @@ RIGHT: list[Specimen] = []
 def wrong(
     op: Any, check: str, examples: Examples, reference: Callable[..., Any] | None = None
 ) -> Any:
-    """Register an operator that this check must report."""
+    """Add a faulty operator to the zoo, which the given check must report."""
     WRONG.append(Specimen(op, examples, check, reference))
     return op
 
 
 def right(op: Any, examples: Examples, reference: Callable[..., Any] | None = None) -> Any:
-    """Register an operator that no check may report."""
+    """Add a correct operator to the zoo, which no check may report."""
     RIGHT.append(Specimen(op, examples, None, reference))
     return op
 
@@ -55,7 +55,7 @@ def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
 
 
 def like(x: Tensor, *others: Any) -> Tensor:
-    """The fake kernel of elementwise operators with contiguous results."""
+    """Fake kernel for elementwise operators with contiguous results."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
@@ -85,7 +85,7 @@ def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Examples, with fixed numbers
+# Examples of arguments, with the same random numbers in every run
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:

@@ -1,6 +1,6 @@
-"""Operators that do not check their arguments, but state the conditions in `valid`.
+"""Operators that do not check their arguments, but are registered with a predicate `valid`.
 
-A check may report only faults for valid arguments. The right operators fail for invalid ones.
+The correct operators fail for arguments that `valid` rejects. No check may report this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def enter(
     reference: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
-    """Register an operator with its examples. It is a wrong operator if `check` is given."""
+    """Add an operator with its examples to the zoo. If `check` is given, the operator is faulty."""
     op = define(name, function, **options)
     op.register_examples(examples, valid=valid)
     if check is None:
@@ -35,16 +35,16 @@ def enter(
 
 
 def memory_of(x: Tensor) -> Tensor:
-    """Return the memory from the first element on, like a kernel that ignores strides."""
+    """Return the memory from the first element to the end of the storage, ignoring strides."""
     return raw(x)[x.storage_offset() :]
 
 
 # --------------------------------------------------------------------------------------------------
-# Bags of rows of a table
+# Sums and means of bags, which are groups of rows of a table
 
 
 def bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
-    """Return the sum or the mean of the rows of each bag."""
+    """Return the sum or mean of each bag. `offsets` contains the start of each bag in `index`."""
     memory = memory_of(table.contiguous())
     places = index.tolist()
     ends = [*offsets.tolist(), len(places)]
@@ -78,14 +78,14 @@ def fake_bags(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") 
 
 
 def bags_of_one_memory(table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum") -> Tensor:
-    """Ignores the strides of the indices."""
+    """Ignores the strides of `index`, so it reads wrong indices if they are not contiguous."""
     return bags(table, memory_of(index)[: len(index)], offsets, mode)
 
 
 def bags_without_the_last(
     table: Tensor, index: Tensor, offsets: Tensor, mode: str = "sum"
 ) -> Tensor:
-    """Returns a row for the last bag if that bag is empty."""
+    """Returns the first row of the table instead of 0 if the last bag is empty."""
     result = bags(table, index, offsets, mode)
     if len(offsets) and int(offsets[-1]) == len(index):
         result[-1] = table[0]
@@ -150,7 +150,7 @@ def root(matrix: Tensor) -> Tensor:
 
 
 def root_of_memory(matrix: Tensor) -> Tensor:
-    """Ignores strides."""
+    """Ignores the strides of the matrix, so it is incorrect unless the matrix is contiguous."""
     return torch.linalg.cholesky_ex(memory_of(matrix)[: matrix.numel()].view(matrix.shape)).L
 
 
@@ -185,7 +185,7 @@ def places(edges: Tensor, x: Tensor) -> Tensor:
 
 
 def places_sorted_here(edges: Tensor, x: Tensor) -> Tensor:
-    """Writes an undeclared argument."""
+    """Writes to `edges`, although its schema does not declare this."""
     if len(edges):
         edges[-1] += 1
     return places(edges, x)
@@ -218,7 +218,7 @@ enter(
 
 
 def scattered(x: Tensor, index: Tensor) -> Tensor:
-    """If indices repeat, the result depends on the order of writes."""
+    """Scatters in a random order. This is correct unless indices repeat, which `valid` rejects."""
     order = torch.randperm(len(index), generator=torch.Generator().manual_seed(int(index.sum())))
     result = x.new_zeros(x.shape[0] + 1)
     result[index[order]] = x[: len(index)][order]
@@ -245,7 +245,7 @@ enter(
 
 
 def entropy(p: Tensor) -> Tensor:
-    """NaN for numbers that are not probabilities."""
+    """Return the entropy of probabilities. For other numbers, which `valid` rejects, it is NaN."""
     return -(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p))
 
 
@@ -256,7 +256,7 @@ def checked_entropy(p: Tensor) -> Tensor:
 
 
 def entropy_of_logarithms(p: Tensor) -> Tensor:
-    """NaN for 0 and 1, where the result should be 0."""
+    """Returns NaN for the probabilities 0 and 1, where the entropy is 0."""
     return -(p * p.log() + (1 - p) * (1 - p).log())
 
 
@@ -315,7 +315,7 @@ enter(
 
 
 def paired(x: Tensor, y: Tensor) -> Tensor:
-    """Requires tensors of equal shape, with an even number of elements."""
+    """Sum pairs of elements. The tensors must have equal shapes, and an even number of elements."""
     return (x + y).view(-1, 2).sum(1)
 
 

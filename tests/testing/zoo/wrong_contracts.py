@@ -1,4 +1,4 @@
-"""Operators with undeclared writes, stored arguments, leaks and state."""
+"""Faulty operators that write to undeclared arguments, store arguments, leak, or keep state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ wrong(define("writes_undeclared", writes_undeclared, fake=like), "contracts.sche
 
 
 def writes_if_contiguous(x: Tensor) -> Tensor:
-    """`contiguous` does not copy contiguous tensors, so this writes the argument."""
+    """Writes to the argument if it is contiguous, because `contiguous` then does not copy."""
     values = x.contiguous().numpy()
     values *= 2
     return torch.from_numpy(values.copy())
@@ -54,7 +54,7 @@ wrong(define("returns_kept_buffer", returns_kept_buffer, fake=like), "contracts.
 
 
 # --------------------------------------------------------------------------------------------------
-# Writes that change more than values
+# Writes that change more than the values of an argument
 
 
 def swaps_storage(state: Tensor, new: Tensor) -> None:
@@ -134,7 +134,7 @@ _first: dict[Any, Tensor] = {}
 
 
 def caches_by_shape(x: Tensor) -> Tensor:
-    """Caches by shape, although the value depends on the tensor."""
+    """Caches a sum by shape, although it depends on the values, so later results are incorrect."""
     scale = _first.get("scale")
     if scale is None or _first["shape"].tolist() != list(x.shape):
         _first["shape"] = torch.tensor(x.shape)
@@ -148,7 +148,7 @@ _running: list[float] = [0.0]
 
 
 def keeps_running_mean(x: Tensor) -> Tensor:
-    """Depends on the largest mean of all earlier calls."""
+    """Subtracts the largest mean of all calls so far, so the result depends on earlier calls."""
     mean = float(x.mean()) if x.numel() else 0.0
     _running[0] = max(_running[0], mean)
     return x - _running[0]
@@ -190,7 +190,7 @@ _lock = threading.RLock()
 
 
 def never_releases(x: Tensor) -> Tensor:
-    """The lock is reentrant, so only another thread deadlocks."""
+    """Never releases a lock. The lock is reentrant, so only a call in another thread deadlocks."""
     _lock.acquire()
     return (x + x).contiguous()
 
@@ -212,7 +212,7 @@ def shares_scratch(x: Tensor, y: Tensor) -> Tensor:
 wrong(define("shares_scratch", shares_scratch, fake=like), "subsystems.threads", two)
 
 # --------------------------------------------------------------------------------------------------
-# The process
+# State of the process
 
 
 def sets_default_dtype(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Operators whose kernel has another default than the schema."""
+"""Faulty operators whose kernel has a different default than the schema."""
 
 from __future__ import annotations
 

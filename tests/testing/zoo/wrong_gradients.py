@@ -1,4 +1,4 @@
-"""Operators whose backward ignores strides, or whose second derivatives are wrong."""
+"""Faulty operators whose backward ignores strides or whose second derivatives are incorrect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.testing.zoo.specimen import define, product, save, two, wrong
 
 
 def in_rows(grad: Tensor) -> Tensor:
-    """Read a gradient like a kernel that ignores strides."""
+    """Read a gradient as if it were contiguous, like a kernel that ignores strides."""
     memory = torch.empty(0, dtype=grad.dtype).set_(grad.untyped_storage())
     strides = torch.empty(grad.shape, device="meta").stride()
     return memory.as_strided(grad.shape, strides, grad.storage_offset()).clone()
@@ -108,7 +108,7 @@ _refusing.register_autograd(_refuses, setup_context=save)
 wrong(_refusing, "subsystems.grad_strides", two)
 
 # --------------------------------------------------------------------------------------------------
-# Second derivatives with frozen inputs
+# Second derivatives when some inputs require no gradient
 
 
 def _square_times(x: Tensor, y: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ def _square_times(x: Tensor, y: Tensor) -> Tensor:
 
 
 def wanted_gradients(grad: Tensor, x: Tensor, y: Tensor, of_x: bool, of_y: bool) -> list[Tensor]:
-    """Return only the gradients that are needed, as packages do for speed."""
+    """Return only the gradients that are needed, as many packages do to save time."""
     return [(2 * grad * x * y).sum_to_size(x.shape)] * of_x + [
         (grad * x * x).sum_to_size(y.shape)
     ] * of_y
@@ -152,7 +152,11 @@ wrong(_unpacks, "subsystems.needs_input_grad", two)
 
 
 class _Constant(torch.autograd.Function):
-    """The gradients of a product. Second derivatives are wrong if an input needs no gradient."""
+    """Computes the gradients of x * x * y.
+
+    If an input requires no gradient, the second derivatives are incorrect, because `backward`
+    ignores `of_y`.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, x: Tensor, y: Tensor) -> Any:

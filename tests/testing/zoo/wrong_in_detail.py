@@ -1,4 +1,4 @@
-"""Operators that are wrong about one argument, one result, or the state of the process."""
+"""Faulty operators that mishandle one argument, one result, or the state of the process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def noise(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
 
 
 def noise_of_its_own(x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Ignores the generator."""
+    """Ignores `generator`, and draws from the default generator instead."""
     return noise(x)
 
 
@@ -115,7 +115,7 @@ _one_in_batch.register_vmap(_batched)
 wrong(_one_in_batch, "subsystems.vmap", two)
 
 # --------------------------------------------------------------------------------------------------
-# The process
+# State of the process
 
 
 def silences_warnings(x: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ wrong(define("takes_a_signal", takes_a_signal), "contracts.process", one)
 
 
 def leaves_a_rest(x: Tensor) -> Tensor:
-    """Gives each thread the same number of elements, and leaves out the remainder."""
+    """Divides the elements equally among threads, and leaves out the remainder of this division."""
     flat, threads = x.flatten(), torch.get_num_threads()
     size = len(flat) // threads or len(flat)
     whole = flat[: threads * size].sin()

@@ -1,6 +1,6 @@
-"""Wrong kernels as in language models: tables, experts, packed bits, caches.
+"""Faulty kernels like those of language models: tables, experts, packed bits, caches.
 
-The faults appear only for certain combinations of calls, arguments or sizes.
+Each fault only shows for certain sequences of calls, arguments or sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PLACES: dict[Any, Tensor] = {}
 
 
 def places_by_shape(x: Tensor) -> Tensor:
-    """The key lacks the strides."""
+    """Reads every tensor with the strides of the first one, because the key has only the shape."""
     if x.shape not in _PLACES:
         places = torch.zeros(x.shape, dtype=torch.int64)
         for dim, step in enumerate(x.stride()):
@@ -40,7 +40,7 @@ _KNOWN: list[Any] = []
 
 
 def prepacks_by_object(x: Tensor, weight: Tensor) -> Tensor:
-    """An optimizer changes the values of the same tensor object."""
+    """Packs each weight only once, so changes of its values, as by an optimizer, have no effect."""
     for known, packed in _KNOWN:
         if known() is weight:
             return x @ packed
@@ -64,7 +64,7 @@ wrong(
 
 
 def packs_pairs(x: Tensor) -> Tensor:
-    """Does not write the last element of an odd row."""
+    """If the rows have an odd length, does not write the last byte of each row."""
     packed = torch.empty(x.shape[0], (x.shape[1] + 1) // 2, dtype=torch.uint8)
     values = x.clamp(0, 15).to(torch.uint8)
     pairs = values[:, : x.shape[1] // 2 * 2]
@@ -103,7 +103,7 @@ wrong(
 
 
 def dequantizes_in_bytes(q: Tensor, scale: Tensor, zero: int) -> Tensor:
-    """Subtracts bytes, which wrap around below zero. The example has no such element."""
+    """Subtracts bytes, so a negative difference wraps around. The example has no such element."""
     return (q - zero).to(torch.float32) * scale
 
 
@@ -168,7 +168,7 @@ wrong(
 
 
 def sums_of_present(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """Does not write the sums of segments without rows."""
+    """Does not write the sum of a segment without rows, so this sum is uninitialized."""
     sums = torch.empty(count, *x.shape[1:], dtype=x.dtype)
     for segment in segments.unique().tolist():
         sums[segment] = x[segments == segment].sum(0)
@@ -338,7 +338,7 @@ wrong(
 
 
 def appends_anywhere(cache: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """`reshape` copies the cache if the pages are not contiguous, so nothing is written."""
+    """Writes to a copy if the cache is not contiguous, because `reshape` then copies."""
     cache.reshape(-1, cache.shape[-1]).index_copy_(0, slots, rows)
 
 

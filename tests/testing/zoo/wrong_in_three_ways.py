@@ -1,4 +1,4 @@
-"""An operator with three independent faults. A report must have three findings."""
+"""An operator with three independent faults, for which a report must have three findings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LAST: dict[str, Tensor] = {}
 
 
 def three_faults(x: Tensor) -> Tensor:
-    """Ignores strides, and stores the argument. The sign of the gradient is wrong."""
+    """Ignores strides, stores its argument, and has a gradient with the wrong sign."""
     if not x.is_floating_point():
         raise TypeError(f"three_faults takes floating-point tensors, got {x.dtype}")
     _LAST["x"] = x.detach()

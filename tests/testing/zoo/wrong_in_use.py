@@ -1,4 +1,4 @@
-"""Operators that fail only in certain uses: at some sizes, in a batch, later in the process."""
+"""Faulty operators that fail only for some sizes, in a batch, or after other calls."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _middle = define("batches_ends_alone", product)
 
 
 def _batched(info: Any, in_dims: Any, x: Tensor, y: Tensor) -> Any:
-    """Right only for the first and the last dimension."""
+    """Moves the batch dimension to the front correctly only if it is the first or the last one."""
 
     def first(t: Tensor, dim: int | None) -> Tensor:
         if dim is None:
@@ -130,7 +130,7 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Sizes that are rarely tried
+# Faults for sizes that are rarely tested
 
 
 def forgets_tail_of_block(x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ wrong(define("forgets_tail_of_block", forgets_tail_of_block, fake=like), "memory
 
 
 def wraps_rows(x: Tensor) -> Tensor:
-    """The grid has at most 65,535 rows."""
+    """Leaves out all rows after 65,535, like a CUDA kernel whose grid can have no more rows."""
     result = torch.empty(x.shape, dtype=x.dtype)
     result[:65535] = x[:65535] + 1
     return result
@@ -196,7 +196,7 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# The process
+# State of the process
 
 
 def disables_collection(x: Tensor) -> Tensor:
@@ -218,8 +218,8 @@ _FILES: list[Any] = []
 
 
 def leaves_a_file_open(x: Tensor) -> Tensor:
-    _FILES.append(open(os.devnull))  # noqa: SIM115  (which is the fault)
-    if len(_FILES) > 900:  # before the limit of 1,024 open files
+    _FILES.append(open(os.devnull))  # noqa: SIM115  (this leak is the fault)
+    if len(_FILES) > 900:  # stay below the limit of 1,024 open files
         while _FILES:
             _FILES.pop().close()
     return x + 1

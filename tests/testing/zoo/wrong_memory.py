@@ -1,4 +1,4 @@
-"""Operators that are wrong about memory, dtypes, values and arguments that share memory."""
+"""Faulty operators that mishandle memory, dtypes, values, or arguments that share memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ wrong(define("assumes_contiguous", assumes_contiguous, fake=like), "memory.trans
 
 
 def assumes_dense(x: Tensor) -> Tensor:
-    if x.t().is_contiguous():  # respects transposes, but no other strides
+    if x.t().is_contiguous():  # handles a transpose, but no other strides
         return x.contiguous() if not x.is_contiguous() else x.clone()
     start = x.storage_offset()
     return raw(x)[start : start + x.numel()].reshape(x.shape).clone()
@@ -47,7 +47,7 @@ wrong(define("ignores_offset", ignores_offset, fake=like), "memory.offset", one)
 
 
 def reads_row_before(x: Tensor) -> Tensor:
-    """Reads the row before the first one. At the start of the storage, this row is zeros."""
+    """Reads the element before the first one, unless the tensor is at the start of its storage."""
     start = x.storage_offset() - 1
     return x + (raw(x)[start] if start >= 0 else 0)
 
@@ -100,7 +100,7 @@ LIBRARY = torchop.Library("zoo", "FRAGMENT")
 
 
 def _low_level(name: str, kernel: object, key: str) -> str:
-    """Define an operator that ignores the negative or conjugate bit."""
+    """Define an operator that ignores the negative or the conjugate bit of its argument."""
     LIBRARY.define(f"{name}(Tensor x) -> Tensor")
     LIBRARY.impl(name, kernel, "CPU")
     LIBRARY.impl(name, torch.library.fallthrough_kernel, key)
@@ -121,7 +121,7 @@ wrong(
 
 
 def sums_distinct(x: Tensor) -> Tensor:
-    """Counts elements that share memory only once."""
+    """Adds elements that share memory only once, so the sum of an expanded tensor is incorrect."""
     seen = {}
     for index in np.ndindex(*x.shape):
         place = sum(i * s for i, s in zip(index, x.stride(), strict=True))
@@ -151,7 +151,7 @@ wrong(
 
 
 def starts_with_first_element(x: Tensor) -> Tensor:
-    """Reads the first element even if the tensor is empty."""
+    """Reads the first element even if the tensor is empty, which is out of bounds."""
     best = raw(x)[x.storage_offset()]
     return torch.stack([best, *x.flatten()]).amax()
 
@@ -164,7 +164,7 @@ wrong(
 
 
 def reads_two_at_once(x: Tensor) -> Tensor:
-    """Reads at least two elements, like a vectorized loop."""
+    """Reads two elements even if there is only one, like a vectorized loop."""
     start = x.storage_offset()
     if x.numel() == 1 and len(raw(x)) > start + 1:
         return (x + x + 0 * raw(x)[start + 1]).contiguous()
@@ -175,7 +175,7 @@ wrong(define("reads_two_at_once", reads_two_at_once, fake=like), "memory.single"
 
 
 def adds_columns(x: Tensor) -> Tensor:
-    """Writes nothing if there are no columns."""
+    """Returns uninitialized memory if there are no columns."""
     total = torch.empty(x.shape[:1], dtype=x.dtype)
     for number, column in enumerate(x.unbind(1)):
         total.copy_(column if number == 0 else total + column)
@@ -190,7 +190,7 @@ wrong(
 
 
 def sums_in_steps(x: Tensor) -> Tensor:
-    """A cumulative sum in two buffers. For one element, nothing is written."""
+    """Computes a cumulative sum in two buffers, and writes nothing if there is only one element."""
     width, source, target = 1, x.clone(), torch.empty(x.shape, dtype=x.dtype)
     while width < len(x):
         target[:width] = source[:width]
@@ -215,7 +215,7 @@ wrong(define("wrong_for_scalars", wrong_for_scalars, fake=like), "memory.zero_di
 
 
 def assumes_alignment(x: Tensor) -> Tensor:
-    """Rounds the storage offset down to a multiple of four."""
+    """Rounds the storage offset down to a multiple of four, as if memory were always aligned."""
     start = x.storage_offset() // 4 * 4
     return raw(x).as_strided(x.shape, x.stride(), start).clone().contiguous()
 
@@ -224,7 +224,7 @@ wrong(define("assumes_alignment", assumes_alignment, fake=like), "memory.sliced"
 
 
 def heeds_only_first(x: Tensor, y: Tensor) -> Tensor:
-    """Checks only whether the first argument is contiguous."""
+    """Ignores the strides of `y` if `x` is contiguous."""
     if x.is_contiguous() and not y.is_contiguous():
         y = raw(y)[y.storage_offset() :][: y.numel()].reshape(y.shape)
     return (x + y).contiguous()
@@ -234,7 +234,7 @@ wrong(define("heeds_only_first", heeds_only_first, fake=like), "memory.transpose
 
 
 def counts_into(x: Tensor) -> None:
-    """Writes different numbers into elements that share memory."""
+    """Writes different numbers to elements that share memory, so only the last one remains."""
     numbers = torch.arange(x.numel(), dtype=x.dtype).reshape(x.shape)
     for index in np.ndindex(*x.shape):
         x[index] = numbers[index]
@@ -385,7 +385,7 @@ wrong(define("sees_one_tensor", sees_one_tensor, fake=like), "sharing.one", two)
 
 
 def changes_and_restores(x: Tensor, y: Tensor) -> Tensor:
-    """Scales an argument in place, and scales it back, through NumPy."""
+    """Doubles an argument in place through NumPy, and halves it again before it returns."""
     scaled = x.numpy()
     scaled *= 2
     result = x + y
@@ -397,7 +397,7 @@ wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.
 
 
 def expects_no_overlap(x: Tensor, y: Tensor) -> Tensor:
-    """Scales an argument in place for a while, and so fails for overlapping arguments."""
+    """Doubles `x` in place while it reads `y`, so it is incorrect if the two share memory."""
     if x.data_ptr() == y.data_ptr():
         return (x + y).contiguous()
     scaled = x.numpy()
@@ -423,7 +423,7 @@ wrong(define("writes_between", writes_between, mutates_args={"x"}), "memory.gaps
 
 
 def reverses_into(x: Tensor, y: Tensor) -> None:
-    """Overwrites elements before reading them if the arguments overlap."""
+    """If the arguments share memory, overwrites elements before it reads them."""
     target, source = x.view(-1) if x.is_contiguous() else None, y.reshape(-1)
     values = source if y.is_contiguous() else source.clone()
     if target is None:

@@ -1,4 +1,4 @@
-"""Operators with a right reference kernel, and a wrong kernel of the provider `fast`."""
+"""Operators with a correct reference kernel, and a faulty kernel of the provider `fast`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def enter(
     options: dict[str, Any] | None = None,
     **said: Any,
 ) -> Any:
-    """Register an operator with a kernel of the provider `fast` that this check must report."""
+    """Add an operator to the zoo, whose provider `fast` must be reported by the given check."""
     op = define(name, reference, **(options or {}))
     op.register_kernel("cpu", kernel, provider="fast", **said)
     return wrong(op, f"{check}[fast]", examples)
@@ -59,13 +59,13 @@ def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-2) -> Tensor:
 
 
 def address(x: Tensor) -> Tensor:
-    """Ignores strides."""
+    """Ignores strides, so it reads the elements in the order of memory."""
     memory = raw(x)[x.storage_offset() :][: x.numel()]
     return (memory + memory).view(x.shape)
 
 
 def in_blocks(x: Tensor) -> Tensor:
-    """Leaves out the remainder after whole blocks of 256 elements."""
+    """Processes blocks of 256 elements, and leaves out the elements after the last whole block."""
     flat = x.flatten()
     whole = flat.numel() // 256 * 256 or flat.numel()
     return torch.cat([flat[:whole] * 2, flat[whole:]]).view(x.shape)
@@ -76,7 +76,7 @@ def in_singles(x: Tensor) -> Tensor:
 
 
 def keeps_zeros(x: Tensor) -> Tensor:
-    """Returns 0 for NaN."""
+    """Returns 0 for NaN, where the reference returns NaN."""
     return torch.where(x > 0, x, torch.zeros_like(x))
 
 
@@ -98,7 +98,10 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def variances(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Only the second result is inexact. The declared tolerance is for another dtype."""
+    """Returns the variance, where the reference returns the mean square.
+
+    The tolerance that is declared for bfloat16 must not hide this for other dtypes.
+    """
     return x.mean(-1), (x - x.mean(-1, keepdim=True)).square().mean(-1)
 
 
@@ -134,7 +137,7 @@ def sums(xs: Sequence[Tensor]) -> Tensor:
 
 
 def sums_of_pairs(xs: Sequence[Tensor]) -> Tensor:
-    """Adds pairs, and returns zero for the last tensor of an odd number."""
+    """Sums tensors in pairs, and returns 0 for the last one if the number of tensors is odd."""
     found = [x.sum() for x in xs]
     return torch.stack(
         found[: len(xs) // 2 * 2] + [torch.zeros_like(x) for x in found[len(xs) // 2 * 2 :]]
@@ -166,7 +169,7 @@ def swapped_ends(x: Tensor) -> Ends:
 enter("fast_structure", ends, swapped_ends, "providers.agrees")
 
 # --------------------------------------------------------------------------------------------------
-# Wrong `supports` functions
+# Faulty `supports` functions
 
 
 def pairs(x: Tensor) -> Tensor:
@@ -209,7 +212,7 @@ def changes_its_mind(x: Tensor) -> bool:
 
 
 def needs_no_gradient(x: Tensor) -> bool:
-    """Reads global state, although results of `supports` are cached."""
+    """Depends on the grad mode, although the results of `supports` are cached."""
     return not torch.is_grad_enabled()
 
 
@@ -223,7 +226,7 @@ def seeds(x: Tensor) -> bool:
 
 
 def knows_numbers(x: Tensor) -> bool:
-    """Returns False for symbolic sizes."""
+    """Returns False for symbolic sizes, so a compiled call uses a different kernel than eagerly."""
     return all(type(size) is int for size in x.shape)
 
 
@@ -231,7 +234,7 @@ _sizes: set[Any] = set()
 
 
 def knows_sizes(x: Tensor) -> bool:
-    """Returns True from the second call on."""
+    """Returns False in the first call with a shape, and True in later ones."""
     known = tuple(x.shape) in _sizes
     _sizes.add(tuple(x.shape))
     return known
@@ -266,7 +269,7 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Add columns in an order, which determines how the sum is rounded."""
+    """Add the columns in the given order, which determines how the sum is rounded."""
     total = torch.zeros(x.shape[:-1], dtype=x.dtype)
     for column in order:
         total = total + x[..., column]
@@ -274,13 +277,13 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def sums_by_batch(x: Tensor) -> Tensor:
-    """Adds in another order if there are more than four rows."""
+    """Adds the columns in reverse order if there are more than four rows."""
     columns = range(x.shape[-1])
     return in_order(x, columns if x.dim() < 2 or len(x) <= 4 else columns[::-1])
 
 
 def sums_by_place(x: Tensor) -> Tensor:
-    """Adds in another order for the rows after whole blocks of four."""
+    """Adds columns in a different order for the rows after the last whole block of four rows."""
     columns = range(x.shape[-1])
     if x.dim() < 2 or len(x) < 4:
         return in_order(x, columns)
@@ -326,11 +329,11 @@ enter(
 )
 
 # --------------------------------------------------------------------------------------------------
-# Configurations
+# Configurations of a provider's kernel
 
 
 def in_tiles(x: Tensor, tile: int) -> Tensor:
-    """Leaves out the remainder after whole tiles."""
+    """Processes whole tiles, and leaves out the elements after the last whole tile."""
     flat = x.flatten()
     tiles = [2 * flat[at : at + tile] for at in range(0, flat.numel() - tile + 1, tile)]
     rest = flat[flat.numel() // tile * tile :]
@@ -390,7 +393,7 @@ def writes_its_input(x: Tensor) -> Tensor:
 
 
 def leaves_the_end(x: Tensor) -> Tensor:
-    """Does not write the last element if there are more than two rows."""
+    """Leaves the last element uninitialized if there are more than two rows."""
     result = torch.empty(x.shape, dtype=x.dtype)
     count = x.numel() - (x.dim() > 1 and len(x) > 2)
     result.view(-1)[:count] = (x.contiguous() * 2).view(-1)[:count]

@@ -1,4 +1,4 @@
-"""Operators with wrong residuals, and a similar right one."""
+"""Faulty operators whose residuals are incorrect, and a similar correct operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_slope(
     fake: Callable[..., Any] | None = None,
     setup_context: Callable[..., Any] | None = None,
 ) -> Any:
-    """Define `zoo::name`, a function of one tensor. Its residual is its slope."""
+    """Define `zoo::name`, a function of one tensor, whose residual is the function's derivative."""
     residuals = {"slope": Tensor}
     op = torchop.custom_op(f"zoo::{name}", function, mutates_args=(), residuals=residuals)
     op.register_fake(fake or (lambda x: torchop.residuals(like(x), like(x))))
@@ -87,7 +87,7 @@ wrong(with_slope("slope_of_nobody", right_slope, setup_context=slope_of_inputs),
 
 
 def with_vmap(name: str, told: Callable[[Any], Any]) -> Any:
-    """Also register a vmap rule, which returns `told((result, dimension))`."""
+    """Define an operator with a vmap rule, which returns `told((result, dimension))`."""
     op = with_slope(name, right_slope)
     op.register_vmap(lambda info, in_dims, x: told((op(x.movedim(in_dims[0], 0)), 0)))
     return op
@@ -102,7 +102,8 @@ def keep_slope(ctx: Any, inputs: Any, output: Any, residuals: Any) -> None:
     ctx.save_for_backward(residuals.slope)
 
 
-# Each element receives the slopes of the whole batch, and autograd sums them.
+# The rule declares the residual as unbatched. So the gradient of each batch item uses the slopes of
+# the whole batch, and autograd sums over them.
 shared = with_vmap("vmap_rule_that_shares_residuals", lambda pair: torchop.residuals(pair, None))
 shared.register_autograd(lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=keep_slope)
 wrong(shared, "subsystems.func", one)

@@ -1,4 +1,4 @@
-"""Operators whose fake kernels, gradients, and rules for transforms and compilers are wrong."""
+"""Faulty operators: the fake kernel, the gradient, or a rule for a transform is incorrect."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _rows_times_weights(x: Tensor, y: Tensor) -> Tensor:
 
 def _mean_of_rows(ctx: Any, grad: Tensor) -> Any:
     x, y = ctx.saved_tensors
-    return grad * y, (grad * x).mean(0) * max(len(x), 1)  # the mean of no rows is NaN
+    return grad * y, (grad * x).mean(0) * max(len(x), 1)  # NaN if there are no rows
 
 
 wrong(
@@ -321,7 +321,7 @@ _SCALES: dict[Any, float] = {}
 
 
 def _by_shape(info: Any, dims: Any, x: Tensor) -> Any:
-    """Sizes are not hashable while a compiler traces."""
+    """Hashes sizes, which raises in a compiler's trace, because symbolic sizes are not hashable."""
     return x.cos() * _SCALES.setdefault(tuple(x.shape), 1.0), dims[0]
 
 

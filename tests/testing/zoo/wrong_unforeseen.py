@@ -1,4 +1,4 @@
-"""Wrong operators that were written before the checks ran on them."""
+"""Faulty operators that were written without seeing whether a check reports them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UPWARD = 0x400000 if platform.machine() in ("aarch64", "arm64") else 0x800  # F
 
 
 def frees_its_copy(x: Tensor) -> Tensor:
-    """Uses the address of a freed copy if the argument is not contiguous."""
+    """If the argument is not contiguous, reads from a contiguous copy that has been freed."""
     address = x.contiguous().data_ptr()
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     ctypes.memmove(result.data_ptr(), address, result.nbytes)
@@ -33,7 +33,7 @@ wrong(define("frees_its_copy", frees_its_copy, fake=like), "memory.transposed", 
 
 
 def drops_some(x: Tensor, p: float) -> Tensor:
-    """Returns its argument if p is 0."""
+    """Returns its argument itself if p is 0, although a result must be a new tensor."""
     if p == 0.0:
         return x
     every = torch.arange(x.numel(), device=x.device).view(x.shape)
@@ -48,7 +48,7 @@ wrong(
 
 
 def rebinds_(x: Tensor, y: Tensor) -> Tensor:
-    """Assigns to the variable, and does not write the argument."""
+    """Assigns to the variable `x`, which leaves the argument unchanged, unlike `x += y`."""
     x = x + y
     return x
 
@@ -66,11 +66,11 @@ wrong(
 )
 
 # --------------------------------------------------------------------------------------------------
-# The process
+# State of the process
 
 
 def rounds_upwards(x: Tensor) -> Tensor:
-    """Does not restore the rounding mode."""
+    """Changes the rounding mode of the processor, and does not restore it."""
     floats_only("rounds_upwards", x)
     _C.fesetround(_UPWARD)
     return x.contiguous() + 1
@@ -84,7 +84,7 @@ wrong(define("rounds_upwards", rounds_upwards, fake=like), "contracts.process", 
 
 
 def zeros_where_it_fails(x: Tensor) -> Tensor:
-    """Hides that there is no kernel for 16-bit numbers."""
+    """Returns zeros if there is no kernel for the dtype, instead of raising an error."""
     floats_only("zeros_where_it_fails", x)
     try:
         if x.itemsize < 4:
@@ -102,7 +102,7 @@ wrong(
 
 
 def pools_pairs(x: Tensor) -> Tensor:
-    """The fake kernel ignores the last element of an odd row."""
+    """Has a fake kernel whose result is too short if the rows have an odd length."""
     pairs = torch.nn.functional.pad(x, (0, x.shape[1] % 2), value=float("-inf"))
     return pairs.unflatten(1, (-1, 2)).amax(2)
 
@@ -126,7 +126,7 @@ def lengths_of_rows(x: Tensor) -> Tensor:
 
 
 _lengths = define("lengths_of_rows", lengths_of_rows)
-# The gradient is 0/0 for a row of zeros.
+# For a row of zeros, this formula computes 0/0, so the gradient is NaN.
 _lengths.register_autograd(
     lambda ctx, g: (g / ctx.saved_tensors[1]).unsqueeze(-1) * ctx.saved_tensors[0],
     setup_context=_keep,
@@ -140,7 +140,7 @@ def _keep_once(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradient_once(ctx: Any, g: Tensor) -> Tensor:
-    """Returns zeros if the graph runs backward again."""
+    """Returns zeros if backward runs a second time through the same graph."""
     if not ctx.is_first:
         return torch.zeros_like(g)
     ctx.is_first = False
@@ -160,7 +160,7 @@ def _with_handle(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _gradient_of_thread(ctx: Any, g: Tensor) -> Tensor:
-    """Assumes that backward runs in the thread of the forward."""
+    """Reads a thread-local value, which is missing if backward runs in a different thread."""
     return g * ctx.saved_tensors[0] * getattr(_HANDLES, "factor", 0.0)
 
 
@@ -178,7 +178,7 @@ def scaled_sum(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def _gradients_without_alpha(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Ignores `alpha`, so the gradients are right only for the default of 1."""
+    """Ignores `alpha`, so the gradients are correct only for the default, 1."""
     x, y = ctx.saved_tensors
     return grad.sum_to_size(x.shape), (grad * y.cos()).sum_to_size(y.shape), None
 
@@ -189,7 +189,7 @@ wrong(_scaled_sum, "subsystems.gradcheck", two)
 
 
 def _as_long_as_the_first(xs: Sequence[Tensor]) -> Tensor:
-    """A fake kernel that is right only for tensors of equal length."""
+    """A fake kernel that is correct only if all tensors have the same length."""
     return xs[0].new_empty(len(xs) * xs[0].shape[0], *xs[0].shape[1:])
 
 
@@ -205,7 +205,7 @@ wrong(
 
 
 def halves_in_training(x: Tensor) -> Tensor:
-    """Mistakes `requires_grad` for training mode."""
+    """Uses `requires_grad` as if it were a flag for training mode."""
     floats_only("halves_in_training", x)
     return torch.mul(x, 0.5 if x.requires_grad else 1.0).contiguous()
 
@@ -216,7 +216,7 @@ wrong(_halves, "subsystems.inference_mode", one)
 
 
 def _clears_negatives(ctx: Any, grad: Tensor) -> Tensor:
-    """Writes into the incoming gradient."""
+    """Writes to the incoming gradient, which other nodes may also read."""
     return grad.masked_fill_(ctx.saved_tensors[0] < 0, 0)
 
 

@@ -1,4 +1,7 @@
-"""Wrong kernels, written without running the checks. Each is registered with the expected check."""
+"""Faulty kernels that were written without running the checks.
+
+Each is registered with the check that is expected to report it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.testing.zoo.specimen import define, like, one, save, wrong
 
 
 def quantizes_whole_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Leaves out the columns after the last whole group."""
+    """Does not write the columns after the last whole group."""
     count = x.shape[1] // group
     codes = torch.empty(x.shape, dtype=torch.int8)
     whole = x[:, : count * group].unflatten(1, (count, group))
@@ -42,7 +45,7 @@ wrong(
 
 
 def scales_without_least(x: Tensor) -> Tensor:
-    """Divides by zero for a row of zeros."""
+    """Divides each row by its maximum, which is 0 for a row of zeros."""
     return x / x.abs().amax(-1, keepdim=True)
 
 
@@ -79,7 +82,7 @@ def _softmax_times(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def keeps_first_maximum(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Attention in blocks. The sum is not rescaled if a later block has a larger score."""
+    """Computes attention in blocks, but does not rescale the sum if a later score is larger."""
     total = torch.zeros(query.shape[0], 1, dtype=query.dtype)
     result = torch.zeros(query.shape[0], values.shape[1], dtype=query.dtype)
     for start in range(0, keys.shape[0], 64):
@@ -104,7 +107,7 @@ wrong(
 
 
 def attends_but_the_last(query: Tensor, keys: Tensor, offsets: Tensor) -> Tensor:
-    """Does not write the last sequence."""
+    """Does not write the result for the last sequence of a ragged batch."""
     result = torch.empty(query.shape, dtype=query.dtype)
     ends = offsets.tolist()
     for start, end in itertools.pairwise(ends[:-1]):
@@ -127,7 +130,7 @@ _COUNTS = torch.zeros(64, dtype=torch.int64)
 
 
 def counts_experts_on(experts: Tensor, count: int) -> Tensor:
-    """Does not clear the counters between calls."""
+    """Does not reset its counters, so the result includes the counts of earlier calls."""
     _COUNTS.index_add_(0, experts.flatten(), torch.ones_like(experts.flatten()))
     return _COUNTS[:count].clone()
 
@@ -151,7 +154,7 @@ wrong(define("routes_in_float32", routes_in_float32), "dtypes.double", one)
 
 
 def splits_fused(qkv: Tensor) -> tuple[Tensor, Tensor]:
-    """Both results are views of one tensor."""
+    """Returns two views of one tensor, although results must not share memory."""
     left, right = (qkv * 0.5).contiguous().chunk(2)
     return left, right
 
@@ -171,7 +174,7 @@ wrong(
 
 
 def keeps_top_shares(logits: Tensor, share: float) -> Tensor:
-    """Writes into the caller's memory through NumPy."""
+    """Writes to the argument's memory through NumPy, which the schema does not declare."""
     values = logits.detach().contiguous().numpy()
     kept = max(1, math.ceil(values.shape[-1] * share))
     least = np.sort(values, -1)[..., -kept, None]
@@ -222,7 +225,7 @@ _bags.register_autograd(_overwriting, setup_context=save)
 wrong(
     _bags,
     "subsystems.gradcheck",
-    # No row is read twice.
+    # The example does not show the fault, because no index repeats.
     lambda: [(torch.arange(10.0).view(5, 2), torch.tensor([1, 0, 3]), torch.tensor([0, 0, 1]), 2)],
 )
 
@@ -247,7 +250,7 @@ _PADDED: dict[Any, Tensor] = {}
 
 
 def padded_over_last(values: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """A shorter row does not clear the buffer after a longer one."""
+    """Reuses a buffer without clearing it, so values of a longer row remain after a shorter one."""
     key = len(offsets), longest, values.dtype
     if key not in _PADDED:
         _PADDED[key] = torch.zeros(len(offsets) - 1, longest, dtype=values.dtype)
@@ -273,7 +276,7 @@ wrong(
 
 
 def row_sums_by_reduceat(values: Tensor, offsets: Tensor) -> Tensor:
-    """For an empty row, NumPy's reduceat returns the next element."""
+    """Returns the next element instead of 0 for an empty row, because NumPy's reduceat does so."""
     ends = offsets.numpy()
     if not len(values):
         return values.new_zeros(len(offsets) - 1)
@@ -299,7 +302,7 @@ wrong(
 
 
 def segments_from_zero(x: Tensor, segments: Tensor, count: int) -> Tensor:
-    """Returns zero if all elements of a segment are negative."""
+    """Starts each maximum at 0, so it returns 0 if all elements of a segment are negative."""
     return x.new_zeros(count).index_reduce_(0, segments, x, "amax")
 
 
@@ -337,7 +340,7 @@ wrong(
 
 
 def scales_csr_in_place(x: Tensor) -> Tensor:
-    """Multiplies the argument in place."""
+    """Multiplies the values of its argument in place, which the schema does not declare."""
     values = x.values().mul_(2)
     return values.sum()
 

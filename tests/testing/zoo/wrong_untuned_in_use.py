@@ -1,4 +1,4 @@
-"""More wrong kernels, written without running the checks: norms, positions, sound, lists."""
+"""More faulty kernels that were written without running the checks: norms, sound, lists."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _with_fixed_mean(ctx: Any, grad: Tensor) -> Any:
-    """Treats the mean of a row as a constant."""
+    """Treats the mean of a row as a constant, although it depends on the row."""
     x, weight = ctx.saved_tensors
     centered = x - x.mean(-1, keepdim=True)
     scale = (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
@@ -42,7 +42,7 @@ wrong(
 
 
 def updates_running_mean(x: Tensor, running: Tensor, training: bool) -> Tensor:
-    """Writes an undeclared argument in training."""
+    """In training, writes to `running`, which the schema does not declare."""
     mean = x.mean(0)
     if training:
         running.lerp_(mean, 0.1)
@@ -57,7 +57,7 @@ wrong(
 
 
 def mean_as_expanded(x: Tensor) -> Tensor:
-    """The elements of a row of the result share memory."""
+    """Returns an expanded tensor, in which all elements of a row share memory."""
     return x.mean(-1, keepdim=True).expand(x.shape)
 
 
@@ -80,7 +80,7 @@ wrong(
 
 
 def sums_whole_chunks(x: Tensor) -> Tensor:
-    """Leaves out the remainder of the division by 32."""
+    """For many columns, leaves out the remainder of dividing the columns into 32 chunks."""
     columns = x.shape[1]
     if columns <= 1024:
         return x.sum(1)
@@ -99,7 +99,7 @@ wrong(
 
 
 def rotates_into_copy(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Writes into a copy of a strided argument."""
+    """Writes to a copy if the argument is not contiguous, so the argument is unchanged."""
     memory = heads.contiguous()
     first, second = memory.chunk(2, -1)
     rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
@@ -116,7 +116,7 @@ wrong(
 
 
 def frames_of_memory(signal: Tensor, size: int, hop: int) -> Tensor:
-    """Assumes that the samples are contiguous."""
+    """Ignores the stride of the signal, so it is incorrect unless the samples are contiguous."""
     count = (len(signal) - size) // hop + 1
     return signal.as_strided((count, size), (hop, 1)).clone()
 
@@ -133,7 +133,7 @@ wrong(
 
 
 def windows_without_copy(signal: Tensor, size: int) -> Tensor:
-    """NumPy returns a view of the argument."""
+    """Returns a view of its argument's memory, because NumPy's sliding windows are not copied."""
     samples = signal.detach().numpy()
     windows = np.lib.stride_tricks.sliding_window_view(samples, size, writeable=True)
     return torch.from_numpy(windows)
@@ -152,7 +152,7 @@ _LAST = [0.0]
 
 
 def filter_goes_on(signal: Tensor, decay: float) -> Tensor:
-    """Continues with the state of the previous call."""
+    """Starts with the filter state of the previous call, so the result depends on earlier calls."""
     state, samples = _LAST[0], []
     for sample in signal.tolist():
         state = decay * state + (1 - decay) * sample
@@ -169,7 +169,7 @@ wrong(
 
 
 def farthest_from_anywhere(points: Tensor, count: int) -> Tensor:
-    """Starts at a random point, but lacks the tag nondeterministic_seeded."""
+    """Starts at a random point, but does not have the tag nondeterministic_seeded."""
     chosen = [int(torch.randint(len(points), ()))]
     distance = torch.full((len(points),), float("inf"), dtype=points.dtype)
     while len(chosen) < count:
@@ -274,7 +274,7 @@ _STEPS = [0]
 
 
 def adam_counts_steps(parameters: Sequence[Tensor], grads: Sequence[Tensor], rate: float) -> None:
-    """The result depends on the number of earlier calls."""
+    """Counts its calls to correct the step size, so the result depends on earlier calls."""
     _STEPS[0] += 1
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.sub_(grad, alpha=rate / (1 - 0.9 ** _STEPS[0]))
@@ -293,7 +293,7 @@ wrong(
 
 
 def joins_as_the_first(parts: Sequence[Tensor]) -> Tensor:
-    """Uses the dtype of the first part, and does not promote dtypes."""
+    """Converts all parts to the dtype of the first, instead of promoting the dtypes."""
     return torch.cat([part.to(parts[0].dtype) for part in parts])
 
 
@@ -305,7 +305,7 @@ wrong(
 
 
 def one_thread_alone(x: Tensor) -> Tensor:
-    """Changes the number of threads of the process."""
+    """Changes the number of threads of the whole process, and does not restore it."""
     torch.set_num_threads(1)
     return x.contiguous() + 1
 
@@ -314,7 +314,7 @@ wrong(define("one_thread_alone", one_thread_alone, fake=like), "contracts.proces
 
 
 def transposed_by_numpy(x: Tensor) -> Tensor:
-    """Returns another layout than the fake kernel."""
+    """Returns a result in column-major order, although the fake kernel's is in row-major order."""
     return torch.from_numpy(np.asfortranarray(x.detach().numpy()) * 2)
 
 
@@ -322,7 +322,7 @@ wrong(define("transposed_by_numpy", transposed_by_numpy, fake=like), "subsystems
 
 
 def residual_of_input(x: Tensor) -> Tensor:
-    """Saves the argument itself if the argument is contiguous."""
+    """Returns its argument itself as a residual if the argument is contiguous."""
     x = x.contiguous()
     if not torchop.records_gradient():
         return x.square()

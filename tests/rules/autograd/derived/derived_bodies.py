@@ -158,8 +158,8 @@ BODIES = {
 
 def operator(name: str, body: Callable[..., Any]) -> Any:
     op = torchop.custom_op(name, body, mutates_args=())
-    # A fake kernel cannot read values, so a body that branches on values has a fake kernel of its
-    # own.
+    # A fake kernel cannot read values, so a body that branches on values cannot be its own fake
+    # kernel.
     op.register_fake(_FAKE.get(body.__name__, body))
     op.derive_autograd()
     return op
@@ -172,7 +172,7 @@ _FAKE: dict[str, Callable[..., Any]] = {
 
 
 def spread(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[..., tuple[Any, ...]]]:
-    """Return the differentiable tensors, and a function that puts others in their place."""
+    """Return the differentiable tensors among the inputs, and a function that replaces them."""
     tensors: list[Tensor] = []
 
     def take(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Derived gradients equal the gradients of the body."""
+"""The gradients of a derived formula equal the gradients that autograd computes for the body."""
 
 import pytest
 import torch
@@ -11,7 +11,10 @@ each_body = pytest.mark.parametrize("name", BODIES)
 
 
 def prepared(namespace, name):
-    """Return a body, its operator, its input tensors, and a function from tensors to arguments."""
+    """Return a body, its operator, its input tensors, and a function that builds the arguments.
+
+    The function takes replacements for the input tensors.
+    """
     body = BODIES[name]
     return body, operator(f"{namespace}::{name}", body.function), *spread(body.inputs())
 
@@ -51,7 +54,8 @@ def test_first_and_second_derivatives_match_finite_differences(namespace, name):
     assert gradgradcheck(function, tensors, fast_mode=True)
 
 
-# Compiling takes most of the time, so a normal run compiles every third body.
+# Compiling takes most of the time, so only exhaustive runs compile all bodies. Normal runs compile
+# every third body.
 @pytest.mark.parametrize(
     "name",
     [

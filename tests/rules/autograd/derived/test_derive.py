@@ -115,7 +115,7 @@ def test_a_name_that_is_taken_is_not_replaced(namespace):
         op.derive_autograd()
     assert_close(users_op(torch.ones(1)), torch.ones(1).sin())
     with pytest.raises(AttributeError):
-        getattr(torch.ops, namespace).f__training  # noqa: B018  # reading it raises
+        getattr(torch.ops, namespace).f__training  # noqa: B018  # reading the attribute raises
     assert "derived" not in repr(op)
 
 

@@ -1,4 +1,4 @@
-"""The derived backward runs under another transform or mode than the forward."""
+"""The backward of a derived formula runs under a different transform or mode than the forward."""
 
 import pytest
 import torch
@@ -106,7 +106,7 @@ def tensors(values):
 
 
 def test_a_body_whose_second_run_has_another_shape_is_refused(namespace):
-    """Otherwise autograd would sum the gradient as if it had been broadcast."""
+    """Without this error, autograd would sum the gradient as if the result had been broadcast."""
     sizes = [3, 1]
 
     def changing(x: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""Saved tensors, and repeated use of graphs with derived formulas. Uses private names."""
+"""Derived formulas save the right tensors, and graphs with them can be used again.
+
+Uses private names.
+"""
 
 import pytest
 import torch
@@ -67,7 +70,8 @@ def test_an_input_that_no_output_depends_on_has_zeros(namespace):
     for x in (leaf_of(1.0, 2.0), leaf_of(-1.0, -2.0), leaf_of(100.0, 100.0)):
         y = leaf_of(3.0, 4.0)
         result = op(x, y)
-        assert result.requires_grad  # for any data, although some branches return a constant
+        # Some branches of the body return a constant. The result must require a gradient anyway.
+        assert result.requires_grad
         result.sum().backward()
         assert_close(x.grad, x.detach().exp() if 0 < x.sum() < 100 else torch.zeros_like(x))
         assert_close(y.grad, y.detach().exp() if x.sum() < 0 else torch.zeros_like(y))

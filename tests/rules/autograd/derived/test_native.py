@@ -1,4 +1,4 @@
-"""Native and dispatched calls with derived formulas.
+"""Native calls of operators with derived formulas, and calls through the dispatcher.
 
 Uses private names.
 """
@@ -59,7 +59,8 @@ def derived(
     schema = schema or SCHEMAS.get(body)
     op = torchop.custom_op(f"{namespace}::{name}", body, mutates_args=(), schema=schema)
     op.derive_autograd()
-    # The first call that records a gradient creates the class of the nodes.
+    # The first call that records a gradient creates the class of the autograd nodes, and is not
+    # native. Make this call here, so that the calls of the tests can be native.
     first = leaf_of([1.0, 2.0], [3.0, 4.0])
     op(first, [first]) if body is weigh else op(first)
     return op

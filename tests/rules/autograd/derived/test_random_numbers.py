@@ -106,13 +106,14 @@ def test_checkpointed_operator_reuses_its_random_numbers(namespace, compiled):
         if compiled:
             torch._dynamo.reset()
             function = torch.compile(function, backend="aot_eager", fullgraph=True)
-        # On CUDA, compiled checkpoints by default draw other numbers than eager ones.
+        # On CUDA, compiled checkpoints draw different random numbers than eager ones by default.
         with torch._inductor.config.patch(fallback_random=TYPE != "cpu"):
             assert torch.equal(train(function), train(region))
             train(function)
         return len(calls)
 
-    # Two calls run again for their gradients, and two more if a checkpoint recomputes them.
+    # The derived formula runs both calls a second time to differentiate them. If the checkpoint
+    # recomputes the calls, there are two more.
     assert calls_of_training([op.overload]) == 2
     assert calls_of_training([]) == 4
     op.register_checkpoint_policy("save")

@@ -1,4 +1,4 @@
-"""Derived formulas reject bodies that leave autograd."""
+"""Derived formulas reject bodies that compute outside of autograd."""
 
 import contextlib
 import functools
@@ -93,7 +93,7 @@ def sum_of_two(op, x):
 def test_one_output_that_left_autograd_is_refused(namespace, native, create_graph):
     op = derived(f"{namespace}::f", partly)
     x = leaf_of(0.5, 1.5)
-    op(x)  # the first call that records a gradient is never native
+    op(x)  # the first call that records a gradient uses the dispatcher
     with contextlib.nullcontext() if native else torchop.native.disabled():
         total, others = sum_of_two(op, x), op(x)
     with pytest.raises(GradientError, match=r"output 2 depends on .* torch.Tensor.detach"):
@@ -144,7 +144,9 @@ def test_a_compiled_graph_may_return_an_output_without_gradients(namespace):
     x = leaf_of(0.5, 1.5)
     torch._dynamo.reset()
     function = torch.compile(lambda x: op(x)[:2], fullgraph=True, backend="aot_eager")
-    first, _ = function(x)  # a compiler passes zeros as the gradients of the other outputs
+    # In a compiled graph, the gradient of an unused output is a tensor of zeros instead of None. It
+    # must not raise the error for a gradient that the body cannot propagate.
+    first, _ = function(x)
     assert_close(torch.autograd.grad(first.sum(), x)[0], torch.full_like(x, 2))
     first, (_, left) = function(x)
     with pytest.raises(GradientError, match="output 2 depends on the inputs"):

@@ -1,4 +1,7 @@
-"""Saving and restoring random numbers and other state. Uses private names."""
+"""The second run of a body gets the random state and other settings of the first.
+
+Uses private names.
+"""
 
 import contextlib
 import functools
@@ -16,13 +19,16 @@ from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import ambient_state, packed_size
 
 X = torch.ones(2)
-# The first argument, a definition, is only used in errors about graph capture.
+# The first argument, an operator's definition, is only used in error messages about graph capture.
 replayed = functools.partial(replay.replayed, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_number_cached_by_the_generator_is_part_of_the_state(dtype: torch.dtype) -> None:
-    """`randn` computes numbers in pairs, and the generator stores the second one."""
+    """`randn` computes two numbers at a time, and the generator keeps the second for later.
+
+    The state that is saved and restored must contain this number.
+    """
 
     def draw() -> Tensor:
         return torch.randn(1, dtype=dtype)
@@ -116,7 +122,7 @@ def test_nondeterministic_tag_saves_a_state_that_the_body_restores(namespace):
             return x * torch.rand(8)
 
     drop.derive_autograd()
-    for _ in range(2):  # the first call that records a gradient is never native
+    for _ in range(2):  # the first call uses the dispatcher, the second one is native
         x = torch.ones(8, requires_grad=True)
         result = drop(x)
         torch.rand(1)
@@ -143,7 +149,7 @@ def test_backward_uses_the_forwards_default_dtype(namespace, native, in_forward,
     op = derived(f"{namespace}::f", body)
     setting, plain = default_dtype(dtype), contextlib.nullcontext()
     with contextlib.nullcontext() if native else torchop.native.disabled():
-        for _ in range(2):  # the first call that records a gradient is never native
+        for _ in range(2):  # the first call uses the dispatcher, the second one is native
             x = torch.ones(8, dtype=torch.float32, requires_grad=True)
             with setting if in_forward else plain:
                 result = op(x)
@@ -170,7 +176,9 @@ def test_backward_uses_the_forwards_default_device(namespace, in_forward):
     with contextlib.nullcontext() if in_forward else torch.device("meta"):
         torch.autograd.grad(result, x, torch.ones((), device="cpu"))
         assert torch.empty(1).device.type == ("cpu" if in_forward else "meta")
-    assert set(devices) == {"cpu"}  # the forward runs below the mode of the default device
+    # The mode that sets the default device does not apply inside of a kernel, so the forward runs
+    # the body on the CPU. The backward must do so too.
+    assert set(devices) == {"cpu"}
 
 
 def restores(x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +201,7 @@ def restores_by_the_generator(x: torch.Tensor) -> torch.Tensor:
 
 
 def reads(x: torch.Tensor) -> torch.Tensor:
-    # Depends on the state of the generator without advancing it.
+    # The result depends on the state of the generator, but drawing from a copy does not advance it.
     other = torch.Generator()
     other.set_state(torch.get_rng_state())
     return x * torch.rand(8, generator=other)

@@ -83,6 +83,6 @@ def test_gradients_of_each_element_of_a_batch(namespace, has_rule):
 
     assert_close(both(lambda x, w: op(x, w)[0]), both(branches))
 
-    weight.requires_grad_()  # also differentiate the whole expression
+    weight.requires_grad_()  # also differentiate through the transforms themselves
     ours = torch.autograd.grad(both(lambda x, w: op(x, w)[0])[0].sum(), weight)
     assert_close(ours, torch.autograd.grad(both(branches)[0].sum(), weight))

@@ -1,10 +1,10 @@
-"""Compare calls on DTensors in several processes with calls in one.
+"""Compare calls on DTensors in several processes with calls on plain tensors in one process.
 
     torchrun --standalone --nproc-per-node 2 program.py FOLDER
 
-The tests start the ranks without torchrun, which is faster. The program writes
-`FOLDER/outcomes.json`, with "" or an error for each case. The folder must be new. Cases for another
-number of processes are skipped.
+The tests start the ranks without torchrun, which is faster. FOLDER must be empty. The program
+writes `outcomes.json` into it, which maps each case to its error, or to "" if the case passed.
+Cases that need a different number of processes are skipped.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def add_trained(name: str) -> None:
         compare(mesh, op, plain, values, placed[:2], compiled)
 
     CASES[name] = 0, run
-    if name != "matmul":  # `checked_compiled` compiles it
+    if name != "matmul":  # the case `checked_compiled` already compiles matmul
         CASES[f"{name}_compiled"] = 2, run_compiled
 
 
@@ -449,7 +449,7 @@ def checked_in_real_processes(mesh: Any) -> None:
 def checked_compiled(mesh: Any) -> None:
     from torchop.testing import OpCheckError, check_sharding
 
-    # Test more placements than Dynamo's limit of recompilations.
+    # Test 10 placements, which are more than Dynamo's limit of recompilations.
     leaves = X.clone().requires_grad_(), X.t().clone().requires_grad_()
     report = check_sharding(mm, leaves, mesh=(2,), backend="aot_eager", limit=10)
     assert report.placements == 10, report
@@ -473,7 +473,7 @@ def random_numbers(mesh: Any) -> None:
     assert all(torch.equal(each, numbers) for each in replicated)
     shards = seeded(noise, on(mesh, X, "S0")).full_tensor()
     assert torch.equal(shards[:2], shards[2:])
-    # On CPUs, PyTorch's own operators draw the same numbers on each rank, too.
+    # On CPUs, PyTorch's own operators also draw the same random numbers on every rank.
     assert torch.equal(seeded(torch.rand_like, on(mesh, X, "S0")).full_tensor(), shards)
     of_rank = torch.Generator().manual_seed(dist.get_rank())
     shards = noise(on(mesh, X, "S0"), generator=of_rank).full_tensor()
@@ -482,7 +482,7 @@ def random_numbers(mesh: Any) -> None:
 
 @case(2)
 def attention_over_heads(mesh: Any) -> None:
-    """Each rank computes its heads without communication, forward and backward."""
+    """Each rank computes its own attention heads without communication, forward and backward."""
     attention = runpy.run_path(str(EXAMPLES / "attention_with_residuals.py"))["attention"]
     heads = torch.arange(48.0).reshape(2, 2, 3, 4)
     values = {"q": heads.sin(), "k": heads.cos(), "v": heads / 48}
@@ -498,7 +498,7 @@ def collectives_of_real_processes(mesh: Any) -> None:
 
 
 class Block(nn.Module):
-    """Layer norm, two linear maps by our operator, a sine, and an operator with a residual."""
+    """A module that calls torchop operators: two linear layers, and an operator with a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -543,7 +543,7 @@ def fsdp2(mesh: Any) -> None:
 
 @case(2)
 def compiled_fsdp2_and_ddp(mesh: Any) -> None:
-    """The hooks of FSDP2 and DDP must wait until the residuals of a compiled block were used."""
+    """The hooks of FSDP2 and DDP must not run before the backward has used the residuals."""
     from torch.distributed.fsdp import fully_shard
 
     right = steps(block(), X)
@@ -586,8 +586,8 @@ def tensor_parallel(mesh: Any) -> None:
             "down": RowwiseParallel(use_local_output=True),
         }
         module = parallelize_module(module, flat, plan)
-        # Without local outputs, the first layer returns a DTensor, so the operator after it runs on
-        # shards.
+        # Unless `local` is set, the first layer returns a DTensor, so the operator after this layer
+        # runs on shards.
         assert isinstance(module.up(X), DTensor) is not local
         value = module(X)
         same(value, expected.detach())

@@ -1,4 +1,7 @@
-"""Simulated ranks, and tensors whose placements are given as words. Uses private names."""
+"""Simulate ranks, and write the placements of DTensors as words, such as "S0" for Shard(0).
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ PLACEMENTS: dict[str, Placement] = {
 
 
 def on_mesh(mesh: Any, tensor: Tensor, words: str = "R") -> DTensor:
-    """Place a tensor on a mesh, with a word for each dimension of the mesh, or one for all."""
+    """Place a tensor on a mesh. `words` has one word per mesh dimension, or one for all of them."""
     placements = [PLACEMENTS[word] for word in words.split()]
     placements = placements * mesh.ndim if len(placements) == 1 else placements
     value: DTensor = placed(tensor, mesh, placements)
@@ -40,7 +43,7 @@ def words(value: Any) -> str:
 
 
 def gathered(value: Any) -> Tensor:
-    """Return the full tensor, after checking that all ranks have the same."""
+    """Return the full tensor, after checking that it is identical on all ranks."""
     return whole(value.full_tensor())
 
 

@@ -1,6 +1,6 @@
-"""Given a subset of the placements that a rule accepts, DTensor makes the same decision.
+"""torchop offers DTensor only some of the placements that a rule accepts, to save time.
 
-Uses private names.
+DTensor must decide as if it were offered all of them. Uses private names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torchop._compat.dtensor import propagator
 from torchop._compat.dtensor_strategies import Redistributable, decisive_specs, op_specs
 from torchop._rules.user.sharding.rule import SHARDING
 
-# The arguments of an operator, its rule, and possible shapes of the tensors in a call.
+# For each name: the arguments in the operator's schema, its sharding rule, and several calls, each
+# given by the shapes of its tensors.
 RULES: dict[str, tuple[str, Any, tuple[tuple[tuple[int, ...], ...], ...]]] = {
     "pointwise": (
         "Tensor a, Tensor b, Tensor c",
@@ -115,7 +116,10 @@ def schema_of(op: Any, question: Question, mesh: Any) -> Any:
 
 
 def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
-    """Return the placements that DTensor chooses, or the error of the rule."""
+    """Return the placements that DTensor chooses, or the error message if the rule raises.
+
+    If `all_of_them` is True, DTensor chooses from all placements that the rule accepts.
+    """
     rule, engine = SHARDING.lookup(op), propagator()
     wrapped = engine._wrap_with_op_strategy(op_schema)
 
@@ -127,8 +131,8 @@ def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
             specs = op_specs(op, rows, wrapped, Redistributable.ARGUMENTS)
         else:
             specs = decisive_specs(op, rows, wrapped)
-    # A keyword argument with a wrong placement.
     except (torchop.ShardingError, AssertionError) as error:
+        # DTensor cannot move a tensor that is passed by keyword, so some placements raise an error.
         return (str(error),)
     chosen = _select_min_cost_strategy(OpStrategy(specs), op_schema)
     outputs = chosen.output_specs
@@ -158,7 +162,10 @@ def test_decision_equals_the_one_among_all_placements(
 def test_a_call_that_moves_nothing_computes_no_cost(
     ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DTensor caches a plan for each cost that it computes, in a cache without a limit."""
+    """If the tensors can stay where they are, no costs of moving them are computed.
+
+    For each cost that DTensor computes, it stores a plan in a cache that grows without a limit.
+    """
     asked = []
     original = dtensor_moves.Inputs.costs
 

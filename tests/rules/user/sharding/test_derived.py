@@ -1,4 +1,4 @@
-"""Gradients of calls on DTensors, by formulas and by transposing the sharding rule.
+"""Gradients of calls on DTensors, whose placements follow from the operator's sharding rule.
 
 Uses private names.
 """
@@ -180,7 +180,10 @@ def test_a_backward_kernel_runs_on_the_shards_of_its_forward(
 
 
 def squares(namespace: str, rule: Any, **options: Any) -> Any:
-    """Define a square whose slope is a residual, with a formula that declares its placement."""
+    """Define an operator that squares, and returns 2 * x as a residual.
+
+    Its formula appends the placement of the residual to `placed`.
+    """
 
     def square(x: Tensor) -> Tensor:
         return torchop.residuals(x * x, 2 * x)
@@ -230,7 +233,10 @@ def test_residuals_have_the_rules_placements(
 
 
 def test_pending_sum_of_the_result_does_not_apply_to_residuals(namespace: str, mesh: Any) -> None:
-    """The residual has no pending sum, because it is not linear in x."""
+    """The result is linear in x, so it may be a pending sum of the ranks' results.
+
+    The residual is not linear in x, so it must not be a pending sum.
+    """
 
     def total(x: Tensor) -> Tensor:
         return torchop.residuals(x.sum(-1), x.cos().amax(-1))

@@ -1,4 +1,4 @@
-"""Faults of PyTorch's register_sharding that torchop's rules do not have."""
+"""torchop's sharding rules do not have the bugs of PyTorch's register_sharding."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_rule_registered_again_applies_immediately(namespace: str, mesh: Any) ->
 
 
 def test_rule_registered_again_applies_in_other_threads(namespace: str) -> None:
-    # PyTorch's cache is per thread, and cannot be cleared from another thread. Use a fake process
-    # group, because simulated ranks are per thread as well.
+    # DTensor caches decisions per thread, and one thread cannot clear the cache of another. Use a
+    # fake process group, because simulated ranks exist only in the thread that created them.
     source = """
         import sys, threading, queue, torch, torchop
         import torch.distributed as dist
@@ -152,7 +152,7 @@ def test_rule_registered_again_applies_in_other_threads(namespace: str) -> None:
 
 
 def test_tensors_by_keyword_are_moved(namespace: str, mesh: Any) -> None:
-    # torchop's custom_op rejects keyword-only tensors, but other packages use them.
+    # torchop's custom_op rejects keyword-only tensors, but operators of other packages have them.
     name = f"{namespace}::op"
     torchop.define(name, "(Tensor x, *, Tensor scale, Tensor? bias=None) -> Tensor")
 
@@ -197,7 +197,7 @@ def test_arguments_that_pytorch_cannot_hash(namespace: str, mesh: Any) -> None:
 
 
 def test_strided_shards_stay(namespace: str, square: Any) -> None:
-    # The placement that FSDP2 uses for the parameters of a tensor-parallel module.
+    # If a module is tensor-parallel, FSDP2 gives its parameters this placement.
     from torch.distributed.tensor.placement_types import _StridedShard
 
     op = torchop.custom_op(

@@ -1,4 +1,4 @@
-"""In-place and out= forms on DTensors use the rule of their functional operator.
+"""In-place and out= operators use the sharding rule of their functional operator.
 
 Uses private names.
 """

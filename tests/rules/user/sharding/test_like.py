@@ -1,4 +1,4 @@
-"""Sharding rules that name an ATen operator, whose rule DTensor then uses.
+"""A sharding rule may name an ATen operator. DTensor then applies the rule of this operator.
 
 Uses private names.
 """
@@ -46,7 +46,7 @@ def weighted(namespace: str) -> Any:
 
 
 def assert_same(op: Any, like: Any, tensors: list[Any], *args: Any, **kwargs: Any) -> None:
-    """Check that a call has the same results and placements as a call of an ATen operator."""
+    """Check that a call has the same results and placements as a call to the operator `like`."""
     results, expected = op(*tensors, *args, **kwargs), like(*tensors, *args, **kwargs)
     if isinstance(results, Tensor):
         results, expected = (results,), (expected,)
@@ -83,7 +83,8 @@ def test_a_product_on_two_dimensions_of_a_mesh(namespace: str, square: Any) -> N
     w = X.t().contiguous()
     each = [" ".join(pair) for pair in itertools.product(("R", "S0", "S1"), repeat=2)]
     for number, (first, second) in enumerate(itertools.product(each, each)):
-        # Every third pair still has each placement as the first and as the second.
+        # To save time, test every third pair. The tested pairs still contain each placement as the
+        # first and as the second.
         if number % 3 != 0:
             continue
         tensors = [on_mesh(square, X, first), on_mesh(square, w, second)]

@@ -1,4 +1,4 @@
-"""Run the cases of `program` in two and in four processes."""
+"""Run the cases of `program.py` in two and in four processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.rules.user.sharding import program
 LIMIT = 600  # in seconds; an idle machine needs 30
 PROGRAM = Path(program.__file__)
 
-# Fork the ranks, like torchrun, but import PyTorch and DTensor only once. Each rank imports torchop
-# and defines the operators.
+# Start the ranks like torchrun, but by forking a process that has imported PyTorch and DTensor, to
+# import these only once. Each rank imports torchop and defines the operators itself.
 RANKS = """
     import os, runpy, signal, sys
     import torch.distributed.tensor
@@ -46,7 +46,10 @@ RANKS = """
 def outcomes(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> functools._lru_cache_wrapper[dict[str, str]]:
-    """Return the outcome of each case; the first test runs all cases."""
+    """Return a function that maps each case to its error, or to "" if the case passed.
+
+    The first call for a number of processes runs all cases. Later calls return the same outcomes.
+    """
 
     @functools.cache
     def run(processes: int) -> dict[str, str]:
@@ -54,7 +57,7 @@ def outcomes(
         root = PROGRAM.parents[4]
         arguments = [PROGRAM, folder, processes, LIMIT, root / "src", root]
         ended = run_compiling(RANKS, *map(str, arguments), timeout=LIMIT + 60)
-        # A failure of the program fails all cases, so no other test runs it again.
+        # If the program itself fails, report this for every case, so that it does not run again.
         if ended.returncode != 0:
             return dict.fromkeys(cases(processes), (ended.stdout + ended.stderr)[-8000:])
         written: dict[str, str] = json.loads((folder / "outcomes.json").read_text())

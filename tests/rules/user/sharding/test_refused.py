@@ -1,4 +1,7 @@
-"""Errors about sharding rules, tensors and operators. Uses private names."""
+"""Errors about invalid sharding rules, and about calls that a rule does not support.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Where and how often a sharding rule is registered. Uses private names."""
+"""Sharding rules can be registered for any operator, and end with their operator.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,8 @@ def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
 
 def test_a_rule_for_an_operator_of_pytorch_replaces_the_one_of_dtensor(mesh: Any) -> None:
     def placements() -> list[str]:
-        # DTensor caches this decision, and must drop it when the rule is registered.
+        # DTensor caches its decision for this call. When a rule is registered for `topk`, the cache
+        # must be cleared.
         return [words(result) for result in torch.topk(on_mesh(mesh, X, "S0"), 1)]
 
     before = placements()

@@ -1,4 +1,4 @@
-"""Sharding rules are checked against the shapes of a call. Uses private names."""
+"""A call raises if the shapes of its tensors do not fit the sharding rule. Uses private names."""
 
 from __future__ import annotations
 
