@@ -55,11 +55,9 @@ def _register_waiting() -> None:
 
 def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
-    if "storage_offset_relative_to_input_storage" in signature(module.as_strided).parameters:
-        # Add this lowering only since 2.13, which includes pytorch/pytorch#184232. On older
-        # releases, `as_strided` ignores the storage offset of graph inputs. This bug cancels out
-        # the wrong offset of 0 from `sym_storage_offset`, so correcting only one of the two bugs
-        # would lead to wrong results.
+    if not as_strided_ignores_offsets():
+        # If `as_strided` ignores offsets, that bug cancels out the wrong offset of 0 from
+        # `sym_storage_offset`, so correcting only one of the two bugs would lead to wrong results.
         module.lowerings.setdefault(
             torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
         )
@@ -77,6 +75,16 @@ def _register(overload: OpOverload) -> None:
         module.lowerings[overload] = lambda *args, **kwargs: (
             realize(*args, **kwargs) or fall_back(*args, **kwargs)
         )
+
+
+def as_strided_ignores_offsets() -> bool:
+    """Return whether Inductor's `as_strided` ignores the storage offset of graph inputs.
+
+    pytorch/pytorch#184232 fixes this in 2.13.
+    """
+    from torch._inductor.lowering import as_strided  # imports Inductor
+
+    return "storage_offset_relative_to_input_storage" not in signature(as_strided).parameters
 
 
 def is_ours(lowering: object) -> bool:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
 
-from torchop._compat import fake_tensors
+from torchop._compat import fake_tensors, inductor_writes
 from torchop._compat.classes import EffectType
 
 
@@ -101,15 +101,17 @@ def is_misread_view(tensor: torch.Tensor) -> bool:
     (torch/_higher_order_ops/auto_functionalize.py) passes no dtype for the view. And
     `try_use_slice` in the same file computes the start of a slice from the storage offset of the
     view, without subtracting the storage offset of the base. So the start is wrong if the base
-    itself has an offset, for example because the base is a row of a tensor.
+    itself has an offset, for example because the base is a row of a tensor. Before 2.13, Inductor
+    also creates all other views of such a base at the wrong place.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     base = traced_base(tensor)
     if base.dtype is not tensor.dtype:
         return True
-    at_start = statically_known_true(base.storage_offset() == 0)
-    return not at_start and not is_alias(base, tensor) and try_use_slice(base, tensor) is not None
+    if statically_known_true(base.storage_offset() == 0) or is_alias(base, tensor):
+        return False
+    return try_use_slice(base, tensor) is not None or inductor_writes.as_strided_ignores_offsets()
 
 
 def traced_base(tensor: torch.Tensor) -> torch.Tensor:
