@@ -78,7 +78,7 @@ def on_sample(name: str, *args: Any, **options: Any) -> Callable[[str], Any]:
     return lambda namespace: getattr(torchop, name)(sample(namespace), *args, **options)
 
 
-# For each argument of a function: a call in which this argument is invalid and very long.
+# Maps each argument of a function to a call that passes an invalid, very long value for it.
 MISTAKES: dict[str, Callable[[str], Any]] = {
     "name": lambda _: torchop.custom_op(TEXT, mutates_args=()),
     "name of letters": lambda _: torchop.custom_op(LONG_NAME, mutates_args=()),

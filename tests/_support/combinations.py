@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = [item for item in group if item not in left_out]
         by_inductor = [item for item in group if item.callspec.params.get("backend") == "inductor"]
         for number, item in enumerate(by_inductor):
-            # Before 2.13, Inductor compiles in-place operators to C++ even if the marker is set.
+            # Before PyTorch 2.13, Inductor compiles in-place operators to C++ despite this marker.
             if number % 3 != 0 and not is_older("2.13"):
                 item.add_marker("without_cpp")
     if left_out:

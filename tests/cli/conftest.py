@@ -14,7 +14,7 @@ from tests._support.common import Outcome
 def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
     """Return a class that runs commands in this process.
 
-    The working directory and `sys` are restored afterwards.
+    The working directory, `sys.path` and `sys.argv` are restored afterwards.
     """
     pytest.importorskip("click.testing")
     monkeypatch.chdir(Path.cwd())

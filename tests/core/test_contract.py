@@ -170,7 +170,7 @@ def test_an_iterator_becomes_the_list_of_a_result(namespace, path, make):
     for _ in range(3):
         assert [y.tolist() for y in path(op)(torch.zeros(2))] == [[1, 1], [2, 2]]
     op.register_kernel(TYPE)(lambda x: make([x, x]))
-    # torch.library checks only lists and tuples for results that share memory.
+    # Unlike torchop, torch.library only detects results that share memory in lists and tuples.
     with pytest.raises(torchop.AliasError):
         path(op)(torch.zeros(2))
     op.register_kernel(TYPE)(lambda x: make([x + 1, None]))

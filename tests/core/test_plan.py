@@ -23,7 +23,7 @@ def define(namespace):
     return op
 
 
-# Maps each kind of registration to the rule that it changes, and a function that registers.
+# Maps each kind of registration to the rule that it changes and to a function that performs it.
 REGISTRATIONS = {
     "kernel": ("KernelRule", lambda op: op.register_kernel(TYPE)(lambda x: x + 2)),
     "fake": ("FakeRule", lambda op: op.register_fake(lambda x: torch.empty_like(x))),

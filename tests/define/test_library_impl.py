@@ -96,7 +96,7 @@ def test_a_dispatch_key_that_is_no_string_is_refused(library, namespace, key):
         lambda: library.impl("op", plus(1), key),
         lambda: torchop.impl(f"{namespace}::op", [key], plus(1)),
     ]
-    # `impl(library, "op", None)` is valid, because it uses the key of the library.
+    # `impl(library, "op", None)` is valid: None stands for the library's own dispatch key.
     if key is not None:
         calls.append(lambda: torchop.impl(library, "op", key)(plus(1)))
     for call in calls:

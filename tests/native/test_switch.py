@@ -199,7 +199,7 @@ def test_threads_that_call_during_the_switch_get_right_results(switching):
 
 
 def test_switch_inside_a_call_of_the_operator(switching):
-    """If the extension is loaded during a call of `outer`, that call stays in the dispatcher."""
+    """A call to `outer` that runs when the extension is loaded keeps using the dispatcher."""
     switching("""
     @torchop.custom_op("switched::outer", mutates_args=())
     def outer(x: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
 
 
 def same(left: Any, right: Any) -> bool:
-    """Compare two values like ==, but distinguish 0.0 from -0.0, and accept a tuple for a list."""
+    """Compare two values like ==, but tell 0.0 from -0.0, and let a tuple equal a list."""
     if isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(right, Tensor):

@@ -101,8 +101,8 @@ def test_mutation_with_an_input_in_the_same_memory(namespace):
     check(inplace, Reason.NATIVE, x, x)
     explanation = check(inplace, Reason.MUTATION, x[2:], x[:4])
     assert explanation.reason.endswith("argument 'x', sharing memory with another argument")
-    # These slices share a storage, but do not overlap. Only the rule in Python finds this out, so
-    # the call is not native.
+    # These slices share storage but do not overlap. Only the check in Python can tell, so the call
+    # is not native.
     check(inplace, Reason.MUTATION, x[3:], x[:3])
     out = torchop.custom_op(
         f"{namespace}::out",

@@ -13,10 +13,10 @@ from torch import Tensor
 import torchop
 from tests.integration.device import target
 
-# A scenario is a function that defines operators with its argument `define`. That argument calls
-# `custom_op` (or the function `by`) of torchop or of torch.library, in a namespace of its own. The
-# scenario returns values, tensors and exceptions in nested lists, which are compared between the
-# runs.
+# A scenario is a function with a parameter `define`, with which it defines operators. `define` wraps
+# `custom_op` (or the function that is passed as `by`) of torchop or of torch.library, and adds a
+# namespace. The scenario returns values, tensors and exceptions in nested lists, so that a run with
+# torchop can be compared with a run with torch.library.
 Scenario = Callable[[Callable[..., Any]], Any]
 
 

@@ -314,7 +314,7 @@ def _backward_of_quotient(library, namespace, change):
 
 
 def test_shared_gradients_are_copied():
-    """A returned gradient that shares memory with another tensor of the call must be copied."""
+    """A gradient must be copied if it shares memory with another tensor involved in the call."""
     given, x = torch.ones(2, 2), torch.ones(2, 2)
     shared = torch.ones(2, 2)
     made = [given, x[:], shared, shared, torch.ones(()).expand(2, 2), shared + 1]

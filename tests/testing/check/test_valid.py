@@ -157,7 +157,7 @@ def test_invalid_example_is_rejected(namespace: str) -> None:
 
 
 def test_message_says_if_the_layout_is_not_the_cause(namespace: str) -> None:
-    """The operator's result is incorrect for a constant row, whether or not it is expanded."""
+    """The operator fails for any row of equal numbers, so the message must not blame the layout."""
     calls = iter(range(1000))
 
     def counted(x: Tensor) -> Tensor:

@@ -201,7 +201,8 @@ def restores_by_the_generator(x: torch.Tensor) -> torch.Tensor:
 
 
 def reads(x: torch.Tensor) -> torch.Tensor:
-    # The result depends on the state of the generator, but drawing from a copy does not advance it.
+    # The result depends on the state of the default generator, but drawing from a copy of the
+    # generator leaves that state unchanged.
     other = torch.Generator()
     other.set_state(torch.get_rng_state())
     return x * torch.rand(8, generator=other)
