@@ -146,7 +146,7 @@ def test_calls_and_gradients_equal_the_dispatchers(namespace, package, kind):
     library = package.Library(namespace, "FRAGMENT")
     op = defined(library, kind)
     with torchop.accelerate(f"{namespace}::*"):
-        # The first call to a torchop operator never takes the native path, so call it before counting.
+        # The first call to a torchop operator never takes the native path, so call it first.
         observed(op, kind, torch.ones(2))
         start = torchop.native.counters(op).get("native", 0)
         calls = 0

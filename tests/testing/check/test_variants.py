@@ -130,7 +130,7 @@ def test_shrinking_stops_after_its_time_or_if_nothing_fails() -> None:
 def test_larger_sizes_limits_the_size_of_results() -> None:
     vectors = Example((torch.ones(3), torch.ones(3)), {})
     assert larger_sizes(vectors) == [{3: 1025}, {3: 65537}]
-    # No larger sizes are tried, because two dimensions of the result have the size 3, and the result
-    # would grow to 65537 x 65537 elements.
+    # No larger sizes are tried, because two dimensions of the result have the size 3, so the
+    # result would grow to 65537 x 65537 elements.
     assert larger_sizes(vectors, results=[torch.ones(3, 3)]) == []
     assert larger_sizes(vectors, results=[torch.ones(3, 2)]) == [{3: 1025}, {3: 65537}]
