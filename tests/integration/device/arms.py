@@ -13,10 +13,10 @@ from torch import Tensor
 import torchop
 from tests.integration.device import target
 
-# A scenario is a function that receives a function `define` and defines operators with it. `define`
-# wraps `custom_op` (or the function that is passed as `by`) of torchop or of torch.library, and adds
-# a namespace. The scenario returns values, tensors and exceptions in nested lists, so that a run with
-# torchop can be compared with a run with torch.library.
+# A scenario is a function that receives a function `define` and defines operators with it. The
+# function `define` wraps `custom_op` (or the function that is passed as `by`) of torchop or of
+# torch.library, and adds a namespace. The scenario returns values, tensors and exceptions in nested
+# lists, so that a run with torchop can be compared with a run with torch.library.
 Scenario = Callable[[Callable[..., Any]], Any]
 
 
