@@ -261,7 +261,7 @@ def _register(
 
 
 def _calling_module() -> str:
-    """Return the name of the module that called the caller of this function."""
+    """Return the name of the module two frames up: the caller of our caller."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 

@@ -35,7 +35,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Infer the types of classes decorated by `torchop.operator`, and of calls to families."""
+    """Infer types of classes decorated by `torchop.operator`, and of calls to operator families."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -71,8 +71,8 @@ def _mark(context: ClassDefContext) -> bool:
     # Make CustomOp the metaclass, because mypy looks up attributes that a class lacks in the
     # class's metaclass.
     info.metaclass_type = handle
-    # Remove the decorator. Otherwise mypy would also check the decorator's call with the class as
-    # the argument.
+    # Remove the decorator. Otherwise mypy would also check whether the decorator accepts the class
+    # as an argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -102,7 +102,7 @@ def _is_tensor(type_: Instance) -> bool:
 
 
 def _family_signature(context: MethodSigContext) -> FunctionLike:
-    """Return the kernel's signature with optional outputs, and with the outputs as the result."""
+    """Return the signature of a call to an operator family, whose `out` arguments are optional."""
     default = context.default_signature
     family = get_proper_type(context.type)
     kernel = get_proper_type(family.args[0]) if isinstance(family, Instance) else None

@@ -42,8 +42,8 @@ def context_of_backward() -> Context:
 def above_autograd() -> contextlib.AbstractContextManager[object]:
     """Return a context manager that enables autograd, even in a kernel that runs below autograd.
 
-    `_InferenceMode(False)` enables both gradient modes (reverse and forward), and includes the
-    autograd dispatch keys.
+    `_InferenceMode(False)` enables both gradient modes (reverse and forward). It also removes the
+    autograd dispatch keys from the keys that this thread excludes.
     """
     return torch._C._InferenceMode(False)
 
@@ -62,7 +62,7 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run`. Autograd functions inside it apply only at the current functorch level."""
+    """Call `run`, and apply autograd functions inside it only at the current functorch level."""
     with enable_single_level_autograd_function():
         return run()
 
@@ -70,8 +70,9 @@ def at_single_level(run: Callable[[], Any]) -> Any:
 def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     """Call `run` inside the forward of an autograd function, with both gradient modes enabled.
 
-    `autograd.Function.apply` disables the gradient modes while the forward runs. But a transform
-    around the call, such as `torch.func.grad`, must still differentiate the code in the forward.
+    `autograd.Function.apply` disables reverse-mode and forward-mode autograd while the forward
+    runs. But if a transform such as `torch.func.grad` surrounds the call, it must still
+    differentiate the code in the forward.
     """
     keys = same_keys()
     with above_autograd(), keys:
@@ -178,8 +179,8 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return function._torchop_blank.apply
 
 
-# The descriptor that implements `ctx.saved_tensors`. If a subclass overrides `saved_tensors` with a
-# property, the property uses this descriptor to read the original value.
+# PyTorch's implementation of `ctx.saved_tensors`, as a descriptor. torchop replaces `saved_tensors`
+# in the class of `ctx` with a property, which reads the original value through this descriptor.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
@@ -195,8 +196,9 @@ def is_dual_level() -> bool:
     # backward in this thread would copy the stack.
     if not functorch.is_active():
         return False
-    # Inside `torch.func.jvp`, `_current_level` may be wrong, because a compiled graph calls
-    # `_enter_dual_level` (torch/_functorch/predispatch.py), which does not update `_current_level`.
+    # Also check functorch's innermost transform. Inside `torch.func.jvp`, `_current_level` may be
+    # wrong, because a compiled graph calls `_enter_dual_level` (torch/_functorch/predispatch.py),
+    # which does not update `_current_level`.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 

@@ -78,7 +78,7 @@ _SMALLEST_BUDGET = 1e-9
 
 @contextlib.contextmanager
 def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
-    """Yield an empty list. When the block ends, add the nodes that were traced in the block."""
+    """Yield a list that contains, after the `with` block, the FX nodes traced in the block."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         yield nodes

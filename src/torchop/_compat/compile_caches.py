@@ -64,7 +64,7 @@ def identify_operators(identify: Identify) -> None:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Map each cache whose keys ignore rules on this PyTorch release to a remedy."""
+    """Return the caches whose keys ignore operators' rules on this release, each with a remedy."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):

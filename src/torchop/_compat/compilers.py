@@ -23,11 +23,11 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 
 
 def never_traced(function: _Function) -> _Function:
-    """Prevent Dynamo from compiling `function`, and the functions it calls, when it runs eagerly.
+    """Prevent Dynamo from compiling `function` and its callees when `function` runs eagerly.
 
-    Otherwise Dynamo would also compile a kernel that a compiled function calls. Unlike
-    `torch.compiler.disable`, this does not import Dynamo. It also adds no overhead to calls,
-    because Dynamo stores the mark in the code object.
+    Otherwise, when a compiled function calls an operator, Dynamo would also compile the operator's
+    kernel. Unlike `torch.compiler.disable`, this does not import Dynamo. It also adds no overhead
+    to calls, because Dynamo stores the mark in the code object.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
@@ -88,7 +88,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether TorchScript called this function's caller, through `inspect.signature`."""
+    """Return whether TorchScript called our caller, directly or through `inspect`."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -115,7 +115,11 @@ _TRACING_MODULE = "torch.jit._trace"
 
 
 def decomposes_for_backends() -> bool:
-    """Return whether the current trace is for a compiler backend rather than for `torch.export`."""
+    """Return whether the current trace replaces each `triton_op` with the code of its kernel.
+
+    A trace for a compiler backend does so. A trace for `torch.export` keeps the operator by
+    default.
+    """
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
     return not custom_triton_ops_decomposition_disabled()

@@ -71,7 +71,7 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
 
 
 def current_value(tensor: torch.Tensor) -> torch.Tensor:
-    """Apply the pending writes to a functional tensor's base, and return the tensor's value."""
+    """Apply a functional tensor's pending writes, and return the tensor's current value."""
     torch._functionalize_sync(tensor)
     return torch._from_functional_tensor(tensor)
 

@@ -83,7 +83,7 @@ defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Remove the cached data of an earlier operator of this name, whichever library defined it."""
+    """Remove the data that PyTorch and torchop cached for an earlier operator of this name."""
     defined.add(f"{namespace}::{name}")
     # FX caches signatures by operator name, and the new operator may have a different signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
@@ -162,8 +162,8 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """
     for name in names:
         with contextlib.suppress(AttributeError):
-            # Create the overload object now, so that it can be invalidated. If it were created
-            # after this, calls to it would not raise an error.
+            # Create the overload object now, so that it can be invalidated. If `torch.ops` created
+            # the object later, calls to it would not raise an error.
             torch_ops.lookup_overload(*name)
     invalidate_existing(names, reason)
 
@@ -300,8 +300,9 @@ def forget_objects(ops: Collection[Any]) -> None:
     identities = set(map(id, ops))
     for key in list(cache):
         called = key.key[0]
-        # In the key of a call to a higher-order operator, the overload may be at any position. For
-        # all other calls, compare only the first part of the key, because the cache is large.
+        # Each key of FakeTensorMode's cache describes a call. In a call to a higher-order operator,
+        # the overload may be any argument. For all other calls, check only which operator was
+        # called, because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

@@ -51,7 +51,7 @@ autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_de
 
 
 def dispatch_key_name(device_type: str) -> str:
-    """Return the backend key of a device type, such as "CPU" for "cpu"."""
+    """Return the dispatch key for tensors on a device type, such as "CPU" for "cpu"."""
     with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
@@ -73,7 +73,10 @@ def format_key(key: str) -> str:
 
 
 def kernel_key(kind: str) -> str:
-    """Return the dispatch key for a kernel, given a device type, `"default"` or a key's name."""
+    """Return the dispatch key at which to register a kernel.
+
+    `kind` is a device type, `"default"` for a kernel of all devices, or the name of a dispatch key.
+    """
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
@@ -161,7 +164,7 @@ def with_overlooked_keys(
 def registered_key(qualname: str, key: str) -> str | None:
     """Return the key under which an operator's kernel (or fallthrough) for `key` was registered.
 
-    Returns None if the operator has neither a kernel nor a fallthrough there.
+    Returns None if the operator has neither a kernel nor a fallthrough for `key`.
     """
     # The alias key Autograd stands for every autograd key at which the operator has no kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
@@ -207,7 +210,7 @@ def _with_keys_of(tensors: Iterable[torch.Tensor], keyset: DispatchKeySet) -> Di
 
 
 def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
-    """Return the backend key of a call, together with all keys of lower priority."""
+    """Return `keyset` without the keys above the backend key, such as the autograd keys."""
     for key, _ in in_order(keyset):
         if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
             break

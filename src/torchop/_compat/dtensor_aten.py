@@ -60,7 +60,7 @@ def _reason(aten: OpOverload) -> str | None:
 
 
 def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
-    """Return a list that contains DTensor's strategy for the same call to `aten`."""
+    """Return the strategies that DTensor has for a call to `aten` with the same arguments."""
     from torch.distributed.tensor._op_schema import OpSpec
 
     call, strategies = dtensor_strategies.call_of(op, op_schema)
@@ -184,7 +184,7 @@ def _specs_in(values: Any) -> list[Any]:
 def _as_aten(
     op: OpOverload, aten: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arguments of a call to `op` to those that the dispatcher would pass to `aten`.
+    """Convert the arguments of a call to `op` to the arguments of the same call to `aten`.
 
     The dispatcher drops arguments that equal their default. The two operators may have different
     defaults, so this function inserts the dropped defaults of `op`, and then drops the defaults of

@@ -23,11 +23,11 @@ from torchop._compat.dtensor_strategies import (
 
 
 class Registration:
-    """The sharding strategy of an operator, and the registrations that it replaced.
+    """An operator's sharding strategy, which is registered with DTensor until `undo` is called.
 
-    `may_be_stale` is true if other threads may still use placements that they decided and cached
-    under an earlier sharding rule. DTensor's caches are thread-local, so this thread cannot clear
-    the caches of other threads.
+    `may_be_stale` is true if DTensor's caches of other threads may still contain placements that
+    were computed with an earlier rule for this operator. The caches are thread-local, so this
+    thread cannot clear them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """Return the strategies for a call. DTensor calls this if no decision is cached."""
+        """Return the strategies from which DTensor chooses, for a call that it has not cached."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
@@ -70,7 +70,11 @@ class Registration:
         return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
-        """Return DTensor's decision about the placements of a call. All threads share the cache."""
+        """Return the placements that DTensor chooses for a call.
+
+        They are stored in a cache that all threads share, because DTensor's own caches are
+        thread-local.
+        """
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
         )

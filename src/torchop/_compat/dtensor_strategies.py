@@ -182,7 +182,7 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 
 
 def remember_results() -> None:
-    """Replace DTensor's method that runs fake kernels with one that caches the last results.
+    """Make DTensor's method that runs fake kernels also store the results of the last call.
 
     DTensor runs the fake kernel before it calls the strategy, but does not pass the results to the
     strategy. If the strategy ran the fake kernel again, that would take longer than choosing the
@@ -235,7 +235,10 @@ def results_of(
 
 
 def with_specs(op_schema: Any) -> Any:
-    """Return a copy of an OpSchema in which each strategy is replaced with the tensor's spec."""
+    """Return a copy of an OpSchema that contains the current spec of each tensor.
+
+    The OpSchema from DTensor contains an OpStrategy for each tensor instead.
+    """
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
     def spec(value: Any) -> Any:
@@ -303,10 +306,11 @@ def _choices(
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield the rows, and variants of the rows that use the strided shards of the current inputs.
+    """Yield each row as it is, and again with `Shard` replaced by `_StridedShard`.
 
-    There is one variant for each split factor of the current `_StridedShard` placements. In a
-    variant, `_StridedShard` placements with this factor replace the `Shard` placements of the row.
+    `current` contains the current placements of the inputs. The second form of a row is yielded for
+    each split factor in `current`, so that inputs that are strided shards need not be
+    redistributed.
     """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
@@ -343,7 +347,7 @@ def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
 def _may_be_partial(placements: Sequence[Any]) -> bool:
     """Return whether all Partial placements have the same reduction.
 
-    Different reductions cannot be combined: a maximum of sums is not a sum of maxima.
+    Different reductions cannot be combined. For example, a maximum of sums is not a sum of maxima.
     """
     return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 

@@ -10,11 +10,10 @@ from typing import Any
 
 from torchop._compat import compilers, import_hooks
 
-# A function `flatten(handle, args, kwargs, trace)`, for handles that take different arguments than
-# their OpOverload, for example objects that contain tensors. It converts the arguments of a call to
-# the handle to arguments for the OpOverload. With `trace` (a `_Trace`), it can read values in the
-# program that Dynamo is tracing. It returns None if Dynamo must trace the handle's `__call__`
-# instead.
+# Some handles take different arguments than their OpOverload, for example objects that contain
+# tensors. For these handles, `flatten(handle, args, kwargs, trace)` converts the arguments of a
+# call to arguments for the OpOverload. With `trace` (a `_Trace`), it can read values in the program
+# that Dynamo is tracing. It returns None if Dynamo must trace the handle's `__call__` instead.
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
@@ -79,7 +78,8 @@ def _handle_builder() -> Any:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            # The traced graph is valid only while these attributes have their current values.
+            # The traced graph is valid only while these attributes have their current values, so
+            # install guards that compile the function again if the values change.
             for name in ("deregistration_reason", "revision"):
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))

@@ -46,7 +46,7 @@ def new_empty_like(
     dtype: torch.dtype | None,
     memory_format: torch.memory_format | None = None,
 ) -> Any:
-    """Return `tensor.new_empty(shape, dtype=dtype)`, or `torch.empty_like` without a shape.
+    """Return `tensor.new_empty(shape)`, or `torch.empty_like(tensor)` if `shape` is None.
 
     Inside a fake kernel, this creates the FakeTensor directly, because calling one of these
     functions on a FakeTensor takes longer, even if FakeTensorMode has cached the result.
@@ -172,13 +172,14 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """Return an exception with `message`, which Dynamo handles in the same way as class `error`."""
+    """Return an exception with `message` that Dynamo handles like an exception of class `error`."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 
 
-# Parts of PyTorch's error messages for code that reads the data of a tensor without data. These
-# errors have no class of their own, so only the message identifies them.
+# Fragments of the messages that PyTorch raises when code reads the data of a tensor that has none,
+# such as a fake or meta tensor. These errors have no class of their own, so only the message
+# identifies them.
 _PHRASES = (
     "() is not supported for tensor subclasses",
     "Can't call numpy() on Tensor that requires grad",

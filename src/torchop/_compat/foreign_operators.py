@@ -1,4 +1,4 @@
-"""Find the libraries that defined other packages' operators, and query how PyTorch calls them."""
+"""Query other packages' operators: which library defined them, and how PyTorch calls them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch.library
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._compat.overload_functions import follow_overloads
 
-# The method of an OpOverload with which PyTorch switches the overload from dispatching in C++ to
-# dispatching in Python (the exchange), and the attribute that is not None after the switch.
+# PyTorch calls the method `_enable_pyobj_dispatch` of an OpOverload to switch the overload from
+# dispatch in C++ to dispatch in Python. After this switch (the exchange), the attribute
+# `_pyobj_dispatcher` is not None.
 _EXCHANGE = "_enable_pyobj_dispatch"
 _DISPATCHER = "_pyobj_dispatcher"
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:
-    """Return a dictionary from operator names to the libraries that defined the operators.
+    """Return the library that defined each operator, by the operator's name.
 
     PyTorch has no list of libraries. But `Library.__init__` registers a finalizer, so this searches
     all finalizers. Searching `gc.get_objects` instead would take 50 ms, and would miss objects that
@@ -135,8 +136,8 @@ def returns_what_it_writes(handle: CustomOpDef) -> bool:
 def handle_calls_forward() -> bool:
     """Return whether `CustomOpDef.__call__` does nothing but call the OpOverload.
 
-    This function compares the names in the code of `__call__`, because another release of PyTorch
-    or a user's patch may do more.
+    Another release of PyTorch or a user's patch may do more. So this function checks that the code
+    of `__call__` uses no other name than `_opoverload`.
     """
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

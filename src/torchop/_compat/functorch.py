@@ -97,5 +97,5 @@ def current_vmap() -> Vmap:
 
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager that skips the batching kernels of the innermost `vmap`."""
+    """Return a context manager in which calls skip the batching kernels of the innermost `vmap`."""
     return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

@@ -22,7 +22,11 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """A module finder that makes other finders' loaders call the waiting callbacks."""
+    """A module finder that makes imports run the callbacks of `when_imported`.
+
+    It searches the other finders for the module, and makes the module's loader run the callbacks
+    after it has executed the module.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

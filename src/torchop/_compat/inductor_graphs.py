@@ -144,7 +144,7 @@ def written(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def size_in_bytes(node: Node) -> int:
-    """Return the size of a tensor in bytes. For symbolic sizes, the hints are used."""
+    """Return the size of a tensor in bytes, computed from the hints if sizes are symbolic."""
     value = node.meta["val"]
     numel = value.numel()
     return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())

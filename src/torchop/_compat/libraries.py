@@ -39,8 +39,9 @@ def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
     """Block other threads' calls to operators while their kernels change.
 
     The dispatcher has a lock for registrations but not for calls, so a concurrent call could use a
-    kernel that was just freed. Before the block starts, this function waits until running calls
-    have ended. It waits for at most a second, because these calls may be waiting for this thread.
+    kernel that was just freed. Before the `with` block starts, this function waits until the calls
+    that are already running have ended. It waits for at most a second, because a running call may
+    itself be waiting for this thread.
     """
     change = _hooks.extension.hold_calls(qualnames)
     try:
@@ -146,8 +147,9 @@ class _DestroyOnce:
         try:
             hook()
         except BaseException:
-            # Keep the hook, so that it runs again if the library is destroyed again. For example, a
-            # hook raises an error while the operator is being called.
+            # Keep the hook, so that the caller can destroy the library again. For example, a hook
+            # raises an error if it is run during a call to the operator, and succeeds after the
+            # call.
             self._hook = hook
             raise
 
@@ -179,7 +181,7 @@ class _Contents(NamedTuple):
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
-            # PyTorch's own handles raise an error if they are destroyed twice.
+            # Wrap PyTorch's own handles, because they raise an error if they are destroyed twice.
             if not isinstance(handle, _DestroyOnce):
                 self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
         kernels = (record.split("/") for record in implemented)
@@ -232,9 +234,10 @@ def free_kernels(records: Iterable[str]) -> None:
     """Free the kernel functions of closed libraries after their operators were deregistered.
 
     Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: PyTorch keeps
-    the last function that was registered for each operator and key alive forever. It drops the
-    function only when another one is registered. So this registers a function that references
-    nothing, and removes the registration again.
+    the last function that was registered for each operator and key alive forever. PyTorch drops the
+    function only when another function is registered for the same operator and key. So
+    `free_kernels` registers `_no_kernel`, which references nothing, and removes the registration
+    again.
     """
     _unfreed.update(records)
     deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
@@ -259,8 +262,8 @@ _freeing: dict[str, Any] = {}
 
 def _is_deregistered(record: str) -> bool:
     namespace, name, _ = record.split("/")
-    # Skip a record in the namespace "_", because it is for an operator that another library
-    # defines.
+    # Skip the namespace "_". `Library("_", "IMPL")` registers kernels for operators that other
+    # libraries define, so its records do not contain the namespaces of the operators.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -293,7 +296,7 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            # Do not use `library.define`, because other code may have replaced it.
+            # Do not use the method `library.define`, because other code may have monkeypatched it.
             define(library, f"{name}() -> ()", ())
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel

@@ -114,7 +114,7 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 
 
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
-    """Return the dispatch keys that autocast and autograd kernels would exclude for the call.
+    """Return the dispatch keys that the autocast and autograd kernels of a call would exclude.
 
     The thread must be in the state that it had when the operator was called.
     """
@@ -141,8 +141,8 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 def _excludes_versions(qualname: str) -> bool:
     """Return whether an operator's ADInplaceOrView kernel excludes this key when it redispatches.
 
-    The kernel bumps version counters. It excludes the key in 2.11, if `torch.library.custom_op`
-    created the operator.
+    ADInplaceOrView kernels bump version counters. In 2.11, the ADInplaceOrView kernels that
+    `torch.library.custom_op` registers exclude the key.
     """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef

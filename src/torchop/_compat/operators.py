@@ -98,7 +98,7 @@ def overload_names(qualname: str) -> list[str]:
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:
-    """Return the overload that a packet selects. Raise RuntimeError if none takes the arguments."""
+    """Return the overload that a packet selects, or raise RuntimeError if none takes `args`."""
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return cast(OpOverload, getattr(packet, name))
 

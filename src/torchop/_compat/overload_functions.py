@@ -30,7 +30,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether a function is PyTorch's own, even if torchop has wrapped it to count calls."""
+    """Return whether a function is PyTorch's, or torchop's wrapper that counts calls to it."""
     is_counted = getattr(function, "entry", function) is None
     # In 2.15, the `_op` of an overload is no longer a builtin function, but an instance of a class
     # in torch._C.
@@ -62,12 +62,13 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # A packet has the same hash as the function in `_op`. The hash must not change, because PyTorch
-    # uses packets as keys of dictionaries. `counted` returns a function with the same hash.
+    # PyTorch uses packets as keys of dictionaries, so the hash of this packet must not change. The
+    # hash of a packet is the hash of its `_op`. `counted` wraps the function in an object that has
+    # the packet's current hash.
     if any(entries) or hash(function) != hash(packet):
         function = torch_ops.counted(packet, function, operator)
-    # A linked list with a function for each overload, up to the first overload without an entry
-    # (see `replace_function`).
+    # Build a linked list of functions, one for each overload that can try native calls. Stop at the
+    # first overload without an entry, the C++ object that tries native calls.
     chain = None
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None
@@ -78,11 +79,11 @@ def replaced_function(overload: OpOverload) -> Any:
     return overload._op
 
 
-# This table is for recognizing a `__call__` method that only forwards the call to `self._op`. It
-# maps each class of `torch.ops` to the names that the code of such a method uses, with one tuple of
-# names for each variant in the supported releases. (The methods do more if the operator takes
-# TorchScript classes.) Since 2.14, calls that skip `__torch_function__` use `_cpp_dispatch_handle`
-# instead of `_op`, and so does the extension.
+# For each class of `torch.ops`, this table contains the names that the code of `__call__` uses if
+# the method only forwards the call to `self._op`. `forwarding_classes` compares them with the
+# installed PyTorch. There is one tuple of names for each variant of the method in the supported
+# releases. (The methods do more if the operator takes TorchScript classes.) Since 2.14, calls that
+# skip `__torch_function__` use `_cpp_dispatch_handle` instead of `_op`, and so does the extension.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),

@@ -1,9 +1,9 @@
-"""Let Inductor plan the memory of an operator's results, if the operator has another form.
+"""Let Inductor allocate an operator's results, if the operator has an out or in-place form.
 
 The functional form of an operator allocates the results. An operator may also have an out form,
 which writes the results into given buffers, or an in-place form, which overwrites the first
-argument. Inductor then calls the out form with a buffer that it has planned, or the in-place form
-if nothing reads the argument later.
+argument. In a compiled program, Inductor then calls the out form with buffers from its own memory
+planning, or the in-place form if nothing reads the first argument later.
 
 With `torch.Tag.out`, PyTorch has a similar mechanism, but in 2.13 it is not usable for all
 operators: it fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
@@ -25,17 +25,18 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# Maps each functional operator to its other forms, by name. See `plan` for the functions.
+# Maps each functional operator to its other forms. A form is stored under its name, as the function
+# `form` that was passed to `plan`.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
 def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
-    """Let Inductor plan the memory of an operator's results, and return a function to undo this.
+    """Let Inductor call another form of an operator, and return a function to undo this.
 
-    `qualname` is the functional operator, and `name` its out form or in-place form. An out form
-    must not read the buffers that it writes to. An in-place form must not read an element after it
-    has written this element. `form()` returns the form, or None while the form runs different
-    kernels than the functional operator.
+    `qualname` is the functional operator, and `name` is its out form or in-place form. An out form
+    must not read the buffers that it writes to. An in-place form must not read an element of its
+    first argument after it has written to the element. `form()` returns the form, or None while the
+    form runs different kernels than the functional operator.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -105,8 +106,8 @@ def _add(qualname: str, name: str) -> None:
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
     """Return whether a call may overwrite its first argument if no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
-    # An effectful call has a different target (a higher-order operator). The C++ and FX wrappers do
-    # not support this module's node.
+    # If the operator has an effect, the target of the node is a higher-order operator instead. The
+    # C++ and FX wrappers do not support this module's node.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -115,7 +116,7 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     if not _have_same_metadata(first, node.meta.get("val")) or not _is_dense(first):
         return False
     # If another argument shares memory with the first, the kernel might overwrite an element before
-    # it reads it through the other argument.
+    # it reads the same element through the other argument.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }
@@ -150,10 +151,11 @@ def _is_held(node: torch.fx.Node) -> bool:
 
 
 def _is_written_back(node: torch.fx.Node) -> bool:
-    """Return whether the graph copies the result into the first argument, and returns no alias.
+    """Return whether the graph copies the result of a call into the call's first argument.
 
-    Inductor does not check the second condition. It accepts any copy into the first argument, and
-    would lose the result if the result is also an output of the graph.
+    If the graph also returns the result, or creates a view of it, this function returns False.
+    Inductor does not check this. It accepts any copy into the first argument, so it would make the
+    call in place, and the returned result would be lost.
     """
     first = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
@@ -202,8 +204,8 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # If the first argument had not been realized (stored in a buffer), `tensors[0]` is a realized
-    # copy.
+    # If the first argument was not stored in a buffer yet, `process_kernel` has copied it into one.
+    # `tensors[0]` is this buffer, which the call overwrites.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 

@@ -156,11 +156,12 @@ def effect_of(qualname: str) -> EffectType | None:
 
 
 def set_default_effect(qualname: str) -> None:
-    """Let PyTorch give an operator with ScriptObject arguments an effect.
+    """Run PyTorch's detection of an operator's default effect again.
 
-    PyTorch does this only when it creates the operator's registry entry (`EffectHolder.__init__` in
-    torch/_library/effects.py). The entry may have been created before the schema existed, so this
-    function does it again.
+    PyTorch gives an effect to each operator with ScriptObject arguments, but only when it creates
+    the operator's registry entry (`EffectHolder.__init__` in torch/_library/effects.py). If the
+    entry was created before the operator's schema, PyTorch could not see the arguments, so it gave
+    no effect.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

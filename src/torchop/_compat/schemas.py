@@ -31,7 +31,7 @@ def parse(text: str) -> FunctionSchema:
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Return whether all calls that fit `old` also fit `new`, by the rules for ATen operators."""
+    """Return whether `new` accepts all calls that `old` accepts, by PyTorch's rules for ATen."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
@@ -65,7 +65,7 @@ def dtypes() -> Mapping[str, torch.dtype]:
 
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
     for name, dtype in dtypes().items():
-        # Skip the newer dtypes that the parser does not accept as a default.
+        # PyTorch's schema parser rejects some newer dtypes as default values, so skip these dtypes.
         with contextlib.suppress(RuntimeError):
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
@@ -88,7 +88,7 @@ def custom_class_name(annotation: Any) -> str | None:
 
 
 def readable(text: str) -> str:
-    """Return the text of a printed schema, changed to make PyTorch's parser accept it.
+    """Return a schema that PyTorch printed, in a form that PyTorch's parser accepts.
 
     PyTorch prints every custom class as PyObject, but the parser does not accept PyObject
     (torch/csrc/jit/frontend/schema_type_parser.cpp). So this inserts the name of a custom class

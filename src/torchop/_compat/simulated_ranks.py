@@ -26,8 +26,9 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
-    # `init_process_group` (torch/distributed/distributed_c10d.py) replaces `sys.excepthook`, and
-    # `destroy_process_group` does not restore it.
+    # Restore `sys.excepthook` afterwards, because `init_process_group`
+    # (torch/distributed/distributed_c10d.py) replaces it, and `destroy_process_group` does not
+    # restore it.
     excepthook = sys.excepthook
     # Call this outside of LocalTensorMode, because it imports modules, and the mode would change
     # the tensors that these modules create.

@@ -84,10 +84,10 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Check a result with PyTorch's own code.
+    """Check the result of a user's function with the code of PyTorch's kernel around it.
 
-    This runs the code of PyTorch's kernel with a function that only returns `result` in place of
-    the user's function.
+    PyTorch's kernel calls the user's function, and then checks the result. So this runs the code of
+    the kernel, but with a function that only returns `result` in place of the user's function.
     """
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
@@ -97,7 +97,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """A handle whose kernels are replaced. All other attributes are the original handle's."""
+    """Imitates a handle with different kernels. All other attributes come from the handle."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -114,10 +114,8 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Return whether `kernel` is the kernel of `custom_op` that bumps version counters.
 
-    Only the kernel that was created for `overload` is recognized.
-
-    Before 2.13, this is always False, because `custom_op` used a different kernel, which bumped
-    each counter twice.
+    This is only true for the kernel that was created for `overload`. Before 2.13, this is always
+    False, because `custom_op` used a different kernel, which bumped each counter twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -226,7 +224,7 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """Flatten tensor lists, and record how to restore them, as `supports_tensorlist` does."""
+    """Flatten tensor lists, and record how to restore them, as torch/_library/autograd.py does."""
     # Append None for the extra argument that `forward` takes after the operator's arguments,
     # because the metadata must include it.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
@@ -239,7 +237,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# Maps the attributes of a handle that contain registered functions to the roles of the functions.
+# The attributes in which a handle stores registered functions, with the role of each function.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",

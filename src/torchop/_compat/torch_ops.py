@@ -161,7 +161,8 @@ class RaisingFunction:
 class RaisingPacketFunction(RaisingFunction):
     """The function of a packet whose operator was deregistered.
 
-    It calls the operator that has the same name now. If there is none, it raises OperatorGoneError.
+    If a new operator is registered under the same name, this function calls the new operator.
+    Otherwise it raises OperatorGoneError.
     """
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
@@ -173,8 +174,8 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # Raise if no operator has the name now. Also raise if the packet still has this function,
-        # because PyTorch then deregistered the operator without notifying torchop.
+        # Raise if no operator is registered under this name. Also raise if the packet still has
+        # this function, because PyTorch then deregistered the operator without notifying torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

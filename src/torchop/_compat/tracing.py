@@ -1,4 +1,4 @@
-"""Query compiler traces: whether tensors belong to a trace, share memory, or have effects."""
+"""Query compiler traces: traced tensors, the memory that they share, and effect tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a compiler trace, because it is fake or functional."""
+    """Return whether a tensor is part of a compiler trace, because it is fake or functional."""
     return fake_tensors.is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )
@@ -54,8 +54,8 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
     By default, functionalization hides writes by custom operators from autograd. It also assumes
     that a write in no_grad mode, for example inside an `autograd.Function`, does not change the
-    tensor's autograd history. So when a compiled graph mutates an input, the input would have the
-    new value, but the history of the old one.
+    tensor's autograd history. So if a compiled graph mutated an input, the input would have the new
+    value, but still the autograd history of the old value.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):
@@ -153,10 +153,10 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     An effect token is a graph value that each effectful call takes and returns, so that the calls
     keep their order and are not removed as dead code. PyTorch passes no token into the branches of
     `torch.cond` (pytorch/pytorch#185116) and into loop bodies (pytorch/pytorch#191122), so
-    effectful calls there would be removed. It does pass a token into an `invoke_subgraph` region.
-    But from the third call of the region on, PyTorch treats the token as a result of the region,
-    and the region then has no gradient. So this function returns False while PyTorch records the
-    region for autograd.
+    effectful calls there would be removed. PyTorch does pass a token into an `invoke_subgraph`
+    region. But from the third call of the region on, PyTorch treats the token as a result of the
+    region, and the region then has no gradient. So this function returns False while PyTorch
+    records the region for autograd.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet

@@ -128,7 +128,11 @@ class _Digest(CodeDigest):
 
 @functools.cache
 def _own_code() -> bytes:
-    """Return a digest of torchop's own source code, because it may change within a version."""
+    """Return a digest of torchop's source code.
+
+    torchop's version is not sufficient for a cache key, because the code may change without a new
+    version, for example in a Git checkout.
+    """
     files = sorted(Path(torchop.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 

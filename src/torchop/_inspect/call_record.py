@@ -1,4 +1,4 @@
-"""Records of calls to operators, which contain enough to create example arguments."""
+"""Records of calls to operators. A record can create example arguments for the same call."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _described(value: Any) -> str:
 
 
 def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """Return the record of a call that a mode from `observing_mode` has reported.
+    """Return a `CallRecord` for a call that the mode from `observing_mode` has reported.
 
     Returns None if the call belongs to a compiler trace.
     """

@@ -125,10 +125,10 @@ class CodeDigest:
         self._write(f"{reference.number} {_spell(value)}")
 
     def _is_followed(self, package: str) -> bool:
-        """Return whether to read the code of a package that the described code uses.
+        """Return whether the digest includes the code of `package`, which other code uses.
 
-        The code is read if it is in the same package as the described code, or if its package is
-        not installed in site-packages.
+        The digest includes the code if `package` is also the package of the code that uses it, or
+        if `package` is not installed in site-packages.
         """
         if self._package in (None, package):
             return True
@@ -221,7 +221,7 @@ class CodeDigest:
         self.add_called(namespaces, names)
 
     def _add_stable(self, values: Mapping[str, object]) -> None:
-        """Add only those values that are equal in every process.
+        """Add the values that are equal in every process, and skip the others.
 
         Objects of other packages are skipped, because they may differ between processes. Variables
         that are None are skipped, because they are often caches that the code fills on first use.
@@ -332,9 +332,9 @@ def _pairs(values: Mapping[Any, Any]) -> tuple[tuple[Any, Any], ...]:
 
 
 def _order(value: object) -> str:
-    """Return a sort key for an item of a set or dictionary, which is equal in all processes.
+    """Return a sort key for an item of a set or dictionary. It is equal in all processes.
 
-    Hashes cannot be used, because they may differ between processes.
+    Hashes cannot be used as sort keys, because they may differ between processes.
     """
     if isinstance(value, tuple):
         return ", ".join(map(_order, value))
@@ -352,7 +352,10 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _names_in_annotation(annotation: object) -> set[str]:
-    """Return the names in an annotation, because code may call methods of the named classes."""
+    """Return the names in an annotation.
+
+    The digest must cover the classes with these names, because code may call their methods.
+    """
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))
 

@@ -139,16 +139,17 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:
-    """Return why a call is native or not, and for a native call, a line about each step.
+    """Return why a call does or does not bypass the dispatcher, and what it runs if it does.
 
-    The second value is None if the call goes through the dispatcher. `chosen` is the kernel of the
-    provider that was selected for this call, or None if the operator has no providers.
+    The second value contains a line about each step of the call, or is None if the call goes
+    through the dispatcher. `chosen` is the kernel of the provider that was selected for this call,
+    or None if the operator has no providers.
     """
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Make the same preparations as a call. Load the C++ extension. Also remove torchop's kernel
-        # that raises an error for unsupported devices, if this kernel hides PyTorch's fallback for
+        # Make the same preparations as a call: load the C++ extension, and remove torchop's kernel
+        # that raises an error for unsupported devices, if that kernel hides PyTorch's fallback for
         # a backend.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels

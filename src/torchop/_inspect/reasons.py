@@ -1,4 +1,4 @@
-"""Describe why a call is native or goes through the dispatcher."""
+"""Describe why a call is native, i.e. skips the dispatcher, or why it is not."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _why_not_its_kernel(call: Call) -> str:
 
 
 def _passes(call: Call, key: str) -> bool:
-    """Return whether a native call may skip the kernel at a key and do the kernel's work itself."""
+    """Return whether a native call may skip the kernel at `key`, because it does the same work."""
     through_autograd, counts_versions = call.passed
     if key.startswith("Autograd"):
         registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))

@@ -48,7 +48,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._matches: dict[str, bool] = {}
         # Maps each operator to the number of times that each distinct call was made. The keys of
         # the counters are the reprs of the calls, because calls with 1, 1.0 and True are equal. The
-        # key "" counts the calls above the limit.
+        # key "" counts the calls beyond `MAX_KINDS`.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}  # the stored calls, by their repr
         self._lock = threading.RLock()  # one thread may read while others record
@@ -158,14 +158,15 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
         """Return an operator's distinct calls and their counts.
 
-        If there are calls above the limit, the last item counts them, with None in place of a call.
+        If there were more than `MAX_KINDS` distinct calls, the last item contains None in place of
+        a call, and the number of the calls that were not stored.
         """
         with self._lock:
             counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
             return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Count a call that was made `count` times. `call` is None for calls above the limit."""
+        """Add a call that was made `count` times. `call` is None for calls beyond `MAX_KINDS`."""
         kind = "" if call is None else repr(call)
         with self._lock:
             counts = self._counts.setdefault(op, Counter())

@@ -202,8 +202,8 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # This comparison rejects, for example, a device index that PyTorch parses as a negative
-        # number.
+        # Reject text that PyTorch parses as a different value. For example, PyTorch parses a large
+        # device index as a negative number.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

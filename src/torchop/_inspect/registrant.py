@@ -81,11 +81,11 @@ def _modules_of(op: OpName) -> set[str]:
 
 @functools.lru_cache(maxsize=1)
 def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
-    """Return a dictionary from file names to the modules that were loaded from the file.
+    """Map each file name to the modules that were loaded from the file.
 
     The result is cached, because callers need it for every operator, and it takes a millisecond to
     compute. The arguments describe `sys.modules`: the number of modules, and the name and id of the
-    newest one. They change when a module is imported, so the dictionary is then computed again.
+    newest one. They change when a module is imported, so the result is then computed again.
     """
     by_file: dict[str, list[str]] = {}
     for name, module in list(sys.modules.items()):
@@ -116,9 +116,9 @@ def _module_of(function: Any) -> str:
 
 
 def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
-    """Return the devices and the names of rules for which the dispatcher has kernels.
+    """Return the devices for which the dispatcher has kernels, and the names of registered rules.
 
-    Unlike torchop's registry, the dispatcher also has the kernels of other libraries.
+    Unlike torchop's registry, the dispatcher also contains the kernels of other libraries.
     """
     table = dispatch.kernel_table(str(operator))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}

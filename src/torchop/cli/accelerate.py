@@ -157,8 +157,8 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
     for row in rows:
         calls = recorded.calls(row.op)
         native, cost, problem = measurements.get(row.op, Measurement())
-        # `calls` includes calls whose arguments were not recorded. Assume that the same share of
-        # them is native.
+        # `calls` includes calls whose arguments were not recorded. Assume that the share of native
+        # calls is the same among these calls as among the recorded calls.
         native_calls = round((native or 0.0) * calls)
         before = after = ""
         reason = row.reason or (f"not measured: {problem}" if problem else "")

@@ -130,7 +130,7 @@ _CALL_OPTION = click.option(
 @click.option("--grad", is_flag=True, help="Make floating-point tensors require grad.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
-    """Show which kernels a call would run, and whether the call would be native.
+    """Show which kernels a call would run, and whether the call would bypass the dispatcher.
 
     The command uses the registered examples, or the arguments of --call. The operators are not run.
     """
@@ -171,7 +171,8 @@ def bench(
 
     For example, calls are timed with no_grad, in inference mode and with a backward pass. Each
     operator runs in a separate process, with the first registered example or the arguments of
-    --call. The ways are timed in turn, and the table shows the fastest round of each.
+    --call. All ways are timed in turn, for several rounds, and the table shows the fastest round of
+    each.
 
     With --providers, all kernels whose results agree with the reference are timed for all examples,
     in turn with the operator itself. The table shows the median and a 95 % confidence interval.
@@ -248,7 +249,7 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 def _comparisons(
     op: str, text: str | None, sizes: tuple[str, tuple[int, ...]] | None
 ) -> Iterator[Any]:
-    """For each call, yield a description (for error messages), and then the comparison."""
+    """For each call, yield a description for error messages, and then a `Comparison`."""
     operator = Operator(op, "bench")
     with report_errors(op):
         if text is not None and sizes is not None:

@@ -179,8 +179,8 @@ def _run(
     import pytest  # late, because torchop does not depend on pytest
 
     texts = {n: f"mapping({v!r})" if n in _MAPPINGS else repr(v) for n, v in options.items()}
-    # In the marker, a name without an overload matches all overloads. Exclude the overloads that
-    # the user did not select.
+    # In the pytest marker, a name without an overload selects all overloads of the operator. So
+    # exclude the overloads that the user did not select.
     others = [name for name in patterns.all_names() if str(name) not in operators]
     texts["exclude"] = repr(
         [str(each) for each in others if any(patterns.is_match(each, op) for op in operators)]

@@ -111,7 +111,7 @@ def _answers(
     process = context.Process(target=_run, args=start)
     around = contextlib.nullcontext() if method == "fork" else _environment_of_server()
     with warnings.catch_warnings(), around:
-        # Python 3.12 warns about forks of programs with threads.
+        # Hide the warning of Python 3.12 about forks of programs that have several threads.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
             process.start()

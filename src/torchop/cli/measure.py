@@ -62,7 +62,8 @@ def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
 
 def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
     methods: list[Literal["forkserver", "fork"]] = ["forkserver"] if modules else []
-    # A forked process cannot use an accelerator that the parent uses.
+    # A forked process cannot use an accelerator that the parent uses. So fork this process only if
+    # no recorded tensor is on an accelerator.
     if not any(_is_on_accelerator(call) for call, _ in kinds):
         methods.append("fork")
     measurement = Measurement(problem=_NOT_REGISTERED)
@@ -162,7 +163,8 @@ def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
-    # A tensor of ones may be an invalid index or permutation.
+    # The message mentions the ones, because the call may have raised only because of them. For
+    # example, a tensor of ones may be an invalid index or permutation.
     raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 
 

@@ -88,7 +88,7 @@ def _write_wheel(extension: Path, folder: Path) -> Path:
     The wheel is written to a temporary folder first, so an incomplete wheel is never visible.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # wheel is an optional dependency
+    # Import wheel only here, because it is an optional dependency.
     wheel_file = importlib.import_module("wheel.wheelfile").WheelFile
     version = f"{torchop.__version__}+torch{re.sub(r'[^A-Za-z0-9]+', '.', torch.__version__)}"
     values = {

@@ -34,7 +34,7 @@ def schema() -> None:
 def dump(selection: Selection, out: Path | None) -> None:
     """Write the schemas of operators as JSON.
 
-    `schema compare` compares the files of two versions of a package.
+    Use `schema compare` to compare the output for two versions of a package.
     """
     texts = {op: Operator(op, "dump").schema.text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}

@@ -131,8 +131,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
     import_all([package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
-    # For operators defined in C++, the registering module is unknown. Attribute them to the package
-    # if they were not registered before the package was imported.
+    # PyTorch does not record which module loaded an operator that is defined in C++. So assume that
+    # the package defines the operator if the operator appeared during the import of the package.
     registered = {
         name
         for name in operators

@@ -39,9 +39,10 @@ static bool is_missing(const char* name, const char* overload) {{
   return !c10::Dispatcher::singleton().findSchema({{name, overload}}).has_value();
 }}
 {blocks}"""
-# The C++ source of the loader, a library inside a package. It loads the kernel libraries, which are
-# in the same folder, and then defines the operators. If the process has already defined all
-# operators, the loader assumes that their kernels are registered too, and loads no library.
+# The C++ source of the loader, a shared library that the package contains. The loader first loads
+# the libraries with the kernels, which are in the loader's own folder, and then defines the
+# operators. If all operators are already defined in the process, the loader assumes that their
+# kernels are registered too, and does nothing.
 _LOADER = """
 #include <dlfcn.h>
 
@@ -233,8 +234,7 @@ def _add_libraries(libraries: list[str], loader: str, path: str) -> None:
         missing=" || ".join(f"is_missing({_name(op)})" for op in operators) or "false",
         count=len(libraries),
     )
-    # With this line, PyTorch's error messages say that line 1 of the package registered the
-    # operators.
+    # Make PyTorch's error messages name the package as the file that registered the operators.
     place = f'#line 1 "{os.path.basename(path)}"\n'
     on_demand.build_library(place + _source(path, operators, text), loader)
     with zipfile.ZipFile(path, "a") as archive:

@@ -32,10 +32,12 @@ _MANIFEST = "torchop_operators.json"
 # The metadata key under which a package lists the modules of its operators.
 METADATA = "torchop_operators"
 _DEVICE = "AOTI_DEVICE_KEY"  # the metadata key under which a package stores its device type
-# The names of the folder for extra files, in PyTorch's current and previous file format.
+# PyTorch's current file format stores extra files in the folder `extra`, and the previous format in
+# `extra_files`.
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # Matches an operator in the JSON of a program. A node either calls the operator, or passes it to a
-# higher-order operator. In decomposed programs, operators that mutate or have effects are passed.
+# higher-order operator. In decomposed programs, operators that mutate arguments or have effects are
+# passed to higher-order operators.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 # The exceptions that reading a damaged file may raise.
 _UNREADABLE = (
@@ -119,10 +121,10 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 
 def modules_of(ep: ExportedProgram) -> str:
-    """Return JSON that maps each operator of a program to the name of the defining module.
+    """Return JSON that maps each operator of a program to the module that defines it.
 
-    If a provider, such as "triton", supplies the operator's kernel, an additional key
-    `ns::f[triton]` has the name of the module that registered the provider.
+    If a provider, such as "triton", supplies the kernel of `ns::f`, the JSON also maps
+    `ns::f[triton]` to the module that registered the provider.
     """
     # Look the operators up by name, because they may have been redefined after the export.
     names = [op.name() for op in operators.in_graph(ep.graph_module)]
@@ -136,8 +138,9 @@ def modules_of(ep: ExportedProgram) -> str:
 
 
 # A function that reads one entry of a zip file. It receives the name of the entry, and a function
-# that returns the contents. It returns the JSON that maps operators to modules, or None if the
-# entry does not contain this JSON, and the operators that the program calls according to the entry.
+# that returns the contents. It returns two values. The first is the JSON that maps operators to
+# modules, or None if the entry does not contain this JSON. The second contains the operators that
+# the program calls according to this entry.
 _Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
 
 

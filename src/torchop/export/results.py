@@ -23,7 +23,7 @@ _SUPPORTED = ("Tensor", "Optional[Tensor]", "List[Tensor]", "NoneType")
 
 
 def check_results(ep: ExportedProgram) -> None:
-    """Run a program on its example inputs. Compare each kernel's results with its fake kernel's."""
+    """Run a program on its example inputs, and compare kernels with their fake kernels."""
     if ep.example_inputs is None:
         return
     module = ep.module()
