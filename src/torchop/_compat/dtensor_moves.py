@@ -11,7 +11,8 @@ from torchop._compat.dtensor_calls import Row
 
 # The placements of one tensor, one for each mesh dimension.
 Placements: TypeAlias = tuple[Any, ...]
-# The placements of all tensors in a call, as one `Row` for each mesh dimension.
+# The placements of all tensors in a call. There is one `Row` for each mesh dimension, which holds
+# the placement of every tensor on that dimension.
 Combination: TypeAlias = tuple[Row, ...]
 
 

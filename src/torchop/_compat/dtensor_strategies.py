@@ -185,7 +185,7 @@ def remember_results() -> None:
     """Make DTensor's method that runs fake kernels also store the results of the last call.
 
     DTensor runs the fake kernel before it calls the strategy, but does not pass the results to the
-    strategy. If the strategy ran the fake kernel again, that would take longer than choosing the
+    strategy. Running the fake kernel again in the strategy would take longer than choosing the
     placements.
     """
     engine = propagator()

@@ -121,7 +121,7 @@ def forget_exchange(overload: OpOverload) -> None:
 
 
 def restore_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undo `overload_functions.replace_function`, unless other code has set another function."""
+    """Undo `overload_functions.replace_function`, unless other code has replaced it since."""
     function = overload._op
     if isinstance(function, operator) and function.entry is entry:
         overload._op = function.dispatch

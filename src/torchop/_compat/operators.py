@@ -35,7 +35,7 @@ def registered_tags(name: str, overload: str) -> tuple[Tag, ...]:
 
 
 def has_entry(namespace: str, name: str, overload: str) -> bool:
-    """Return whether the dispatcher has a schema or a kernel for an operator."""
+    """Return whether the dispatcher has an entry for an operator: a schema, a kernel or both."""
     return torch._C._dispatch_has_kernel(joined(namespace, name, overload))
 
 

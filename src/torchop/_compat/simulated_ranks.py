@@ -42,7 +42,7 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
 
 
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
-    """Distribute `tensor` with these placements, over simulated or real ranks.
+    """Distribute `tensor` with the given placements, over simulated or real ranks.
 
     For a Partial placement, each rank gets a different share of the tensor's value.
     """

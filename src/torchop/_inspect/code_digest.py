@@ -354,7 +354,8 @@ def _names(code: types.CodeType) -> set[str]:
 def _names_in_annotation(annotation: object) -> set[str]:
     """Return the names in an annotation.
 
-    The digest must cover the classes with these names, because code may call their methods.
+    The digest of a function must also cover the classes with these names, because the function may
+    call their methods.
     """
     text = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
     return set(re.findall(r"\w+", f"{text} {getattr(annotation, '__args__', '')}"))

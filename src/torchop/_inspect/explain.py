@@ -148,9 +148,8 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     definition = call.definition
     if definition is not None:
         definition.check_defined()
-        # Make the same preparations as a call: load the C++ extension, and remove torchop's kernel
-        # that raises an error for unsupported devices, if that kernel hides PyTorch's fallback for
-        # a backend.
+        # Make the same preparations as a call. Load the C++ extension. Also remove torchop's kernel
+        # for unsupported devices, which raises an error, if PyTorch has a fallback for the backend.
         switch.obtain()
         raising_kernels = definition.rule(KernelRule).raising_kernels
         if raising_kernels is not None:

@@ -51,7 +51,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel that `get_kernel` returned. Calling it raises if the operator was deregistered.
+    """A kernel that `get_kernel` returned. Calling it raises once the operator is deregistered.
 
     PyTorch's own kernel object raises if the kernel was replaced, but it crashes the process if the
     operator was deregistered.

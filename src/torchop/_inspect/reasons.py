@@ -81,7 +81,7 @@ def _why_no_kernel(call: Call) -> str:
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Return which kernel the dispatcher would run, and why a native call cannot run it."""
+    """Describe which kernel the dispatcher would run, and why a native call cannot run it."""
     if (problem := _problem(call)) is not None:
         return problem
     keys = dispatch.keys_of_call(call.tensors)

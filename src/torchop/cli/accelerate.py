@@ -127,7 +127,7 @@ def recording(recorded: Recorded) -> Iterator[None]:
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """Temporarily accelerate the operators that match `patterns`. Return a table row for each."""
+    """Accelerate operators that match `patterns` temporarily. Return a table row per operator."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 

@@ -81,7 +81,7 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
 
 
 def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
-    """Yield a first result without the time of a call, and then the complete result.
+    """Yield a result that lacks the time of a call, and then the complete result.
 
     The parent process uses the first result if a call crashes or hangs.
     """

@@ -51,7 +51,7 @@ def dump(selection: Selection, out: Path | None) -> None:
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(old: Path, new: Path, as_json: bool) -> None:
-    """Compare two files of `schema dump`, and report breaking changes.
+    """Compare two files written by `schema dump`, and report breaking changes.
 
     A change is breaking if, by PyTorch's rule for ATen operators, the new schema is not backward
     compatible, so that exported programs and callers fail. The exit code is 1 if a change is
