@@ -78,7 +78,7 @@ ogp_image = "_static/link.png" if ogp_site_url else None
 ogp_image_alt = "The cost of a call with torchop and with torch.library"
 ogp_social_cards = {"enable": False}  # drawing a picture for each page takes a minute
 
-# The copy button leaves out the prompts of a console. Output blocks have no copy button.
+# The copy button skips console prompts. Output blocks have no copy button.
 copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

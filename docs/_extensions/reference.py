@@ -209,8 +209,8 @@ def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
 def begin_with_the_sentence(app: Sphinx, doctree: nodes.document) -> None:
     """Move the first sentence of an object's page above the signature.
 
-    A long signature may fill a screen. If a decorator has a second signature with the same
-    parameters, remove that signature.
+    Otherwise a long signature could push the sentence off the screen. Also remove a decorator's
+    second signature if it has the same parameters as the first one.
     """
     if not app.env.current_document.docname.startswith("reference/api/"):
         return

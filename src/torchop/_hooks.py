@@ -32,12 +32,18 @@ class NoExtension:
 
     @staticmethod
     def are_plain(gradients: Any, count: int, ctx: Any, /) -> bool:
-        """Return True if the gradients certainly fit the inputs, or False to have each checked."""
+        """Return True if the gradients certainly fit the inputs.
+
+        If this returns False, the caller checks each gradient.
+        """
         return False
 
     @staticmethod
     def pack_plain(values: Any, latest: Any, count: int, /) -> Any:
-        """Pack random generator states and settings into a tensor, or return None to use Python."""
+        """Pack random generator states and settings into a tensor.
+
+        If this returns None, the caller packs them in Python.
+        """
         return None
 
     @staticmethod

@@ -133,7 +133,7 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 
 
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
-    """Return the closure variables, by name, of a function that `maker` created.
+    """Map the names of a function's closure variables to their values, if `maker` created it.
 
     `names` are the names of the nested functions that lead from `maker` to the function. Returns
     None if `function` does not have the code of that nested function.

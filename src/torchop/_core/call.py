@@ -82,7 +82,7 @@ def returned_arguments(
 
 
 def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the same as `returned_arguments`, but unpack a tuple with a single item."""
+    """Call `returned_arguments`, and return a single argument without the tuple around it."""
     returned = returned_arguments(schema, args, kwargs)
     return returned if len(returned) > 1 else returned[0]
 

@@ -68,7 +68,7 @@ class CompiledRule(Generic[Compiled]):
         self.definition.outdate_plan()
 
     def retract(self) -> None:
-        """Remove the rule from PyTorch's registries, when the operator is deregistered."""
+        """Remove the rule from PyTorch's registries. Called when the operator is deregistered."""
 
     def cache_parts(self) -> Iterator[object]:
         """Yield the parts of the rule that compilers bake into graphs, for cache keys.
@@ -173,7 +173,7 @@ class Definition:
         # dict would need three times as much memory as this list.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
-        # The dispatcher kernels that this definition registered, by dispatch key.
+        # Maps dispatch keys to the kernels that this definition registered with the dispatcher.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
 

@@ -47,9 +47,10 @@ DEFINITIONS = "_torchop_definitions"
 
 
 def process_definitions(namespace: str) -> Mapping[str, Any]:
-    """Return the definitions that `process_library` owns, by operator name.
+    """Map the names of operators to the definitions that `process_library` owns.
 
-    They store rules that were registered without `lib=` for operators of other packages.
+    These definitions store rules that were registered without `lib=` for operators of other
+    packages.
     """
     library = _process_libraries.get(namespace)
     return {} if library is None else library.__dict__.get(DEFINITIONS, {})

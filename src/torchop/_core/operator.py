@@ -131,9 +131,12 @@ class Operator:
     def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Return the schema's arguments for a call, with structured arguments flattened.
 
+        If this object was created from an `OpOverload` or from a name instead of the operator's
+        handle, the arguments are already flat, so they are returned unchanged.
+
         Args:
-            args: the positional arguments. They may contain structures only if `op` was the handle.
-            kwargs: the keyword arguments.
+            args: the positional arguments of the call.
+            kwargs: the keyword arguments of the call.
         """
         if self._structure is None or not self._is_handle:
             return tuple(args), dict(kwargs)

@@ -360,7 +360,7 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
     """Let a derived operator use the values of the operator that it was derived from.
 
-    This ends when the derived operator is deregistered.
+    The derived operator does this until it is deregistered.
     """
     overload = derived.overload
     detaching: list[Callable[[], None]] = []

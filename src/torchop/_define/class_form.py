@@ -143,10 +143,10 @@ class ClassReading(NamedTuple):
 
     Attributes:
         function: the function that defines the operator, usually the member `forward`.
-        attributes: the members that are options of `custom_op`, such as `tags`.
-        kernels: the kernels, by device type.
+        attributes: the members that are passed to `custom_op` as options, such as `tags`.
+        kernels: maps device types to kernels.
         members: the members that are listed in `MEMBERS`, such as `backward`.
-        rules: the members whose name is the name of a `torchop.Rule`, such as `inverse`.
+        rules: the members that are named after a `torchop.Rule`, such as `inverse`.
     """
 
     function: Callable[..., Any]

@@ -224,7 +224,8 @@ class CustomOp(Registrations, Generic[P, R]):
         def __getattr__(self, name: str) -> Any:
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Dynamo does not support AttributeError(name=..., obj=...). Python sets both here.
+                # Do not pass `name` and `obj`, because Dynamo does not support these parameters of
+                # AttributeError. Python sets both when `__getattr__` raises the exception.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
@@ -396,7 +397,8 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # Dynamo's global table would otherwise keep the class alive.
+    # When the operator is deregistered, remove the class from Dynamo's global table, which would
+    # otherwise keep the class alive.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

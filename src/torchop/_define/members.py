@@ -148,12 +148,15 @@ MEMBERS: Mapping[str, Member] = {
     "inplace": _form("derive_inplace", "in-place operator"),
     "out": _form("derive_out", "operator with out="),
 }
-# Members of the class that are options of `custom_op`.
+# The attributes of an operator class that are passed to `custom_op` as options.
 ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority", "residuals")
 
 
 def is_device_type(name: str) -> bool:
-    """Return whether a class's member with this name is the kernel for a device type."""
+    """Return whether a name is a device type, such as "cuda".
+
+    If an operator class has a member with such a name, it is the kernel for that device type.
+    """
     try:
         dispatch.dispatch_key_name(name)
     except RuntimeError:

@@ -230,7 +230,7 @@ plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
-    """Let Inductor replace the functional operator with a form that writes into a buffer."""
+    """Allow Inductor to replace the functional operator with a form that writes into a buffer."""
     # Inductor's table of replacements stores the function `overload` below. Strong references in
     # this function would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
@@ -291,7 +291,10 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with this signature and the kernel's name, which error messages show."""
+    """Return a function with this signature and the kernel's name.
+
+    Error messages show the name.
+    """
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -346,8 +349,8 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The type is `Any` instead of None, because type checkers would otherwise demand a check
-        # for None even after inplace=True.
+        # The annotation contains `Any` instead of None. Otherwise type checkers would make users
+        # check for None even if they passed inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
         vars(functional)["_family"] = self  # read by `__reduce__`

@@ -73,9 +73,9 @@ class _Digest(CodeDigest):
 
     @functools.cached_property
     def _known(self) -> dict[str, dict[str, list[str]]]:
-        """The full names of all operators with rules, by namespace and then by base name.
+        """Maps each namespace to a dict from base names to the full names of operators with rules.
 
-        A base name has no overload, so it may stand for several operators.
+        A base name does not contain the overload, so it may stand for several operators.
         """
         known: dict[str, dict[str, list[str]]] = {}
         for name in map(OpName.parse, known_names()):

@@ -60,7 +60,8 @@ class CodeDigest:
     def __init__(self, seed: str) -> None:
         self.sources: list[types.CodeType] = []
         self._hash = hashlib.sha256(seed.encode())
-        # All added objects, by id. A reference keeps the object alive, so the id stays valid.
+        # Maps the ids of all added objects to references. Each reference keeps its object alive,
+        # so that no other object gets the same id.
         self._references: dict[int, _Reference] = {}
         # The package of the object whose description is being added.
         self._package: str | None = None

@@ -1,8 +1,8 @@
 """`providers`: list the alternative kernels of operators, and report whether they can run.
 
 An operator may have kernels from several providers, for example a Triton and a CUDA implementation.
-Its reference kernels are those that were registered without a provider. For each call, torchop runs
-the first provider in a priority order that supports the call.
+Its reference kernels are the kernels that were registered without a provider. For each call,
+torchop runs the first provider in the priority order that supports the call.
 """
 
 from __future__ import annotations

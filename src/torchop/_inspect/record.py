@@ -50,7 +50,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         # the counters are the reprs of the calls, because calls with 1, 1.0 and True are equal. The
         # key "" counts the calls beyond `MAX_KINDS`.
         self._counts: dict[str, Counter[str]] = {}
-        self._kinds: dict[str, CallRecord] = {}  # the stored calls, by their repr
+        self._kinds: dict[str, CallRecord] = {}  # maps the repr of a call to the call
         self._lock = threading.RLock()  # one thread may read while others record
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:

@@ -52,13 +52,14 @@ class Plan:
         | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
-        # Containers from which the plan was compiled, if they may change without a notification:
-        # (dict, key, value) or (set, key, is_member). The plan is outdated if one of them changed.
+        # The dicts and sets from which the plan was compiled and which may change without a
+        # notification. Each item is (dict, key, value) or (set, key, whether it contains the key).
+        # The plan is outdated if one of these entries has changed.
         sources: tuple[tuple[dict[Any, Any] | set[Any], str | None, Any], ...] = ...,
         # True if other packages may register kernels. The plan is then recompiled if a call finds
         # an unknown kernel.
         is_foreign: bool = ...,
-        # True to drop arguments that equal their default, as the dispatcher does.
+        # If true, drop arguments that equal their defaults, as the dispatcher does.
         as_dispatched: bool = ...,
         # Converts a result of `finish` in calls that PyTorch would run in the C++ dispatcher. Only
         # for operators that `OpOverload` may dispatch in Python, which does not convert results.
@@ -67,7 +68,7 @@ class Plan:
         residuals: tuple[Any, ...] | None = ...,
     ) -> Plan: ...
     @property
-    def unknown_parameter(self) -> int | None: ...  # index of a type that native calls lack
+    def unknown_parameter(self) -> int | None: ...  # index of a parameter of an unsupported type
 
 class Entry:
     """Receives an operator's calls, and runs them natively or calls the dispatcher."""

@@ -224,7 +224,7 @@ def is_returnable(schema: Schema) -> bool:
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Return a phrase that names the argument or result whose type native calls do not support."""
+    """Return a phrase that names an argument or result of a type that native calls reject."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"

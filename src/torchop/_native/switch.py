@@ -94,9 +94,8 @@ def wait(timeout: float | None = None) -> bool:
 class _FirstUse:
     """Loads the extension when an operator is first used.
 
-    Until then, this object is the `Follower` of all definitions, so it is notified of the first
-    use. Defining an operator does not load the extension, because a program may import a package
-    with hundreds of operators and call none of them.
+    Defining an operator does not load the extension, because a program may import a package with
+    hundreds of operators and call none of them.
     """
 
     def __init__(self) -> None:

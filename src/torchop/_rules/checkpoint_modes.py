@@ -37,8 +37,9 @@ class Decision(NamedTuple):
 def install(definition: Definition) -> None:
     """If the operator is random, prevent compilers from recomputing it in the backward.
 
-    Operators that mutate arguments need nothing here, because their functionalization rule already
-    prevents the recomputation. Helper operators call `register_for_checkpoints` instead.
+    Do nothing for operators that mutate arguments, because their functionalization rule already
+    prevents the recomputation. Do nothing for helper operators either, because the code that
+    defines a helper operator calls `register_for_checkpoints`.
     """
     declaration = definition.declaration
     if (
@@ -77,7 +78,7 @@ def register_for_checkpoints(called: object, op: OpOverload | None = None, extra
 def register_for_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
     """Register how an operator behaves in a compiler's trace.
 
-    The arguments are the same as those of `register_for_checkpoints`.
+    The arguments have the same meaning as in `register_for_checkpoints`.
     """
     hook = in_trace if op is None else functools.partial(_saving, op, extra)
     registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)

@@ -32,8 +32,8 @@ Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 class Inlined(NamedTuple):
     """The backends that inline an operator. None means all backends.
 
-    If the function `launches` Triton kernels, which run only on GPUs, calls are not inlined on a
-    device type for which the user registered another kernel.
+    If `launches` is true, the operator's function launches Triton kernels, which run only on GPUs.
+    Calls are then not inlined on a device type for which the user registered another kernel.
     """
 
     backends: tuple[str, ...] | None
@@ -173,7 +173,11 @@ def _traceable(definition: Definition, inlined: Inlined) -> Callable[..., Any]:
 def _hook(
     definition: Definition, inlined: Inlined, opaque: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return the rule for FunctionalTensorMode, which inlines a call or passes it to `opaque`."""
+    """Return a rule for FunctionalTensorMode that inlines calls.
+
+    The rule traces the kernel of the operator. It passes calls that must not be inlined to
+    `opaque`, which records a call to the operator.
+    """
     schema, body = definition.schema, _traceable(definition, inlined)
     check_result = result_check(schema.returns)
 

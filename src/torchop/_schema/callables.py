@@ -101,10 +101,12 @@ def takes_residuals(setup_context: Any) -> bool:
 def setup_caller(
     setup_context: Callable[..., Any] | None, has_keywords: bool
 ) -> Callable[..., Any] | None:
-    """Return a function that calls `setup_context`, by keyword if possible.
+    """Return a function that calls `setup_context` and has the same parameters for all operators.
 
-    The returned function always takes `(ctx, inputs, keyword_only_inputs, output)`. It drops the
-    keyword-only inputs if `setup_context` does not take them.
+    The returned function takes `(ctx, inputs, keyword_only_inputs, output)`, and also `residuals`
+    if `setup_context` has this parameter. It drops the keyword-only inputs unless `has_keywords`
+    is true. It passes the arguments by keyword if the parameters of `setup_context` have these
+    names, so that authors may write them in any order.
     """
     if setup_context is None:
         return None

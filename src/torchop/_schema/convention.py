@@ -50,9 +50,10 @@ class Convention:
         return args, kwargs
 
     def result(self, result: Any, /) -> Any:
-        """Arrange one value per schema result, such as a shape, like the result of a kernel.
+        """Arrange values in the structure of a kernel's result.
 
-        For example, if kernels return a NamedTuple of tensors, return a NamedTuple of shapes.
+        `result` contains one value, such as a shape, for each result in the schema. For example, if
+        kernels return a NamedTuple of tensors, return a NamedTuple of shapes.
         """
         return result
 

@@ -71,8 +71,8 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in schema syntax.
 
-    Each result aliases a mutated argument. `check_form` checks later whether the form allows these
-    arguments.
+    Each result aliases a mutated argument. A later call to `check_form` checks that an in-place or
+    out= operator may mutate these arguments.
     """
     written = [
         index

@@ -277,7 +277,10 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 class UnsupportedTypeError(Exception):
-    """Raised if the annotation at a path, such as `cfg.scale`, is not supported."""
+    """Raised if the annotation of an argument or field is not supported.
+
+    `path` names the argument or field, such as `cfg.scale`.
+    """
 
     def __init__(self, path: str, annotation: Any) -> None:
         super().__init__(path)
@@ -294,10 +297,10 @@ class _Builder:
         self.structures = structures
 
     def build(self, annotation: Any, path: str, inside: tuple[Any, ...] = ()) -> Node:
-        """Build the tree of the annotation at a path such as `cfg.scale`.
+        """Build the tree for the annotation of an argument or field.
 
-        `inside` contains the types of the enclosing structures, to detect a structure that contains
-        itself.
+        `path` names the argument or field, such as `cfg.scale`. `inside` contains the types of the
+        enclosing structures, to detect a structure that contains itself.
         """
         annotation = without_annotated(annotation)
         kind = leaf_kind(annotation)

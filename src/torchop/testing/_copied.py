@@ -101,10 +101,10 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
 
 
 def _is_written_copy(node: Node) -> bool:
-    """Return whether a node is the new value of an argument, computed by a helper operator.
+    """Return whether a node is an updated copy of an argument, returned by a helper operator.
 
-    The helper operator writes into copies of the arguments, and returns the copies. Its name ends
-    in `__functional`.
+    If the name of an operator ends in `__functional`, it writes into copies of its arguments and
+    returns the copies.
     """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]

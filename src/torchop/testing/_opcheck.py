@@ -191,8 +191,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
     def on_copies(*args: Any, **kwargs: Any) -> Any:
         """Call the operator with copies of the arguments that it writes to.
 
-        Since PyTorch 2.15, the check computes gradients with respect to its arguments after the
-        call, so the operator must not overwrite the arguments.
+        Since PyTorch 2.15, PyTorch's check computes gradients with respect to the arguments after
+        it has called the operator, so the operator must not overwrite them.
         """
         copies, keywords = inside_a_graph(schema, args, kwargs)
         return overload(*copies, **keywords)

@@ -101,9 +101,9 @@ def call_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def is_call(handle: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the handle has structured parameters, and accepts these arguments.
+    """Return whether the handle takes structures, and the arguments match its signature.
 
-    A structured parameter takes objects that no schema type can represent, such as dataclasses.
+    A structure is an object that no schema type can represent, such as a dataclass.
     """
     try:
         handle.flat_arguments(args, kwargs)

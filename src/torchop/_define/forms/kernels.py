@@ -99,8 +99,8 @@ def check_outputs(
 ) -> None:
     """Raise if an output is None, or if it overlaps an input (unless `may_be_an_input`).
 
-    Outputs that no operator may mutate, such as expanded tensors, need no check here, because the
-    mutation rule has already rejected them.
+    This function does not look for outputs that no operator may mutate, such as expanded tensors,
+    because the mutation rule has already rejected them.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -114,7 +114,7 @@ def check_outputs(
 
 
 def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return a cache key for a call, with the metadata of its tensors and all other arguments."""
+    """Build a cache key from the metadata of a call's tensors and from its other arguments."""
     key: list[Any] = [*kwargs]
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

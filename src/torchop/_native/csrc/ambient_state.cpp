@@ -49,7 +49,7 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns whether autocast is disabled, and the default dtype and device were not changed. Reads
+// Returns true if autocast is disabled, and nobody changed the default dtype and device. Reads
 // the excluded keys, as at::autocast::is_autocast_enabled does. We do not call that function,
 // because its header ATen/autocast_mode.h would double the time to parse the extension.
 bool settings_are_plain() {

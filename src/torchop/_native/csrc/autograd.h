@@ -11,7 +11,8 @@
 
 namespace torchop {
 
-// How native calls to an operator record gradients. The call plan owns all objects here.
+// How native calls to an operator record gradients. The call plan owns all objects to which the
+// members of this struct point.
 //
 // A gradient formula was registered either with torchop or with torch.library. "torch.library's
 // formulas" below are the formulas that were registered with torch.library.

@@ -25,9 +25,9 @@ class FallbackOperator {
  public:
   explicit FallbackOperator(const c10::OperatorHandle& op);
 
-  // Runs the kernel by calling `compute` inside the fallback, and returns the result (new
-  // reference). If the kernel raises a Python exception, either returns nullptr or throws
-  // python_error.
+  // Calls PyTorch's autograd fallback, which runs the kernel by calling `compute`. Returns the
+  // result of the kernel as a new reference. If the kernel raises a Python exception, either
+  // returns nullptr or throws python_error.
   __attribute__((noinline)) PyObject* call(
       const Values& values, c10::function_ref<PyObject*()> compute) const;
 

@@ -22,8 +22,9 @@ inline bool is_disabled() {
 
 // Opens `by` blocks in this thread, or closes blocks if `by` is negative.
 inline void change_blocks(int by) {
-  // When a thread ends, PyTorch acquires the GIL to free the stored object. If the interpreter is
-  // being finalized, this would abort the process. So for the number 0 we store an object that all
+  // Each thread stores the number of its open blocks as a Python object. When a thread ends,
+  // PyTorch acquires the GIL to free this object, but acquiring the GIL while the interpreter is
+  // being finalized would abort the process. So when no blocks are open, store an object that all
   // threads share and that is never freed.
   static const auto& none = *new SafeObject(make_safe_object(PyLong_FromLong(0)));
   disabled_blocks += by;

@@ -153,9 +153,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // The next check for `__torch_function__` resets the flag that `skips_torch_functions` reads, so
-  // the dispatcher must make the check for this call. Otherwise, the flag would affect an operator
-  // that the kernel calls.
+  // This flag makes PyTorch skip only the next check for `__torch_function__`. Native calls do not
+  // make this check, so the flag would stay set and affect an operator that the kernel calls. Use
+  // the dispatcher, which makes the check and resets the flag.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;

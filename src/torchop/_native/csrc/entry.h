@@ -49,7 +49,8 @@ PyObject* call_entry(
 // runs Python code, so the new plan may be outdated again when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// The dispatch table of a deregistered operator was freed, so it must not be read.
+// Check this before reading the operator's dispatch table, because deregistering an operator frees
+// its table.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
 }

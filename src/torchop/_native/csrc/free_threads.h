@@ -46,8 +46,8 @@ inline std::atomic<size_t> plans_to_free = 0;
 // Frees the replaced plans that no call uses any longer. May run Python code.
 void free_plans();
 
-// RAII guard that marks this thread as reading a dispatch table. Destroy it soon, because
-// `wait_for_table_reads` spins until then.
+// RAII guard that marks this thread as reading a dispatch table. `wait_for_table_reads`
+// spins until the guard is destroyed, so destroy it soon.
 class TableRead {
  public:
   explicit TableRead(Thread& here) : thread_(here) {

@@ -6,10 +6,10 @@
 
 namespace torchop {
 
-// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose calls run in C++. The
-// items of the dict `traceable`, such as the Python function `__call__`, become attributes of the
-// subclass. Dynamo traces these Python functions, because it cannot trace the C++ code. Can be
-// called only once.
+// make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose instances are called
+// from C++. The entries of the dict `traceable`, such as a Python function `__call__`, become
+// attributes of the subclass. Dynamo traces these functions instead of the C++ code, which it
+// cannot trace. make_handle_type can be called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
 // adopt(handle, entry) changes a handle's class to the class that `make_handle_type` created. After

@@ -27,8 +27,8 @@ using std::chrono::milliseconds;
 // kernel, and so has already read the table.
 constexpr milliseconds timeout{1000};
 
-// All Lifetime objects, by the addresses of the operators' definitions in the dispatcher. Never
-// destroyed, because operators are still deregistered while the process exits.
+// All Lifetime objects, keyed by the addresses of the operators' definitions in the dispatcher.
+// This object is never destroyed, because operators can still be deregistered during process exit.
 struct Lifetimes {
   std::mutex mutex; // guards `all`; must not be held while Python code runs
   std::unordered_map<const void*, LifetimePointer> all;

@@ -14,9 +14,9 @@ extern PyTypeObject* operator_type;
 // attribute. In free-threaded Python, always returns true.
 bool has_operator(PyObject* owner);
 
-// Returns whether an Operator has an Entry and can therefore run calls natively. Without an Entry,
-// it passes the calls to PyTorch's function, and only counts the calls that are in the dispatcher
-// (see lifetime.h).
+// Returns whether an Operator has an Entry and can therefore run calls natively. An Operator
+// without an Entry passes all calls to PyTorch's function, and counts the calls that are in the
+// dispatcher (see lifetime.h).
 bool has_entry(PyObject* op);
 
 bool add_operator_type(PyObject* module);

@@ -19,8 +19,8 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a source of the plan is unchanged. Looking up the key runs no Python code,
-// because all keys are strings or None.
+// Returns whether a dict or set from which the plan was built still has the same entry. Looking up
+// the key runs no Python code, because all keys are strings or None.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&

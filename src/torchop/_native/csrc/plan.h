@@ -71,7 +71,7 @@ struct Plan {
   // plan was compiled, has no kernel that native calls can run, or has a parameter of an
   // unsupported type.
   bool always_dispatches = false;
-  // The index of the first parameter whose type native calls do not support, or -1.
+  // The index of the first parameter of a type that native calls do not support, or -1.
   Py_ssize_t unknown_parameter = -1;
   // finish(args, kwargs, result) checks and converts a result that `is_valid_result` did not
   // accept.
@@ -99,7 +99,7 @@ inline Plan& plan_of(PyObject* object) {
 
 extern PyTypeObject* plan_type;
 
-// Returns whether a source has changed. Runs no Python code.
+// Returns whether an entry in `plan.sources` has changed. Runs no Python code.
 bool is_outdated(const Plan& plan);
 
 bool add_plan_type(PyObject* module);

@@ -28,8 +28,8 @@ struct Guard {
   THPObjectPtr guard;
 };
 
-// How an operator returns and saves residuals. The call plan owns all objects here.
-// `Declared.in_plan` in declared.py creates them.
+// How an operator returns and saves residuals. The call plan owns all objects to which the members
+// of this struct point. `Declared.in_plan` in declared.py creates these objects.
 struct Residuals {
   // The class of the objects that contain a result and residuals; nullptr if the operator has no
   // residuals.
@@ -61,7 +61,8 @@ inline bool thread_records(PyObject* recording) {
 }
 
 // The dict `Residuals::recording`, which all operators with residuals share. Calls to operators
-// without residuals find it here. Owned; nullptr until the first operator with residuals is called.
+// without residuals use this pointer to find the dict. Owned; nullptr until the first operator with
+// residuals is called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
 // RAII guard that restores this thread's item in the dict `recording`. The GIL must be held.

@@ -1,5 +1,6 @@
 // resolution.h: decide whether PyTorch would skip an overload in a call to an OpOverloadPacket.
-// PyTorch tries the overloads one after the other, and a native call must run the same overload.
+// PyTorch tries the overloads in order. A native call (one without the dispatcher) must run the
+// overload that PyTorch would choose.
 #pragma once
 
 #include <Python.h>

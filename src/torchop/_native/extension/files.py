@@ -111,7 +111,8 @@ def check_folders_above(path: Path) -> None:
     """Raise if another user could replace the cache by renaming a folder above it."""
     if not hasattr(os, "geteuid"):
         return
-        # Start at the root, so nobody can replace a folder that was already checked.
+    # Check the root first and then downwards. If all parents of a folder passed the check, other
+    # users cannot replace the folder after it was checked.
     for folder in reversed(path.parents):
         try:
             info = folder.lstat()

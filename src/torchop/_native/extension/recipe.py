@@ -26,9 +26,9 @@ CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
 # The fields of `THPFunction`, PyTorch's struct for a Python autograd node
 # (torch/csrc/autograd/python_function.h), in PyTorch 2.11 to 2.15. Native calls fill in this
-# struct. The extension uses the fields in the first list and may ignore those in the second. If a
-# release has another field, native calls might have to set it, so on this release the dispatcher
-# records all gradients.
+# struct. The extension uses the fields in the first list, and may ignore the fields in the second
+# list. If a release has another field, native calls might need to set it, so on such a release the
+# dispatcher records all gradients.
 _USED_FIELDS = (
     "needs_input_grad to_save non_differentiable dirty_tensors pure_view output_info input_info "
     "saved_variables is_variable_input saved_for_forward cdata"
@@ -120,7 +120,7 @@ def compile_flags() -> list[str]:
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         # Without this flag, the autograd headers would include the headers of all operators
-        # (through ATen/ExpandUtils.h and ATen/Functions.h), which take long to compile.
+        # (through ATen/ExpandUtils.h and ATen/Functions.h), which are slow to compile.
         "-DAT_PER_OPERATOR_HEADERS",
         # Without this flag, PyTorch's class `python_error` would acquire the GIL through pybind11,
         # which would create pybind11's type registry.

@@ -48,8 +48,8 @@ MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 # The operators of other packages that `torchop.accelerate` has accelerated.
 accelerated: dict[OpName, TableCalls] = {}
-# All existing TableCalls objects, by operator name. The function in `OpOverload._op` keeps each of
-# them alive.
+# Maps the names of operators to all TableCalls objects that are still alive. The function in
+# `OpOverload._op` keeps the TableCalls object of its operator alive.
 _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDictionary()
 
 
@@ -236,8 +236,8 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 
 def _may_take(name: OpName) -> bool:
-    # Exclude operators that are defined in C++, such as PyTorch's own, although torchop may have
-    # registered a kernel for one of them.
+    # Exclude operators that are defined in C++, such as PyTorch's own, even if torchop has
+    # registered a kernel for one of these operators.
     qualname = str(name)
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 

@@ -29,10 +29,14 @@ from torchop._schema.schema import Argument, Schema
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, Gradient, tuple[Any, ...]]:
-    """Return (Autograd kernel that native calls skip, gradient, sources).
+    """Find out how native calls to an operator record gradients.
 
-    `gradient` says how native calls record gradients, or why only the dispatcher can record them.
-    `sources` are the containers that were read. If one of them changes, the call plan is invalid.
+    Return a tuple of three values:
+    - the kernel at the Autograd key, which native calls skip, or None if there is none;
+    - the functions that native calls need to record gradients, or a text that says why only the
+      dispatcher can record gradients;
+    - the dictionaries and sets in which these functions were found. If one of them changes, the
+      functions must be looked up again.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:

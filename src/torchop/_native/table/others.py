@@ -103,8 +103,8 @@ def _finish(
         return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
     if stock is None:
         return lambda args, kwargs, result: convert(result), None
-    # Convert the result twice, because in the dispatcher it passes through two kernels, one at
-    # Autograd and one below it. The second conversion may reject the result of the first.
+    # Convert the result twice, because in the dispatcher the result passes through two kernels: one
+    # below Autograd, and one at Autograd. The second conversion may reject the result of the first.
     return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 

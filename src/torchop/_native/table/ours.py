@@ -21,9 +21,9 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# Prefixes of the dispatch keys at which a call can end: the key of a backend, such as "CPU", which
-# has no prefix, or the backend's Autograd key, such as "AutogradCPU", if the kernel there does not
-# redispatch.
+# A call ends at the dispatch key of a backend, such as "CPU". If the kernel at the backend's
+# Autograd key, such as "AutogradCPU", does not redispatch, the call ends there instead. Each key
+# consists of one of these prefixes and the name of the backend.
 BACKEND, AUTOGRAD = "", "Autograd"
 
 # The attribute in which the wrapper of `Library.impl` stores the user's function.

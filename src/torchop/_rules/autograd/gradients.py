@@ -225,9 +225,9 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one gradient per input, given the gradients of the inputs that need one.
+    """Return one gradient per input, with None for the inputs that need no gradient.
 
-    `needed` is `ctx.needs_input_grad`. The inputs that need no gradient get None.
+    `gradients` contains the gradients of the other inputs. `needed` is `ctx.needs_input_grad`.
     """
     layout = layout_of(needed)
     rest = iter(gradients)

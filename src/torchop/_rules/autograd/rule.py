@@ -34,7 +34,7 @@ class AutogradRule(CompiledRule[Formula]):
     # If the operator has no formula, a call that needs a gradient runs this function instead of the
     # operator. Autograd can differentiate the operators that the function calls.
     decomposition: Callable[..., Any] | None = None
-    # The `autograd.Function` of the operator. The first call that records a gradient creates it,
+    # The `autograd.Function` of the operator. The first call that needs a gradient creates it,
     # because creating a class is slow.
     cached_function: Any = None
 

@@ -77,7 +77,11 @@ class FakeRule(CompiledRule[Fake]):
             raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
-        """Let FakeTensor run a newly registered meta kernel, unless a fake kernel is registered."""
+        """If the user registered no fake kernel, let FakeTensor run the new meta kernel.
+
+        For some operators, such as in-place operators, `install` has registered `fake_kernel` with
+        FakeTensor, which prefers `fake_kernel` to the meta kernel, so remove `fake_kernel`.
+        """
         if self.function is None:
             self.retract()
 

@@ -62,7 +62,11 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
 
 
 def needs_check_of_regions(schema: Schema) -> bool:
-    """Return whether PyTorch may overlook that the operator mutates an input of a nested region."""
+    """Return whether PyTorch may overlook that the operator mutates an input of a nested region.
+
+    PyTorch may overlook this unless the argument is a tensor that is passed by position (see
+    `checking_regions`).
+    """
     keyword_only = {argument.name for argument in schema.keyword_only}
     return any(
         argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)

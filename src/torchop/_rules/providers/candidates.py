@@ -70,7 +70,8 @@ class TunedKernels(NamedTuple):
             if name == REFERENCE and reference is not None:
                 found = TUNED_PROVIDER._replace(name=name, function=reference, written=reference)
                 return found, self.profiled(name, reference)
-            # The measurement may name a provider or a config that no longer exists, so check both.
+            # The stored measurement may name a provider or config that no longer exists or does not
+            # support this call.
             if (
                 provider is not None
                 and config in (configs := provider.configs or ({},))

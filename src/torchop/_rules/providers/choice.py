@@ -41,7 +41,7 @@ class Selection:
         candidates: the providers to try, in order, and their kernels.
         fallback: the kernel that runs if no provider supports a call: the reference kernel, or a
             function that raises.
-        skipped: why each provider that cannot run any call is skipped, by name.
+        skipped: maps the name of each provider that cannot run any call to the reason.
         falls_back: True if `fallback` is the reference kernel although the order does not name it.
         function: the kernel, if the same kernel runs every call. None if the choice depends on the
             arguments.

@@ -171,7 +171,7 @@ def active_order(
     """Return the order of providers that applies to an operator on a device.
 
     If `device` is None, return the order for devices that have no kernel of their own. `author`
-    contains the orders that the operator's author set, by device type.
+    maps device types to the orders that the operator's author set.
     """
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),

@@ -25,7 +25,7 @@ class ProviderTable(NamedTuple):
         by_device: maps each device type to its providers by name. The key None stands for every
             device.
         removed: the names of former providers, whose library was closed.
-        orders: the default orders of providers that the author set, by device type.
+        orders: maps device types to the default orders of providers that the author set.
         reported: the skipped providers that were already reported to the user.
     """
 

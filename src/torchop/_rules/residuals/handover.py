@@ -186,7 +186,8 @@ def wrap_kernel(function: Callable[..., Any], key: object) -> Callable[..., Any]
         waiting = None
         if request is not None and request.key is not key:  # for another operator's kernel
             request, waiting = None, request
-        # Clear the request, because the kernel may call the operator again.
+        # Clear the request, because the kernel may call the operator again, and the request
+        # is not meant for that call.
         _recording[thread] = waiting, request is not None
         try:
             result = function(*args, **kwargs)

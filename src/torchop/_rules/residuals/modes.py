@@ -32,7 +32,7 @@ def follow(form: Any, cls: type) -> None:
 def _under_mode(
     form: Any, cls: type, mode: Any, func: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Call the operator's torch_dispatch rule. Collect the residuals when the rule calls `func`."""
+    """Call the operator's torch_dispatch rule, and collect the residuals of its call to `func`."""
     kwargs = kwargs or {}
     definition = form.definition
     rule: Any = registries.torch_dispatch_rule(str(definition), cls)

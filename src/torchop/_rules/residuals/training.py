@@ -176,7 +176,7 @@ class TrainingForm:
 def _metadata(output: Any) -> Any:
     if isinstance(output, (list, tuple)):
         return list(map(_metadata, output))
-    # Other values, such as None, have no gradient that could be materialized.
+    # Return other values, such as None, unchanged. They have no gradient to materialize.
     return (output.shape, output.dtype, output.device) if isinstance(output, Tensor) else output
 
 

@@ -86,8 +86,8 @@ def _check_dims(form: Any, args: Any, kwargs: Any, saved: Any, dims: Any) -> Non
     """Raise if the batch dimensions of residuals are wrong.
 
     If the vmap rule returned None as the batch dimension of a batched residual, autograd would sum
-    gradients over the batch. To find this mistake, compare each residual's number of dimensions
-    with the fake kernel's residual for a single element.
+    gradients over the batch. To find this mistake, run the fake kernel on one element of the batch,
+    and check that each batched residual has one more dimension than the fake kernel's residual.
     """
     op, names = form.definition, form.declared.named._fields
     try:

@@ -40,7 +40,7 @@ class StructuredConvention(Convention):
         return self.structure.kernel(function)
 
     def vmap(self, function: Any, /) -> Any:
-        """Convert a vmap rule.
+        """Convert a vmap rule for objects to a rule for flat arguments.
 
         For a structure, `in_dims` and `out_dims` contain a mapping from field names to dimensions.
         """
@@ -60,7 +60,11 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def torch_dispatch(self, function: Function, /) -> Function:
-        """Convert a torch_dispatch rule. The rule receives a `func` that takes objects."""
+        """Convert a torch_dispatch rule for objects to a rule for flat arguments.
+
+        The converted rule passes objects to the author's rule. The `func` that the author's rule
+        receives also takes objects.
+        """
         structure = self.structure
 
         def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -72,9 +76,10 @@ class StructuredConvention(Convention):
         return _wrapping(function, rule)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a backward formula.
+        """Convert a backward formula for objects to a formula for flat arguments.
 
-        It may return a mapping from field names to gradients as the gradient of a structure.
+        As the gradient of a structure, `backward` may return a mapping from field names to
+        gradients.
         """
         structure = self.structure
         op, inputs = structure.op, structure.positional_parameters
@@ -105,7 +110,7 @@ class StructuredConvention(Convention):
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
 
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
-        """Convert a forward-mode formula.
+        """Convert a forward-mode formula for objects to a formula for flat arguments.
 
         The tangent of a structure is a mapping from field names to tangents.
         """

@@ -107,8 +107,8 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
-    Reading a property, for example, runs code. That code may run twice: once here, and again if
-    Dynamo must trace the generated code.
+    For example, reading a property runs the property's function. If `flat_call` read a property and
+    then failed, Dynamo would trace the generated code, which reads the property a second time.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)

@@ -24,7 +24,7 @@ Variables = Mapping[str, str]
 
 
 class Node:
-    """A node of an annotation tree. It describes the value at one path, such as `cfg.box`."""
+    """A node of an annotation tree. It describes one argument or field, such as `cfg.box`."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.op = op
@@ -41,15 +41,21 @@ class Node:
             yield from part.leaves()
 
     def set_default(self, value: Any) -> None:
-        """Set the defaults of all leaves, given the default of the whole value (or `MISSING`)."""
+        """Set the defaults of all leaves.
+
+        `value` is the default of the whole value, or `MISSING` if there is no default.
+        """
         raise NotImplementedError
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        """Write statements that split the value of an expression into the leaves' variables."""
+        """Emit statements that assign the parts of a value to the variables of the leaves.
+
+        `value` is a Python expression for the value.
+        """
         raise NotImplementedError
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Write statements that rebuild the value, and return an expression for the value."""
+        """Emit statements that rebuild the value, and return a Python expression for the value."""
         raise NotImplementedError
 
     def gather(self, values: Mapping[str, Any]) -> Any:

@@ -36,16 +36,17 @@ class Shape:
         self.fields = fields
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Write code that checks the type of the expression `value`.
+        """Emit code that checks the type of an object.
 
-        Return a function that maps the name of a field to an expression for the field.
+        `value` is a Python expression for the object. Return a function that maps the name of a
+        field to a Python expression for the field.
         """
         raise NotImplementedError
 
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Write code that creates an object, and return an expression for it.
+        """Emit code that creates an object, and return a Python expression for the object.
 
-        `fields` maps the name of each field to an expression.
+        `fields` maps the name of each field to a Python expression for its value.
         """
         raise NotImplementedError
 

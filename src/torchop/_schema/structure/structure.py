@@ -61,10 +61,11 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
-        """Group values by parameter, given one value, such as a tangent, per positional leaf.
+        """Group values by parameter.
 
-        Return one item for each positional parameter. For a structure, the item is a mapping from
-        field names to values.
+        `values` contains one value, such as a tangent, for each positional leaf. Return one item
+        for each positional parameter. For a structure, the item is a mapping from field names to
+        values.
         """
         flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
@@ -77,12 +78,18 @@ class Structure:
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
-        """Arrange one value per flat result, such as a shape, like the author's result."""
+        """Arrange values in the structure of the author's result.
+
+        `flat` contains one value, such as a shape, for each flat result.
+        """
         values = (flat,) if len(self._tensors) == 1 else flat or ()
         return self.result.gather(dict(zip(self._tensors, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
-        """Split a value, structured like the author's result, into one value per flat result."""
+        """Split a value into one value for each flat result.
+
+        `value` has the structure of the author's result.
+        """
         flat = self.result.spread(value)
         values = tuple(flat[name] for name in self._tensors)
         return values[0] if len(values) == 1 else values

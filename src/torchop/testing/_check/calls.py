@@ -25,7 +25,7 @@ from torchop.testing.process_state import forks, restored, seed_torch
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error, because the check does not fail)
-    """Raised if a check cannot be done, or if a variant does not apply to an example."""
+    """Raised if a check cannot be run, or if a variant does not apply to an example."""
 
 
 class Refused(CannotCheck):

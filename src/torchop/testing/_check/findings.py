@@ -60,8 +60,8 @@ class Result:
         return self.check.partition("[")[2].rstrip("]")
 
 
-# Checks that compare results. If an operator returns incorrect results for the unchanged examples,
-# all of these checks fail.
+# Checks that compare results. All of these checks fail if an operator returns incorrect results for
+# the unmodified examples.
 _COMPARE = (
     *("memory.*", "values.*", "sharing.*", "dtypes.numbers", "dtypes.half", "dtypes.double"),
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
@@ -79,9 +79,8 @@ _OF_GRADIENTS = (
     "subsystems.func",
     *("subsystems.threads", "contracts.leaks"),
 )
-# Maps a check to other checks. If the check in the key fails for an unchanged example, failures of
-# the checks in the value probably have the same cause. Some keys also name the kind of failure, see
-# `_key`.
+# Maps each check to the checks whose failures it probably explains. It explains them only if it
+# fails even for the unmodified example. Some keys also name the kind of failure (see `_key`).
 _EXPLAINS: dict[str, tuple[str, ...]] = {
     "contracts.schema": (*_COMPARE, *_OF_GRADIENTS, "contracts.repeated"),
     "contracts.schema: write": (*_OF_GRADIENTS, "sharing.*", "subsystems.vmap*"),

@@ -80,7 +80,10 @@ def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
-    """Repeat the first row of a tensor, or the first element of a vector, with stride 0."""
+    """Repeat the first slice along a dimension, with stride 0.
+
+    The dimension is the first one with more than one element.
+    """
     dims = [d for d, size in enumerate(tensor.shape) if size > 1]
     if not dims:
         raise CannotCheck("no tensor has a dimension of more than one element")
@@ -163,7 +166,10 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 def in_layout(
     layout: str, places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
-    """Return a function that copies the tensors at `places`, or all tensors, into a layout."""
+    """Return a function that copies tensors of an example into a layout.
+
+    It copies the tensors at `places`, or all tensors if `places` is None.
+    """
 
     def arrange(example: Example) -> Example:
         chosen = range(len(example.tensors)) if places is None else places

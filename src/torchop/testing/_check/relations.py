@@ -40,9 +40,13 @@ def are_distinct(tensor: Tensor) -> bool:
 
 
 def with_valid_integers(before: Example, after: Example) -> Example:
-    """Adapt the integers of a resized example, so that the relations of the original still hold."""
+    """Adapt the integers of a resized example to the new sizes.
+
+    For example, if all values of a tensor are indices into a dimension of another tensor, the
+    adapted values are indices into the resized dimension.
+    """
     olds, news = before.tensors, after.tensors
-    # Maps each old sum of segment lengths to the new one. An int argument that is equal to an old
+    # Maps each old sum of segment lengths to the new sum. An int argument that is equal to an old
     # sum is set to the new sum.
     totals: dict[int, int] = {}
     for place, old in enumerate(olds):
@@ -95,7 +99,7 @@ class _Permutation(_Relation):
 
 @dataclass(frozen=True)
 class _Related(_Relation):
-    """A relation between integers and the size of dimension `dim` of tensor number `place`."""
+    """A relation between the integers and the size of dimension `dim` of tensor number `place`."""
 
     place: int
     dim: int
@@ -150,8 +154,8 @@ class _Lengths(_Related):
         total = self.size(tensors)
         if not value.numel():
             return value
-        # If the new size is smaller, shorten segments at the end. If it is larger, extend the last
-        # segment.
+        # If the dimension is now shorter than all segments together, shorten the segments at the
+        # end. If the dimension is longer, extend the last segment.
         ends = value.flatten().clamp(min=0).cumsum(0).clamp(max=total)
         ends[-1] = total
         return ends.diff(prepend=ends.new_zeros(1)).view_as(value).to(value.dtype)

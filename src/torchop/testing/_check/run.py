@@ -94,8 +94,8 @@ def plan_checks(
 def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the checks of one operator that are expected to fail, with the reasons.
 
-    `expected` maps names of checks to reasons, which apply to all operators. If the reasons depend
-    on the operator, `expected` instead maps patterns for operator names to mappings of this kind.
+    `expected` maps names of checks to reasons, which then apply to all operators. Or it maps
+    patterns for the names of operators to dicts, which map names of checks to reasons.
     """
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}

@@ -52,8 +52,8 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two non-empty tensors on the same device")
     pair = sharing(first, second)
-    # Copying two tensors into the same memory changes their values. Integers may be indices, and a
-    # changed index could be out of range.
+    # Placing two tensors in the same memory changes their values. Integers may be indices, which
+    # could then be out of range, so skip the case if the values of integers have changed.
     values = ((first, pair[0]), (second, pair[1]))
     if probes.has_integers(first) and not all(torch.equal(old, new) for old, new in values):
         raise CannotCheck("integers that differ cannot share memory")

@@ -47,7 +47,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each change, and the resized example. Skip changes that cannot be made."""
+    """Yield each change together with the resized example. Skip impossible changes."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)
@@ -69,8 +69,8 @@ def larger_sizes(
 ) -> list[dict[int, int]]:
     """Return changes that each enlarge one size beyond a common block size of kernels.
 
-    The length of a tensor of distinct indices is not changed, because fewer indices may be valid
-    than the longer tensor would need. A size is also left alone if the example or the `results`
+    A tensor of distinct indices keeps its length, because there may be too few valid indices to
+    fill a longer tensor. A size is also left alone if the example or the `results`
     would become too large, as in an outer product.
     """
     fixed = {len(tensor) for tensor in example.tensors if are_distinct(tensor)}

@@ -182,7 +182,7 @@ class Subject:
         return case
 
     def share_expected(self, call: Call, example: Example) -> None:
-        """Compute the expected outcome of an example only once, and reuse it in every layout."""
+        """Compute the expected outcome of an example only once, and reuse it for every layout."""
         if not call.example.equals(example):
             return
         if not any(known is example for known, _ in self._outcomes):

@@ -83,7 +83,10 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def fits_residuals(rule: Sharding, count: int) -> bool:
-    """Return whether a rule has an operand per residual, or one operand in brackets for all."""
+    """Return whether a sharding rule has the right number of operands for the residuals.
+
+    There must be one operand for each residual, or a single operand in brackets for all residuals.
+    """
     operands = rule.residuals or ()
     return len(operands) == count or (count > 0 and [o.is_list for o in operands] == [True])
 

@@ -236,7 +236,8 @@ def supports_is_sound(call: Call, provider: str, first: Any = None) -> None:
 def _zeros(tensor: Tensor) -> Tensor:
     """Replace a sparse tensor with zeros of the same shape, and return other tensors unchanged.
 
-    `supports` can read the data of sparse tensors, but its result must not depend on the data.
+    `supports` receives most tensors without data, but sparse tensors with data. Its result must not
+    depend on the data, so it must be the same for zeros.
     """
     return tensor if probes.is_plain(tensor) else torch.zeros_like(tensor)
 

@@ -106,7 +106,11 @@ def maps_gradients_like_a_loop(call: Call) -> None:
 
 
 def runs_in_autocast(call: Call) -> None:
-    """Check that a call under autocast agrees with a plain call, or with a call on cast inputs."""
+    """Check a call under autocast.
+
+    The results must agree with a call on the original inputs, or with a call for which all or some
+    inputs were cast, as autocast might do it.
+    """
     tensors = call.tensors
     device = tensors[-1].device
     lower = torch.get_autocast_dtype(device.type)
@@ -264,7 +268,7 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def autocast(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a call under autocast agree with a call on plain or cast inputs?"""
+    """Does a call under autocast agree with a call on the original inputs, or on cast inputs?"""
     for example in subject.accepted():
         if any(t.dtype is torch.float32 for t in example.tensors):
             yield Case("torch.autocast", example, probe=runs_in_autocast)

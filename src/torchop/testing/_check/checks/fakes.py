@@ -171,9 +171,9 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
 
 
 def exports_the_same(call: Call, dynamic: Any = ()) -> None:
-    """Check that an exported, saved and loaded program agrees with the call.
+    """Check that a program returns the same results after it is exported, saved and loaded.
 
-    A dimension is exported as dynamic if `dynamic` contains its size.
+    `dynamic` contains sizes. Every dimension with one of these sizes is exported as dynamic.
     """
     function, originals = probes.on_tensors(call.op, *call.example)
 

@@ -78,8 +78,8 @@ GRADIENT_LAYOUTS: Mapping[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
     """Repeat the first element along each dimension in `dims`, with stride 0.
 
-    The tensor has enough memory for contiguous strides, and the unused part of this memory holds
-    NaN. So a kernel that ignores the strides reads NaN, but does not read out of bounds.
+    The storage is as large as a contiguous tensor would need, and its unused part is filled with
+    NaN. So a kernel that ignores the strides reads NaN instead of reading out of bounds.
     """
     memory = values.new_full((values.numel() + GUARD,), float("nan"))
     strides, first = [*contiguous_strides(values.shape)], values

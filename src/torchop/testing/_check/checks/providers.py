@@ -135,7 +135,7 @@ def configs(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def gradients(subject: Subject, details: Details) -> Iterator[Case]:
-    """Do gradients with the provider's kernels agree with the reference?"""
+    """Are gradients the same with the provider's kernels as with the reference kernel?"""
     options = {"provider": declared(subject).name}
     with ordered(subject.of_reference):
         needs_formula(subject.of_reference)

@@ -122,6 +122,6 @@ def residuals(subject: Subject, details: Details) -> Iterator[Case]:
         ):
             yield Case(label, example, group="gradient", probe=probe)
     yield Case("the residuals that are read", examples[0], None, "gradient", every_residual_is_read)
-    # Do this only after all cases have run, because an incorrect operator may raise here.
+    # Measure the saved bytes last, because an incorrect operator may raise here.
     args, kwargs = examples[0].copy()
     details["saved bytes"] = saved_bytes(subject.op, *args, **kwargs)
