@@ -113,7 +113,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the storage offset from the trace, as the lowering of `sym_stride` does for strides."""
+    """Return the storage offset from the trace, as `sym_stride` is lowered to the traced stride."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]
