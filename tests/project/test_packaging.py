@@ -169,7 +169,7 @@ def places(pattern: re.Pattern[str], on_index: bool) -> set[str]:
 
 
 def test_pages_show_the_installation_that_works() -> None:
-    assert len(places(FROM_CHECKOUT, on_index=False)) >= 8
+    assert len(places(FROM_CHECKOUT, on_index=False)) >= 7
     if not _extras.ON_INDEX:
         assert places(FROM_INDEX, on_index=False) == set()
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
@@ -170,3 +171,30 @@ def test_wrong_result_of_a_rule_is_refused(namespace, result):
     expected = r"the torch_dispatch rule for Mode must return 2 values \(Tensor, Tensor\)"
     with Mode(), pytest.raises(torchop.ResultError, match=f"{namespace}::op: {expected}"):
         op(torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", ["defined", "accelerated"])
+def test_rules_of_torch_library_replace_our_default_rules(namespace, kind):
+    calls = []
+
+    def add_one(x):
+        x.add_(1)
+
+    def rule(mode, func, types, args, kwargs):
+        calls.append(func)
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+
+    library_of = torchop.Library if kind == "defined" else torch.library._scoped_library
+    with library_of(namespace, "FRAGMENT") as library:
+        library.define("add_one(Tensor(a!) x) -> ()")
+        library.impl("add_one", add_one, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::add_one", lambda x: None, lib=library)
+        op = getattr(torch.ops, namespace).add_one
+        with torchop.accelerate(f"{namespace}::*"):
+            torch.library.register_torch_dispatch(
+                f"{namespace}::add_one", FunctionalTensorMode, rule, lib=library
+            )
+            x = torch.zeros(2)
+            torch.compile(op, backend="aot_eager", fullgraph=True)(x)
+    assert x.tolist() == [1, 1]
+    assert set(calls) == {op.default}

@@ -99,6 +99,13 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 class DefaultRule(functools.partial[Any]):
     """A rule that torchop registers by default. Any other registration replaces it."""
 
+    def __bool__(self) -> bool:
+        """Return False, because `torch.library.register_torch_dispatch` rejects another true rule.
+
+        PyTorch only compares rules that it calls with None.
+        """
+        return False
+
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a function that handles an operator's calls in a mode or for a Tensor subclass.

@@ -93,25 +93,43 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def is_misread_view(tensor: torch.Tensor) -> bool:
+def is_misread_view(
+    tensor: torch.Tensor, base_node: torch.fx.Node | None, base_has_offset: bool
+) -> bool:
     """Return whether PyTorch's functionalization describes a mutated view incorrectly.
 
     In the compiled program, functionalization replaces the view by its base, and creates the view
-    again from the base. It makes two mistakes there. `write_view_information_to_args`
-    (torch/_higher_order_ops/auto_functionalize.py) passes no dtype for the view. And
-    `try_use_slice` in the same file computes the start of a slice from the storage offset of the
-    view, without subtracting the storage offset of the base. So the start is wrong if the base
-    itself has an offset, for example because the base is a row of a tensor. Before 2.13, Inductor
-    also creates all other views of such a base at the wrong place.
+    again from the base. `write_view_information_to_args`
+    (torch/_higher_order_ops/auto_functionalize.py) describes the view without its dtype. In the
+    same file, `try_use_slice` computes the start of a slice from the storage offset of the view,
+    without subtracting the storage offset of the base, and fails if the size depends on data. All
+    other views are described by their own storage offset, which is only correct if the base has the
+    same offset in the compiled program. This does not hold for a base that is computed, or before
+    2.13.
+
+    `base_has_offset` tells whether the base may have a storage offset in the compiled program.
     """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torch.fx.experimental.symbolic_shapes import (
+        GuardOnDataDependentSymNode,
+        statically_known_true,
+    )
 
     base = traced_base(tensor)
+    if base is tensor:
+        return False
     if base.dtype is not tensor.dtype:
         return True
-    if statically_known_true(base.storage_offset() == 0) or is_alias(base, tensor):
+    if is_alias(base, tensor):
         return False
-    return try_use_slice(base, tensor) is not None or inductor_writes.as_strided_ignores_offsets()
+    try:
+        is_slice = try_use_slice(base, tensor) is not None
+    except GuardOnDataDependentSymNode:
+        return True
+    is_at_start = statically_known_true(base.storage_offset() == 0)
+    if is_slice or (is_at_start and not base_has_offset):
+        return not is_at_start
+    is_computed = base_node is not None and base_node.op != "placeholder"
+    return is_computed or inductor_writes.as_strided_ignores_offsets()
 
 
 def traced_base(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,16 +148,33 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if proxy is None else proxy.proxy.node
 
 
-def shape_of(node: Any) -> torch.Size:
-    return cast(torch.Size, node.meta["val"].shape)
+def have_different_shapes(one: Any, other: Any) -> bool:
+    """Return whether the traced tensors of two FX nodes surely differ in their shapes.
+
+    This adds no guards on sizes, and does not evaluate sizes that depend on data.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    shapes = [node.meta["val"].shape for node in (one, other)]
+    return len(shapes[0]) != len(shapes[1]) or any(
+        statically_known_true(size != other_size) for size, other_size in zip(*shapes, strict=True)
+    )
 
 
-def has_offset(node: torch.fx.Node) -> bool:
-    """Return whether the traced tensor of an FX node may have a storage offset."""
+def may_have_offset(node: torch.fx.Node) -> bool:
+    """Return whether the tensor of an FX node may have a storage offset in the compiled program.
+
+    An input of a subgraph, such as a branch of `torch.cond`, may have one although the traced
+    tensor has none: if the input is a copy, Inductor may remove it outside of the subgraph.
+    """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and not statically_known_true(
+    if not isinstance(value, torch.Tensor):
+        return False
+    tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    is_subgraph = tracer is not None and tracer.is_hop_subgraph_tracer()
+    return (is_subgraph and node.op == "placeholder") or not statically_known_true(
         value.storage_offset() == 0
     )
 

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 import torchop
 from tests._support.common import on_both
+from tests._support.releases import INPLACE, needs_tags
 from tests.integration.compile.mutating import (
     FORMS,
     accumulate,
@@ -81,6 +82,10 @@ def write(namespace: str, request: pytest.FixtureRequest) -> Iterator[Callable[.
         yield define(form, namespace, torchop)
 
 
+def add_one_to_each(xs: list[Tensor]) -> None:
+    torch._foreach_add_(xs, 1)
+
+
 def _accumulate(target: Tensor, x: Tensor) -> None:
     accumulate(target, x)
 
@@ -138,6 +143,96 @@ def test_rows_of_one_tensor_may_be_separate_inputs(
     assert_close(ours, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("write", ["plain", "inplace", *LOW_LEVEL], indirect=True)
+def test_copies_of_operands_are_written_in_a_branch(
+    write: Callable[..., Any], compiler: str
+) -> None:
+    def branch(row: Tensor) -> Tensor:
+        copy = row.clone()
+        write(copy, torch.ones_like(copy))
+        return copy + 1
+
+    def function(x: Tensor) -> Tensor:
+        # Inductor removes both copies, and would write into the first row of `x`.
+        return torch.cond(x.sum() > 0, branch, torch.neg, (x[2].clone(),))
+
+    x = inputs()[0]
+    compiled = torch.compile(function, backend=compiler, fullgraph=True)
+    assert_close(compiled(x), function(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiler", BACKENDS)
+@pytest.mark.parametrize("write", ["plain", "inplace", *LOW_LEVEL], indirect=True)
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_sizes_may_depend_on_data(write: Callable[..., Any], compiler: str) -> None:
+    def function(x: Tensor, number: Tensor) -> Tensor:
+        n = number.item()
+        torch._check(n >= 0)
+        torch._check(n <= 4)
+        row = torch.zeros(4)
+        row[:n].copy_(x[1, :n])
+        write(row, torch.ones(4))
+        write(x[:n], torch.ones(1, 4))
+        return row + 1
+
+    ours, expected = (offset_inputs()[0] for _ in range(2))
+    compiled = torch.compile(function, backend=compiler, fullgraph=True)
+    number = torch.tensor(2)
+    assert_close(compiled(ours, number), function(expected, number), rtol=0, atol=0)
+    assert_close(ours, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("write", ["plain", *LOW_LEVEL], indirect=True)
+def test_sizes_stay_dynamic(write: Callable[..., Any]) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        row = torch.zeros(4)
+        row[: x.shape[1]].copy_(x[1])
+        write(row, torch.ones(4))
+        return row
+
+    x = inputs()[0]
+    torch._dynamo.mark_dynamic(x, 1)
+    assert_close(function(x), x[1] * 2 + 1)
+
+
+@needs_tags
+def test_results_of_tagged_operators_of_a_library_are_their_arguments(namespace: str) -> None:
+    def function(x: Tensor) -> Tensor:
+        row = x[1:3]
+        op(row, torch.ones(2, 4)).add_(1)
+        return row * 2
+
+    schema = "(Tensor(a!) target, Tensor x) -> Tensor(a!)"
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"write{schema}", tags=INPLACE)
+        library.impl("write", accumulate, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::write", lambda target, x: target, lib=library)
+        op = getattr(torch.ops, namespace).write
+        for arguments in (inputs, offset_inputs):
+            ours, expected = arguments()[0], arguments()[0]
+            compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+            assert_close(compiled(ours), function(expected), rtol=0, atol=0)
+            assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_lists_with_optional_tensors_of_a_library_are_written(namespace: str) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x: Tensor) -> None:
+        op([x[1:2], x[2:3]])
+
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        # PyTorch shows this type as `Tensor?(a!)[]`, which it cannot parse.
+        library.define("write(Tensor(a!)?[] xs) -> ()")
+        library.impl("write", add_one_to_each, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::write", lambda xs: None, lib=library)
+        op = getattr(torch.ops, namespace).write
+        numbers = torch.zeros(5, 1)
+        function(numbers[1:])
+        assert numbers.flatten().tolist() == [0, 0, 1, 1, 0]
+
+
 def test_overlapping_slices_of_an_input_with_an_offset_are_rejected(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::both", mutates_args={"a", "b"})
     def both(a: Tensor, b: Tensor) -> None:
@@ -192,3 +287,36 @@ def test_pytorch_reads_another_row_for_a_clone(namespace: str) -> None:
         return function(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
 
     assert on_both(scenario, namespace) == ([8, 10], [4, 6])
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "aot_eager",
+        pytest.param(
+            "inductor", marks=pytest.mark.needs_torch("2.13", "offsets of inputs in Inductor")
+        ),
+    ],
+)
+@pytest.mark.parametrize("write", ["plain", *LOW_LEVEL], indirect=True)
+def test_rows_of_a_computed_tensor_are_written(write: Callable[..., Any], compiler: str) -> None:
+    """Functionalization describes the rows by the offset of the input, which the sum lacks."""
+
+    def function(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        x.add_(1)
+        write(x[1], z[0])
+        y[1:].copy_(x[:3])
+        write(y[1], z[0])
+        y.t().mul_(2)
+        write(y.t()[1], z[:, 0])
+        return y + 1
+
+    def arguments() -> tuple[Tensor, ...]:
+        return torch.arange(32.0).reshape(2, 4, 4)[1], torch.ones(3, 4, 4)[2], torch.ones(4, 4)
+
+    for _ in range(2):  # the second time, PyTorch finds metadata in its caches
+        torch._dynamo.reset()
+        ours, expected = arguments(), arguments()
+        compiled = torch.compile(function, backend=compiler, fullgraph=True)
+        assert_close(compiled(*ours), function(*expected), rtol=0, atol=0)
+        assert_close(ours, expected, rtol=0, atol=0)

@@ -62,8 +62,8 @@ def keep_copies_with_offset(
     for _, tensor in mutated_tensors(schema, args, kwargs):
         base = tracing.traced_base(tensor)
         node = tracing.traced_node(mode, base)
-        sources = _sources(node) - {node}
-        if any(map(tracing.has_offset, sources)) and not _writes_a_part(node):
+        sources = sources_of(node) - {node}
+        if any(map(tracing.may_have_offset, sources)) and not _writes_a_part(node):
             copy = lasting_copy(mode, base)
             with mode:
                 base.copy_(copy)
@@ -77,14 +77,14 @@ def copy_hidden_aliases(
     memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
     for tensor in mutated:
-        sources |= _sources(tracing.traced_node(mode, tensor))
+        sources |= sources_of(tracing.traced_node(mode, tensor))
 
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
             # the user's program itself passes the same memory twice, so no copy needs protection
             or tracing.traced_memory(tensor) in memory
-            or not sources & _sources(tracing.traced_node(mode, tensor))
+            or not sources & sources_of(tracing.traced_node(mode, tensor))
         ):
             return tensor
         return lasting_copy(mode, tensor)
@@ -92,7 +92,7 @@ def copy_hidden_aliases(
     return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
-def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
+def sources_of(node: torch.fx.Node | None) -> set[torch.fx.Node]:
     """Return the nodes that `node` may share memory with once a compiler has removed copies."""
     sources: set[torch.fx.Node] = set()
     remaining = [] if node is None else [node]
@@ -100,7 +100,9 @@ def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
         node = remaining.pop()
         if node not in sources:
             sources.add(node)
-            if _may_be_removed(node):
+            if node.target is torch.ops.aten.copy.default:
+                remaining += node.all_input_nodes[-1:]  # the first input is only overwritten
+            elif _may_be_removed(node):
                 remaining += node.all_input_nodes
     return sources
 
@@ -113,7 +115,7 @@ def _writes_a_part(node: torch.fx.Node | None) -> bool:
     if node is None or node.target not in _SCATTERS:
         return False
     written, part = node.args[:2]
-    return tracing.shape_of(written) != tracing.shape_of(part)
+    return tracing.have_different_shapes(written, part)
 
 
 _SCATTERS = (torch.ops.aten.select_scatter.default, torch.ops.aten.slice_scatter.default)

@@ -2,7 +2,7 @@
 
 In a compiled program, functionalization replaces a mutated view with its base, and recreates the
 view from a description: its sizes, strides and storage offset, or the start and end of a slice. In
-two cases, the description is incorrect, so the operator would read and write the wrong elements
+some cases, the description is incorrect, so the operator would read and write the wrong elements
 (see `tracing.is_misread_view`). In these cases, the operator writes into a copy of the view
 instead, and the new value of the copy is then copied into the view.
 """
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, OpOverload
-from torchop._core.call import Call, map_tensors, mutated_tensors
+from torchop._core.call import Call, map_tensors, mutated_tensors, returned_result
 from torchop._errors import TracingError
 from torchop._rules.functionalization.hidden_aliases import (
     copy_hidden_aliases,
     keep_copies_with_offset,
     lasting_copy,
+    sources_of,
 )
+from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Argument, Schema
 
 # Pairs of a mutated tensor and a tensor with its new value
@@ -48,14 +50,18 @@ def remove_low_level(qualname: str) -> None:
 def _functionalize_low_level(
     mode: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
-    schema = Schema.parse(str(op._schema))
+    schema = Schema(op._schema, form=form_of(op.tags))
     keep_copies_with_offset(mode, schema, args, kwargs or {})
     call, copies = copy_misread_views(mode, op.name(), schema, args, kwargs or {})
     result = mode.__torch_dispatch__(op, types, *copy_hidden_aliases(mode, schema, *call))
-    if result is not NotImplemented:
-        with mode:
-            for view, copy in copies:
-                view.copy_(copy)
+    if result is NotImplemented:
+        return result
+    with mode:
+        for view, copy in copies:
+            view.copy_(copy)
+    if schema.form is not Form.PLAIN:
+        # PyTorch's result has the value of the argument, but is another tensor.
+        return returned_result(schema, args, kwargs or {})
     return result
 
 
@@ -69,7 +75,7 @@ def copy_misread_views(
     copies: TensorPairs = []
 
     def change(argument: Argument, tensor: Tensor) -> Tensor:
-        if not argument.is_mutated or not tracing.is_misread_view(tensor):
+        if not argument.is_mutated or not _is_misread(mode, tensor):
             return tensor
         copies.append((tensor, lasting_copy(mode, tensor)))
         return copies[-1][1]
@@ -83,6 +89,12 @@ def copy_misread_views(
             "that share no memory."
         )
     return changed, copies
+
+
+def _is_misread(mode: Any, view: Tensor) -> bool:
+    node = tracing.traced_node(mode, tracing.traced_base(view))
+    has_offset = any(map(tracing.may_have_offset, sources_of(node)))
+    return tracing.is_misread_view(view, node, has_offset)
 
 
 def names_if_shared(
