@@ -61,7 +61,7 @@ def test_family_looks_like_its_kernel(family: torchop.OperatorFamily, namespace:
         f"<torchop.OperatorFamily {namespace}::sin, {namespace}::sin.out, {namespace}::sin_>"
     )
     assert family.__doc__ is not None
-    assert family.__doc__.startswith("Sine, by NumPy.")
+    assert family.__doc__.startswith("Compute the sine with NumPy.")
     assert str(inspect.signature(family.functional)) == "(x: torch.Tensor) -> torch.Tensor"
     assert list(inspect.signature(family).parameters) == ["x", "out"]
     assert list(inspect.signature(family.out).parameters) == ["x", "out"]
