@@ -17,7 +17,7 @@ SHELVES = {
     "reference": "Reference",
     "dev": "Contributing",
 }
-# Elements that are only useful in a browser, so the Markdown copies leave them out.
+# Elements that are only useful in a browser. The Markdown copies of the pages leave them out.
 DROPPED = "a.headerlink, .viewcode-link, svg, style, script, .visually-hidden"
 
 

@@ -24,15 +24,15 @@ class NoExtension:
 
     @staticmethod
     def is_evidently_fresh(args: Any, kwargs: Any, result: Any, like: Any = None, /) -> bool:
-        """Return True if a result certainly shares no memory with the arguments, else False.
+        """Return True if a result is known to share no memory with the arguments.
 
-        With `like`, the result must also have the metadata of that tensor.
+        If `like` is given, the result must also have the same metadata as this tensor.
         """
         return False
 
     @staticmethod
     def are_plain(gradients: Any, count: int, ctx: Any, /) -> bool:
-        """Return True if the gradients certainly fit the inputs.
+        """Return True if the gradients are known to match the inputs of the autograd node `ctx`.
 
         If this returns False, the caller checks each gradient.
         """

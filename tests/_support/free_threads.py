@@ -38,5 +38,5 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=HAS_TO_FAIL))
 
 
-# The newest greenlet is 3.5.6.
+# Remove this mark when a release after greenlet 3.5.6 compiles for Python 3.13t.
 needs_greenlets = pytest.mark.needs_gil("greenlet, which does not compile for Python 3.13t")

@@ -134,10 +134,10 @@ def test_each_way_to_call_returns_the_same_as_before(namespace, accelerated, ret
 
 @pytest.mark.parametrize("made", [lambda x: (x + 1, x + 2, 3), lambda x: [x + n for n in range(9)]])
 def test_more_results_than_the_schema_has_are_refused(namespace, accelerated, made):
-    """Do not compare with PyTorch, because it reads past the end of the schema's results.
+    """Do not compare with PyTorch, because PyTorch reads past the end of the schema's results.
 
-    The call passes a keyword, because since 2.14, PyTorch converts results only for calls with
-    keywords.
+    The call passes a keyword argument, because PyTorch 2.14 and later convert results only for
+    calls with keyword arguments.
     """
     op = torch.library.custom_op(
         f"{namespace}::op", made, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"

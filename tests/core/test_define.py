@@ -75,7 +75,10 @@ class Injection(NamedTuple):
     call: int
 
     def into(self, action: Callable[[], Any]) -> bool:
-        """Run an action with the exception injected. Return whether the exception was raised."""
+        """Run an action, and raise an exception in one of its steps.
+
+        Return whether the action reached the step, so that the exception was raised.
+        """
         owner, attribute = STEPS[self.step]
         before, calls = getattr(owner, attribute), 0
 

@@ -13,7 +13,7 @@ from torchop.extend import Operator, warn
 
 
 class Pair(NamedTuple):
-    """A structure of two tensors, which a schema describes by two arguments."""
+    """A structure of two tensors, which becomes two arguments in a schema."""
 
     left: Tensor
     right: Tensor

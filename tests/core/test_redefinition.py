@@ -94,7 +94,7 @@ def test_replaced_handle_raises_instead_of_running_the_new_kernel(namespace):
     old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     with pytest.warns(torchop.RedefinitionWarning):
         torchop.custom_op(f"{namespace}::op", second, mutates_args=())
-    # torchop raises, where torch.library would read freed memory and might crash.
+    # With torch.library, this call would read freed memory and might crash.
     with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
         old(T)
 

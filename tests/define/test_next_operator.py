@@ -66,7 +66,7 @@ DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_sto
 
 
 def kernel_in_another_library(namespace):
-    """Register a kernel in another library, so that the dispatcher keeps its entry."""
+    """Register a kernel in another library, so that the dispatcher keeps the operator's entry."""
     library = torch.library.Library(namespace, "IMPL")
     library.impl("op", lambda x: x, OTHER_BACKEND)
     return library

@@ -186,7 +186,7 @@ def test_planned_outputs_reuse_the_memory_of_dead_outputs(namespace: str) -> Non
     alone.functional.register_kernel("cpu", lambda x, n=3: x * n + 1)
 
     def function(x: Tensor) -> Any:
-        # Inductor must call the functional operator `alone` itself, because it has its own kernel.
+        # Inductor must call the functional form of `alone`, because this form has its own kernel.
         own = alone(x)
         for _ in range(10):
             x = family(x)

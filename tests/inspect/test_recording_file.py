@@ -220,7 +220,7 @@ def test_a_wrong_call_is_refused(path, calls, place, problem):
         ),
         ({"memory_format": ""}, ".memory_format", "such as 'channels_last', got ''"),
         ({"device": "gpu:0"}, ".device", "a device that this PyTorch knows, such as 'cuda:0', got"),
-        # PyTorch would parse "cuda:128" as cuda:-128.
+        # torchop must reject "cuda:128", because PyTorch would parse it as cuda:-128.
         ({"device": "cuda:128"}, ".device", "got 'cuda:128'"),
         ({"device": "cuda:0; x"}, ".device", "got 'cuda:0; x'"),
         ({"float": "1e5"}, ".float", "expected 'inf', '-inf' or 'nan', got '1e5'"),

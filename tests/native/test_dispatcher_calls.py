@@ -165,7 +165,8 @@ def test_change_does_not_wait_for_a_call_that_waits_for_the_lock(namespace):
         assert entered.wait(60)
         start = time.monotonic()
         change()
-        # The change did not wait. It would wait a second for a call that does not need the lock.
+        # The change did not wait for the call, because the call needs the lock that this thread
+        # holds. For a call that does not need the lock, the change would wait a second.
         assert time.monotonic() - start < 0.9
         assert not is_through.is_set()
     del done[:]  # ends the change

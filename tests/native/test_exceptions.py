@@ -24,7 +24,7 @@ class KernelError(Exception):
 
 
 def raising(namespace, error):
-    """Define an operator whose kernel raises the last exception in a list, and return both."""
+    """Return an operator, and a list of exceptions whose last item the operator's kernel raises."""
     errors = [error]
 
     def kernel(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ T = torch.zeros(2)
 
 
 def running() -> list[str]:
-    """Return the names of the operators that are being called natively in this thread."""
+    """Return the names of the operators with a native call in progress on this thread."""
     return sorted(str(entry.name) for entry in _hooks.extension.running())
 
 

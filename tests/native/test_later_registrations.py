@@ -58,7 +58,7 @@ def test_autocast_rule_is_honoured_after_calls(op):
         with counting(op) as calls:
             assert op(T).dtype == torch.bfloat16
             assert op.overload(T).dtype == torch.bfloat16
-        # The autocast rule casts and calls the operator again, natively.
+        # The autocast rule casts the input and calls the operator again, in a native call.
         assert calls == {"autocast": 2, "native": 2}
     with counting(op) as calls:
         assert op(T).dtype == torch.float32

@@ -58,7 +58,10 @@ class _Statistics(ctypes.Structure):
 
 
 def memory_in_use() -> int:
-    """Return the bytes that C and C++ code has allocated, or the process's memory if unknown."""
+    """Return the number of bytes that C and C++ code has allocated.
+
+    If the C library does not report this number, return the memory of the process.
+    """
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         pages = int(Path("/proc/self/statm").read_text().split()[1])

@@ -42,7 +42,10 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Environment variables for a slow fake compiler, which copies this process's extension."""
+    """Return environment variables that select a slow fake compiler.
+
+    Instead of compiling, the fake compiler copies the extension that this process has loaded.
+    """
     compiler = tmp_path / "fake-c++"
     compiler.write_text(
         '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'

@@ -209,7 +209,7 @@ def test_every_error_has_a_section_on_the_page() -> None:
 
 
 def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
-    """Return the differences because of which a call to `stock` would not be valid for `ours`.
+    """Return the differences that would make a valid call to `stock` invalid for `ours`.
 
     `ours` may have more optional parameters. It may also accept a positional-only parameter of
     `stock` by keyword.

@@ -81,7 +81,7 @@ BAD = {
     "mylib::crop.a.b": "overload 'a.b' may hold only",
     "mylib::crop.": "overload name after '.' is empty",
     "mylib::crop\n": "name 'crop\\n' may hold only",
-    # These contain a keyword of Python, so they could not be written as attributes.
+    # These names contain a Python keyword, so, e.g., `torch.ops.mylib.for` is a syntax error.
     "mylib::for": "name 'for' is a keyword",
     "mylib::await": "name 'await' is a keyword",
     "mylib::NoneType": "name 'NoneType' is a keyword",

@@ -162,7 +162,7 @@ def with_overlooked_keys(
 
 
 def registered_key(qualname: str, key: str) -> str | None:
-    """Return the key under which an operator's kernel (or fallthrough) for `key` was registered.
+    """Return `key`, or the alias key `Autograd` if the operator's kernel is registered there.
 
     Returns None if the operator has neither a kernel nor a fallthrough for `key`.
     """

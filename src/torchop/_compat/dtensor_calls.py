@@ -96,8 +96,8 @@ def is_written(argument: Any) -> bool:
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
     """Return the index of the first positional argument that DTensor must include in cache keys.
 
-    DTensor must include each argument that is not a tensor, unless the argument is in `unhashed`
-    because it does not change the placements.
+    DTensor must include each non-tensor argument, except the arguments in `unhashed`, which do not
+    affect the placements.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

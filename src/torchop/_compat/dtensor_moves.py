@@ -32,7 +32,7 @@ class Inputs:
         # saves time, because often many tensors of a call have the same shape and placements.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # A spec with symbolic sizes is not hashable, so the tensor gets its own number.
+            # A spec with symbolic sizes is not hashable, so it gets a number of its own.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]

@@ -27,7 +27,7 @@ def is_builtin(op: OpOverload) -> bool:
 def copied(tensors: Any) -> Any:
     """Return a deep copy of tensors in nested containers.
 
-    A tensor with an autograd history is copied as a leaf, because `deepcopy` rejects it.
+    Tensors with an autograd history are detached first, because `deepcopy` rejects them.
     """
     return copy.deepcopy(
         tree_map_only(torch.Tensor, lambda t: t if t.is_leaf else t.detach(), tensors)

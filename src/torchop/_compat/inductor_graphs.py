@@ -36,7 +36,7 @@ def lowered_graph(
 ) -> Lowered | None:
     """Compile a function without running it, and return the forward graph.
 
-    Returns None if the graph is empty, because Inductor then compiles nothing.
+    Returns None if the graph is empty, because Inductor has nothing to compile in that case.
     """
     import torch._dynamo  # slow imports
     import torch._functorch.config

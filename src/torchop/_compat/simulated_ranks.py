@@ -106,7 +106,7 @@ def are_simulated() -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's value, which must be the same on all simulated ranks."""
+    """Return a tensor's value. Raises AssertionError if the values on simulated ranks differ."""
     from torch.distributed._local_tensor import LocalTensor
 
     if not isinstance(tensor, LocalTensor):

@@ -97,7 +97,10 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """Imitates a handle with different kernels. All other attributes come from the handle."""
+    """Stands in for a `CustomOpDef`, but has different kernels.
+
+    All other attributes are forwarded to the original `CustomOpDef`.
+    """
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition

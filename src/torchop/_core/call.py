@@ -82,7 +82,7 @@ def returned_arguments(
 
 
 def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call `returned_arguments`, and return a single argument without the tuple around it."""
+    """Like `returned_arguments`, but return a single argument without a tuple around it."""
     returned = returned_arguments(schema, args, kwargs)
     return returned if len(returned) > 1 else returned[0]
 
@@ -127,7 +127,10 @@ def named_inputs(
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the same items as `named_inputs`, given (argument name, value) pairs."""
+    """Yield (argument name, description, tensor) for each tensor in (argument name, value) pairs.
+
+    The description is for messages, and starts with `noun`. An example is "input 'tensors[0]'".
+    """
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
@@ -195,7 +198,7 @@ def map_tensors(
     kwargs: Mapping[str, Any],
     change: Callable[[Argument, Tensor], Any],
 ) -> Call:
-    """Replace each tensor of a call with `change(argument, tensor)`, also in lists."""
+    """Replace each tensor of a call with `change(argument, tensor)`, including tensors in lists."""
 
     def changed(argument: Argument, value: Any) -> Any:
         return replaced(value, Tensor, functools.partial(change, argument))

@@ -72,11 +72,12 @@ def checked(
     leading: int = 0,
     is_helper: bool = False,
 ) -> Callable[..., Any]:
-    """Return `kernel`, wrapped in a check if any thread is inside a `checking` block.
+    """If any thread is inside a `checking` block, return a wrapper that checks calls to `kernel`.
 
-    The wrapper does not check the first `leading` arguments, such as the dispatch keys. The caller
-    must hold `registration_lock` until it has stored the plan that contains the returned function.
-    Otherwise, checking could start or stop in between, and the plan would stay outdated.
+    Otherwise, return `kernel` itself. The wrapper does not check the first `leading` arguments,
+    such as the dispatch keys. The caller must hold `registration_lock` until it has stored the call
+    plan that contains the returned function. If the lock were released earlier, checking could
+    start or stop before the plan is stored, so the stored plan would be outdated.
     """
     if checker is None:
         return kernel

@@ -27,8 +27,8 @@ class Site(NamedTuple):
         module = place.module or "__main__"
         qualname = getattr(function, "__qualname__", None)
         if qualname is None:
-            # A partial or a callable object has the `__module__` of its class, not of the code that
-            # defines the operator.
+            # The `__module__` of a partial or a callable object is the module of its class, so use
+            # the module that calls `custom_op` instead.
             return cls(module, f"line {line}", file, line)
         return cls(getattr(function, "__module__", None) or module, qualname, file, line)
 

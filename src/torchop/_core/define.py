@@ -120,7 +120,10 @@ _blocks: list[list[Definition]] = []
 def deregister_with(
     library: torch.library.Library, definition: Definition, reason: Callable[[], str]
 ) -> None:
-    """Deregister the operator when `library` is closed. The library gets only a weak reference."""
+    """Deregister the operator when `library` is closed.
+
+    The library stores only a weak reference to the definition.
+    """
     reference = weakref.ref(definition)
 
     def deregister() -> None:

@@ -31,7 +31,10 @@ NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class CompiledRule(Generic[Compiled]):
-    """The rule of one operator for one subsystem of PyTorch. See `_rules` for the subclasses."""
+    """The registrations of one operator for one subsystem of PyTorch, such as its kernels.
+
+    The subclasses are in `_rules`.
+    """
 
     __slots__ = ("definition",)
 
@@ -296,7 +299,7 @@ class Definition:
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """A faster version of `plan[kind]`, for the backward."""
+        """Return `plan[kind]`. This is faster than indexing the plan, and the backward uses it."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 

@@ -258,7 +258,9 @@ class Rule(Generic[Value]):
         return self.missing(overload) if value is NotImplemented else value
 
     def has(self, op: OpLike) -> bool:
-        """Return whether an operator has a value.
+        """Return whether this rule has a value for an operator.
+
+        A default that comes from `missing` does not count.
 
         Args:
             op: the operator, as in `register`.

@@ -246,7 +246,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Return the member `forward`, or a function that raises if there is no such member.
+    """Return the member `forward`. If there is none, return a function that raises when called.
 
     The function that raises has the signature of the member `signature`, or of a kernel.
     """

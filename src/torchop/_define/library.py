@@ -285,7 +285,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check that its results fit the schema. PyTorch does not check this."""
+    """Wrap a kernel to check that its results match the schema. PyTorch does not check this."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)

@@ -175,9 +175,9 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# Users may pass a plain `torch.library.Library`. The functions below give it two features of
-# `torchop.Library`: the results of kernels are checked, and calls raise an error once the library
-# is closed.
+# Users may pass a plain `torch.library.Library`. The functions below give such a library two
+# features of `torchop.Library`: the results of kernels are checked, and calls raise an error once
+# the library is closed.
 
 
 def _define_in(

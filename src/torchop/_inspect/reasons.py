@@ -81,7 +81,10 @@ def _why_no_kernel(call: Call) -> str:
 
 
 def _why_not_its_kernel(call: Call) -> str:
-    """Describe which kernel the dispatcher would run, and why a native call cannot run it."""
+    """Describe which kernel the dispatcher would select, and why native calls do not support it.
+
+    A native call runs the operator's kernel from C++, without the dispatcher.
+    """
     if (problem := _problem(call)) is not None:
         return problem
     keys = dispatch.keys_of_call(call.tensors)

@@ -89,17 +89,19 @@ class Entry:
         self, *args: Any, **kwargs: Any
     ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int]: ...
 
-# Sets the function observer(refresh, *args, **kwargs). It is called before the first call to an
-# operator that falls back to the dispatcher for a given reason. `refresh` is from the entry.
+# Sets the function observer(refresh, *args, **kwargs). For each operator and each reason to fall
+# back to the dispatcher, it is called before the first call that does so. `refresh` is the function
+# that was passed to the operator's Entry.
 def set_observer(observer: Callable[..., object] | None, /) -> None: ...
 
 class Operator:
     """Replaces the C++ function in `_op` of an OpOverload or OpOverloadPacket.
 
-    With an entry, calls are native. In a packet, `next` is the Operator of the next overload, which
-    is called if PyTorch would skip this one. Without an entry, calls go to `dispatch`, and are
-    counted as calls to all `overloads` (qualified names). If an overload was deregistered, calls go
-    to `next`.
+    If an Operator has an entry, the entry receives its calls. In a packet, `next` is the Operator
+    of the next overload, which is called if PyTorch would skip the current overload. If an Operator
+    has no entry, its calls go to `dispatch`, and are counted as calls to all `overloads` (qualified
+    names). If one of these overloads was deregistered, calls go to the Python function `next`
+    instead.
     """
 
     entry: Entry | None

@@ -64,14 +64,14 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
-        # Why calls that record a gradient go through the dispatcher, or None if they are native.
+        # Why only the dispatcher can run calls that record a gradient, or None if C++ can run them.
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
         """Compile a plan. The entry calls this if it has no plan when the operator is called."""
         with registration_lock:
-            if self.entry.plan is None:  # otherwise another thread has compiled it meanwhile
+            if self.entry.plan is None:  # otherwise another thread has already compiled it
                 self.entry.plan = self._compile()
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
@@ -146,17 +146,18 @@ class OwnCalls(NativeCalls):
         self._definition = definition
 
     def attach(self) -> None:
-        """Make calls through `torch.ops` native too. The caller must hold `registration_lock`.
+        """Let C++ also run the calls made through `torch.ops`.
 
-        This happens when the operator is first used, and not when it is defined, because creating
-        an `OpOverload` would take longer than all other steps of the definition.
+        The caller must hold `registration_lock`. This happens when the operator is first used, and
+        not when it is defined, because creating an `OpOverload` would take longer than all other
+        steps of the definition.
         """
         definition = self._definition
         if self.entry.dispatch is None and definition.deregistration_reason is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A packet tries its overloads in order. A call to this overload can be native only if
-            # the earlier overloads have entries too, so create these.
+            # A call to the packet tries the overloads in order, so C++ can run a call that reaches
+            # this overload only if the earlier overloads have entries too. Create these.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
@@ -212,7 +213,8 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The first call that records a gradient creates the autograd.Function, in the dispatcher.
+    # The autograd.Function does not exist before the first call that records a gradient. That call
+    # goes through the dispatcher, which creates it.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"

@@ -1,4 +1,4 @@
-"""Load the C++ extension when an operator is first used, and then make calls native."""
+"""Load the C++ extension when an operator is first used, so that it runs the operators' calls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, or None if it is not loaded. Set only after calls to all existing operators
-# were made native.
+# The extension module, or None if it is not loaded. Set only after C++ can run the calls to all
+# existing operators.
 _native: Any = None
-# The callbacks that `request` received before the extension was loaded.
+# Callbacks that were passed to `request` before the extension was loaded. `_ready` calls them once
+# it is loaded.
 _waiting: list[Callable[[], None]] = []
-# The class of new handles, whose calls run in C++. (A handle is the object that `torchop.custom_op`
-# returns.) The list has one item, or none until the extension is loaded. The extension can create
-# the class only once.
+# Contains the class of handles whose calls run in C++. (A handle is the object that
+# `torchop.custom_op` returns.) The list is empty until the extension is loaded. If loading is tried
+# again after an error, the class in the list is reused, because the extension can create the class
+# only once.
 _native_handle_types: list[type] = []
 
 
@@ -136,7 +138,7 @@ class _FirstUse:
         obtain()
 
     def outdate(self) -> None:
-        """Do nothing, because an operator whose plan becomes invalid was not necessarily used."""
+        """Do nothing. A registration that invalidates a call plan does not use the operator."""
 
 
 _first_use = _FirstUse()
@@ -169,10 +171,10 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Make calls to all existing operators native. Called once the extension is loaded.
+    """Let C++ run calls to all existing operators. Called once the extension is loaded.
 
-    This may raise, for example because a filter turns a warning into an error. If so, it is called
-    again when an operator is used.
+    This function may raise, for example because a filter turns a warning into an error. If it
+    raises, it is called again when an operator is used.
     """
     global _native
     with registration_lock:
@@ -182,7 +184,7 @@ def _ready(module: ModuleType) -> None:
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     calls = _adopt(handle._definition, module)
                     # If there is a plan, the operator was already used, perhaps only through
-                    # torch.ops, so make calls through torch.ops native too.
+                    # torch.ops, so let C++ also run the calls made through torch.ops.
                     if handle._definition.has_plan:
                         calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:

@@ -95,8 +95,9 @@ class Schema:
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # `forget_parsed` needs text that PyTorch can parse again, so prefer the author's text to
-        # `str(parsed)`, in which string defaults are not escaped.
+        # `forget_parsed` frees the parsed schema, and stores only the text, which PyTorch must be
+        # able to parse again. So prefer the author's text to `str(parsed)`, in which string
+        # defaults are not escaped.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns

@@ -21,7 +21,7 @@ from torchop.cli.schema import schema
 def main() -> None:
     """Tools for PyTorch operators that are defined in Python.
 
-    Check, list and measure operators, and compile the C++ code for fast calls.
+    Check, list and measure operators, and compile the C++ extension that speeds up calls to them.
     """
     try:
         api.mode()

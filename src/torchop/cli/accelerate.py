@@ -147,7 +147,8 @@ def rows_of_recorded(
 def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Format a table with the time of a call before and after acceleration, and the time saved.
 
-    The table counts the calls in `recorded`, but times only the calls in `called`.
+    The numbers of calls come from `recorded`. The times come from `called`, which contains only the
+    calls that this process may run.
     """
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}

@@ -131,8 +131,8 @@ def _with_examples(
 ) -> tuple[list[str], list[str]]:
     """Return the operators that have examples, and messages about operators that have none.
 
-    This also checks the options with the first operator, and raises ClickException if an option is
-    invalid.
+    As a side effect, this validates the command-line options by using them for the first operator
+    that has examples. If an option is invalid, it raises ClickException.
     """
     values = {}
     for name in set(_MAPPINGS) & options.keys():

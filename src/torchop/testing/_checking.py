@@ -110,7 +110,10 @@ def is_open() -> bool:
 
 
 class _Checker:
-    """An implementation of `_core.checking.Checker` that compares snapshots of the arguments."""
+    """Implements `_core.checking.Checker`.
+
+    Compares snapshots of the arguments from before and after each call.
+    """
 
     def kernel(
         self,

@@ -25,8 +25,9 @@ def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) 
         _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # The second and third calls are identical. If their results differ, the operator is
-        # nondeterministic, and a difference between the first and second calls means nothing.
+        # The first call starts with outputs full of 0x00 bytes, the other two with 0xFF bytes. If
+        # the second and third calls differ, the operator is nondeterministic, and a difference
+        # between the first and second calls means nothing.
         if _same_bits(second, third) and not _same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on its previous contents: the kernel reads it, or "

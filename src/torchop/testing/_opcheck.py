@@ -170,8 +170,9 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Run one of PyTorch's checks.
 
-    If the operator works in place, most checks use the arguments in `sample`. All other checks use
-    `accepted`, in which tensors that must not require grad are detached.
+    `test_schema` and `test_faketensor` use the arguments in `accepted`, in which tensors that must
+    not require grad are detached. The other checks also use `accepted`, unless the operator works
+    in place. For an in-place operator, the other checks use `sample`.
     """
     schema, overload = operator.schema, operator.overload
     if check == "test_autograd_registration" and dispatch.has_kernel(overload.name(), "Autograd"):

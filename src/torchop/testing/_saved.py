@@ -41,8 +41,8 @@ def saved_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> i
         saved.append(tensor)
         return tensor
 
-    # autograd calls `pack` with every tensor that a node saves. Use this hook, because a result
-    # that a node saves cannot be reached from the node.
+    # autograd calls `pack` with every tensor that a node saves. Record the tensors with this hook,
+    # because a node gives no access to a saved tensor that is the node's own result.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         results = function(*args, **kwargs)
     for node in _nodes(results):

@@ -239,7 +239,7 @@ class _Call:
 
 
 def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
-    """Return the combinations of placements to try, and how many others exceed `limit`.
+    """Return at most `limit` combinations of placements, and the number of omitted combinations.
 
     The first combination replicates all tensors.
     """

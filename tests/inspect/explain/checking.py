@@ -26,7 +26,7 @@ def check(op, reason, *args, times=1, **kwargs):
         assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
-    # `explain` lists kernels, unless the call has no tensors and so no dispatch key of a device.
+    # `explain` lists kernels, unless the call has no tensors and therefore no device key.
     assert explanation.kernels or "CPU" not in explanation.keys
     with counting(op) as calls, contextlib.suppress(Exception):
         op(*args, **kwargs)

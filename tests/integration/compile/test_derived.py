@@ -136,7 +136,8 @@ def test_a_checkpoint_in_a_compiled_graph(namespace):
 
 
 def test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers(namespace):
-    # Without the tag nondeterministic_seeded, which must not be required here.
+    # Define the operator without the tag nondeterministic_seeded, because a checkpoint must not
+    # require the tag.
     op = dropout(f"{namespace}::dropout")
     x = torch.ones(64, requires_grad=True)
 

@@ -120,7 +120,7 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 
 
 def test_cached_graph_finds_its_operators():
-    # A new name, so that no cache contains the operator yet.
+    # Use a new name, so that no cache contains the operator yet.
     namespace = f"cached_{uuid.uuid4().hex}"
     for hits in (0, 1):  # two processes: the second one finds the graph in the cache
         done = run_compiling(_CACHED, namespace)
@@ -227,10 +227,10 @@ def test_an_argument_may_be_named_mode(namespace: str, backend: str, star: str) 
 
 
 def test_argument_may_be_named_mode_with_underscore(namespace: str) -> None:
-    """torchop must rename `mode`, but not `mode_`.
+    """torchop calls a helper operator if a mutated list contains None.
 
-    torchop passes a mutated list that contains None through a helper operator, where it renames an
-    argument called `mode`.
+    In the helper operator, an argument `mode` is renamed, because PyTorch's functionalization fails
+    with an argument of this name. An argument `mode_` must keep its name.
     """
 
     def write(xs: list[Tensor | None], *, mode_: int) -> None:

@@ -187,7 +187,7 @@ def test_values_read_before_a_write_are_unchanged(namespace: str, dynamic: bool)
 
 
 def test_stock_operators_write_after_the_read(namespace: str) -> None:
-    """Tests two operators of `Library.define`, and an accelerated one of torch.library."""
+    """Test two operators from `Library.define`, and an accelerated operator of torch.library."""
 
     def kernel(x: Tensor) -> None:
         x.add_(100)

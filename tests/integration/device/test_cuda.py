@@ -45,7 +45,8 @@ def test_a_captured_call_is_native_and_replays(namespace: str) -> None:
     assert calls == {"native": 1}
 
 
-# PyTorch warns, because it keeps the autograd graph of its own last warm-up call alive.
+# PyTorch warns, because `make_graphed_callables` keeps the autograd graph of its last warm-up call
+# alive.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None:
@@ -72,7 +73,7 @@ def test_a_captured_training_step_replays(namespace: str, derived: bool) -> None
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("derived", [False, True])
 def test_reduce_overhead_captures_the_operator(namespace: str, derived: bool) -> None:
-    # Not at module level, because this imports Dynamo, which only this test needs.
+    # Import this here, because the import loads Dynamo, which only this test needs.
     from torch._dynamo.utils import counters
 
     op = with_fake(namespace, derived=derived)

@@ -79,7 +79,7 @@ class Operator:
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:
-        """Replace the function's default values by new objects, as calls may have mutated them."""
+        """Replace the default values with new objects, because calls may have mutated the old."""
         _set_defaults(self.spec, self.function, lambda parameter: parameter.default_value)
 
     @contextlib.contextmanager
@@ -335,7 +335,7 @@ def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
 
 
 class Workshop:
-    """Creates operators, and caches those that do not change with their calls."""
+    """Creates operators, and caches the operators that calls do not change."""
 
     def __init__(self, limit: int = 2000) -> None:
         self._limit = limit

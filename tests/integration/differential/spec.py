@@ -136,7 +136,7 @@ class Parameter(NamedTuple):
 
 
 class Override(NamedTuple):
-    """An override of the kernel at `key` by another library: a kernel, or a fallthrough."""
+    """A kernel or a fallthrough that another library registers at `key` to override a kernel."""
 
     key: str
     after_first_call: bool

@@ -1,4 +1,4 @@
-"""Compare an example with the same operator of torch.library, if that supports the example."""
+"""Compare an example with the same operator of torch.library, if it supports the example."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ class Mode(torch.utils._python_dispatch.TorchDispatchMode):
 
 def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> None:
     used = _modules_after(_RECORDED.format(mode='torchop.record("*", sys.modules["__main__"])'))
-    # Since 2.15, the first backward imports modules of PyTorch, so subtract the modules that the
-    # same program imports without recording.
+    # Since PyTorch 2.15, the first backward imports more PyTorch modules, so subtract the modules
+    # that the same program imports without recording.
     used -= _modules_after(
         "import contextlib\n" + _RECORDED.format(mode="contextlib.nullcontext()")
     )

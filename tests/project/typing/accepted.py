@@ -58,7 +58,7 @@ def crop(pic: Tensor, box: list[int]) -> Tensor: ...
 
 crop_op = torchop.custom_op("typed::crop", crop, mutates_args="unknown")
 
-# The test compares each revealed type with the text after the mark, without the values of defaults.
+# The test compares each revealed type with the text after `# IS:`, and ignores default values.
 reveal_type(scale)  # IS: CustomOp[[x: Tensor, factor: float=, *, inverse: bool=], Tensor]
 reveal_type(split)  # IS: CustomOp[[x: Tensor], tuple[list[Tensor], int]]
 reveal_type(normalize)  # IS: CustomOp[[x: Tensor], Tensor]

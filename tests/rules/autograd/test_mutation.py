@@ -25,7 +25,7 @@ def save_output(ctx: Any, inputs: Any, output: Any) -> None:
 
 @pytest.fixture
 def scaled_exp_(namespace: str) -> Any:
-    """Define exp(x * scale) in place. The formula only needs the new value of x."""
+    """Define exp(x * scale) in place. The gradient formula uses the new value of x."""
 
     @torchop.custom_op(
         f"{namespace}::exp_",

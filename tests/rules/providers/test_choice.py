@@ -205,7 +205,10 @@ def test_keywords_in_another_order(namespace, table):
 
 @pytest.fixture
 def seen(namespace, table):
-    """Return an operator after two calls. Its provider "ten" supports one-dimensional tensors."""
+    """Return an operator that was called twice, so that it has cached its choice of provider.
+
+    Its provider "ten" supports only one-dimensional tensors.
+    """
     op = define(namespace, priority=["ten"])
     op.register_kernel(TYPE, adding(10), provider="ten", supports=lambda x: x.ndim == 1)
     assert value(op) == value(op) == 10

@@ -36,8 +36,8 @@ def test_a_class_with_residuals(namespace):
         (gradient,) = torch.autograd.grad(function(x).sum(), x)
         assert_close(gradient, 2 * (2 * x).cos().detach())
     assert_close(op(x.detach()), (2 * x).sin().detach())
-    # The backward kernel is an operator of its own, so compilers do not trace it. It has no
-    # derivative, so second derivatives raise.
+    # The backward kernel is an operator of its own, so compilers do not trace it. This operator has
+    # no gradient formula, so computing second derivatives raises an error.
     assert "cosine" in str(getattr(torch.ops, namespace).op__backward_kernel.default._schema)
     (gradient,) = torch.autograd.grad(op(x).sum(), x, create_graph=True)
     with pytest.raises(torchop.MissingFormulaError, match="op__backward_kernel"):

@@ -473,7 +473,11 @@ def test_a_second_derivative_through_a_residual_is_refused(lse, before):
 
 
 def test_residual_stored_as_a_ctx_attribute_is_rejected(namespace):
-    """Only for residuals in `save_for_backward` can second derivatives raise an error."""
+    """torchop rejects the attribute, because it could not detect second derivatives through it.
+
+    Computing a second derivative through a residual raises an error only if `setup_context` saved
+    the residual with `save_for_backward`.
+    """
 
     def kernel(x: Tensor) -> Tensor:
         return torchop.residuals(x.clone(), x > 0, x * 2)

@@ -210,7 +210,8 @@ def test_a_rule_without_residual_dimensions_is_rejected(namespace, rule, calls, 
     assert not torchop.records_gradient()
     torchop.register_vmap(f"{made.name}__with_residuals", "sequential")
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
-    # Registering the operator's own rule again must not replace the rule of `__with_residuals`.
+    # Registering the operator's own vmap rule a second time must not replace the vmap rule of
+    # `__with_residuals`.
     made.op.register_vmap(lambda info, in_dims, x: rule(made.op, x))
     assert_close(vmap(grad(made.op))(X[0]), vmap(grad(plain))(X[0]))
 

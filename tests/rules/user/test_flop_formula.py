@@ -97,7 +97,7 @@ def test_other_forms_count_like_the_operator(namespace: str) -> None:
     project = define(namespace)
     project.register_flop_formula(flops)
     # Adding an overload changes the hash of the packet, under which torch.utils.flop_counter stores
-    # the formula, so PyTorch no longer finds it. torchop must find it anyway.
+    # the formula, so PyTorch no longer finds it. torchop must still find it.
     project.derive_out()
     assert counted(project, X, WEIGHT) == 60
     assert counted(project.out, X, WEIGHT, 2.0, out=torch.empty(2, 5)) == 70
@@ -165,8 +165,8 @@ def test_closing_the_library_removes_the_formula(namespace: str) -> None:
     project = define(namespace)
     library = torchop.Library(namespace, "FRAGMENT")
     torchop.get_rule("flop_formula").register(project, flops, lib=library)
-    # Define another overload outside of torchop, which changes the hash of the packet. Closing the
-    # library must remove the formula anyway.
+    # PyTorch stores the formula in a dict under the packet. Defining another overload outside of
+    # torchop changes the packet's hash, but closing the library must still remove the formula.
     stock = torch.library.Library(namespace, "FRAGMENT")
     stock.define("project.other(Tensor x) -> Tensor")
     library.close()

@@ -35,7 +35,10 @@ HOSTILE = (
 
 
 class Text(str):
-    """A string that claims to be an identifier, but whose `repr` and `str` return code."""
+    """A string that claims to be an identifier, but whose `repr` and `str` return code.
+
+    If torchop inserted the string into generated code, the code would run.
+    """
 
     def __repr__(self) -> str:
         return RUN

@@ -60,7 +60,7 @@ FORMS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def fake_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a fake kernel of the function itself, which works because it does not read data."""
+    """Use the function itself as its fake kernel, because the function does not read data."""
     return lambda x, given=True: function(torch.empty_like(x), given)
 
 

@@ -47,8 +47,8 @@ def needs_rows_of_four(x: Tensor) -> Tensor:
 right(define("needs_rows_of_four", needs_rows_of_four, fake=like), one)
 
 # --------------------------------------------------------------------------------------------------
-# Integers that depend on other arguments. If an integer is out of range, these kernels read other
-# memory.
+# Integers whose valid range depends on other arguments. If an integer is out of range, these
+# kernels read memory outside of the tensor.
 
 
 def rows_of_memory(x: Tensor, rows: int) -> Tensor:

@@ -134,7 +134,7 @@ _first: dict[Any, Tensor] = {}
 
 
 def caches_by_shape(x: Tensor) -> Tensor:
-    """Caches a sum by shape, although it depends on the values, so later results are incorrect."""
+    """Caches a sum by shape. The sum depends on the values, so later results are incorrect."""
     scale = _first.get("scale")
     if scale is None or _first["shape"].tolist() != list(x.shape):
         _first["shape"] = torch.tensor(x.shape)

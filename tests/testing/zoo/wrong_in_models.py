@@ -23,7 +23,7 @@ _PLACES: dict[Any, Tensor] = {}
 
 
 def places_by_shape(x: Tensor) -> Tensor:
-    """Reads every tensor with the strides of the first one, because the key has only the shape."""
+    """Caches positions by shape only, so it reads every tensor with the first tensor's strides."""
     if x.shape not in _PLACES:
         places = torch.zeros(x.shape, dtype=torch.int64)
         for dim, step in enumerate(x.stride()):

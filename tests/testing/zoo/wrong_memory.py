@@ -397,7 +397,7 @@ wrong(define("changes_and_restores", changes_and_restores, fake=like), "sharing.
 
 
 def expects_no_overlap(x: Tensor, y: Tensor) -> Tensor:
-    """Doubles `x` in place while it reads `y`, so it is incorrect if the two share memory."""
+    """Doubles `x` in place before it reads `y`, so the result is incorrect if they share memory."""
     if x.data_ptr() == y.data_ptr():
         return (x + y).contiguous()
     scaled = x.numpy()

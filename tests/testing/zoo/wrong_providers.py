@@ -234,7 +234,7 @@ _sizes: set[Any] = set()
 
 
 def knows_sizes(x: Tensor) -> bool:
-    """Returns False in the first call with a shape, and True in later ones."""
+    """Returns False in the first call with a shape, and True in later calls."""
     known = tuple(x.shape) in _sizes
     _sizes.add(tuple(x.shape))
     return known

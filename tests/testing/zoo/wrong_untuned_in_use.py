@@ -314,7 +314,7 @@ wrong(define("one_thread_alone", one_thread_alone, fake=like), "contracts.proces
 
 
 def transposed_by_numpy(x: Tensor) -> Tensor:
-    """Returns a result in column-major order, although the fake kernel's is in row-major order."""
+    """Returns a column-major result, although the fake kernel returns a row-major result."""
     return torch.from_numpy(np.asfortranarray(x.detach().numpy()) * 2)
 
 

@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """The metadata in which a result and the output that it is written into must agree."""
+    """Metadata that must be the same for a result and for the output that it is written into."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -229,8 +229,8 @@ class WritingKernels:
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
         # The in-place form needs no guard in two cases. If it copies the result, `overwrite` checks
-        # the metadata. If the result is allocated like the first argument, it always fits this
-        # argument.
+        # the metadata. If the result is allocated like the first argument, it always has the same
+        # metadata as this argument.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
         # The `_call_key` of the last valid call. A call with the same key does not run `allocate`

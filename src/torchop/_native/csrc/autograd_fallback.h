@@ -1,5 +1,6 @@
 // autograd_fallback.h: run native calls (calls without the dispatcher) to operators that have no
-// kernel at the Autograd keys. The dispatcher would run PyTorch's autograd fallback for them.
+// kernel at the Autograd keys. For these operators, the dispatcher would run PyTorch's autograd
+// fallback, so native calls run it too.
 #pragma once
 
 #include <Python.h>

@@ -1,5 +1,5 @@
-// backward.h: run a backward formula, i.e. the Python function that computes an operator's
-// gradients, when the autograd engine runs the operator's node.
+// backward.h: when the autograd engine runs an operator's node, call the operator's backward
+// formula, i.e. the Python function that computes the gradients.
 #pragma once
 
 #include <Python.h>

@@ -38,8 +38,8 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Returns whether an argument is a tensor that is passed as an opaque Python object. Autograd
-// records gradients of such tensors too.
+// Returns whether an argument is a tensor that is passed as an opaque Python object. Callers must
+// consider these tensors too, because autograd also records their gradients.
 bool is_tensor_object(const c10::IValue& value) {
   if (!value.isPyObject())
     return false;
@@ -133,7 +133,8 @@ class Bypass final : public c10::OperatorKernel {
 };
 
 // Suppresses PyTorch's warning about overriding a kernel. PyTorch issues this warning just once per
-// process. `set_warnAlways` ensures that it is still issued if a user overrides a kernel later.
+// process, even if it is suppressed. `set_warnAlways` removes this limit here, so a user who
+// overrides a kernel later still sees the warning.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {

@@ -236,8 +236,8 @@ PyObject* try_call(
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it runs the kernel, so nothing was mutated if creating the
-    // node raises.
+    // `record` creates the node before it calls this lambda. So if creating the node raises, the
+    // kernel has not run, and no argument was mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {

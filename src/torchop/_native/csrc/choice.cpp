@@ -94,6 +94,7 @@ size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) 
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
   // `select` runs Python code, so another thread may have added the same selection in the meantime.
+  // Look it up again before adding it.
   if (const size_t position = index_of(choice, settings, is_deterministic); position != no_index)
     return position;
   choice.cache.selections.push_back(

@@ -1,5 +1,5 @@
-// choice.h: choose in each call between several kernels for the same operator and device. Each of
-// the kernels is registered by a named provider.
+// choice.h: for each call, choose one of several kernels for the same operator and device. Each of
+// the kernels was registered by a provider, which has a name.
 #pragma once
 
 #include <Python.h>

@@ -165,8 +165,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 // (such as Sparse or Conjugate).
 bool has_plain_keys(const at::TensorImpl& impl);
 
-// Returns the reason why a call with these tensors cannot be native, or Reason::Native. All tensors
-// must be dense, without tangents, and on the same supported backend.
+// Returns the reason why a call with these tensors cannot be native, or Reason::Native if it can
+// be. It can be native only if all tensors are dense, have no tangents, and are on the same
+// supported backend.
 Reason tensors_reason(const TensorSummary& seen);
 
 std::vector<DispatchKey> plain_backend_keys();

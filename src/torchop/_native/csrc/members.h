@@ -59,8 +59,8 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// We read this member directly for each tensor argument, because TensorImpl::autograd_meta() is not
-// inline, and calling it would take longer.
+// We read TensorImpl::autograd_meta_ directly for each tensor argument, because the accessor
+// TensorImpl::autograd_meta() is not inline, so calling it would take longer.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

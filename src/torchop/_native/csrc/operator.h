@@ -1,6 +1,6 @@
 // operator.h: the type Operator. An Operator object replaces the function in the attribute `_op` of
-// an OpOverload or OpOverloadPacket. It runs calls through torch.ops natively, i.e. without the
-// dispatcher.
+// an OpOverload or OpOverloadPacket. It receives the calls made through torch.ops, and runs them
+// natively, i.e. without the dispatcher.
 #pragma once
 
 #include <Python.h>

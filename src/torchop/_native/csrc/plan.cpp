@@ -92,8 +92,8 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
-  // If there are list parameters, we cannot pass the caller's array to the kernel, because the
-  // kernel receives copies of the lists.
+  // Calls can pass the caller's array to the kernel unchanged, unless the operator has keyword-only
+  // parameters or lists. The kernel receives copies of lists, so calls with lists need a new array.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;

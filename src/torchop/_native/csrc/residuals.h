@@ -94,9 +94,9 @@ class Recording {
       throw_python_error();
   }
 
-  // Makes `records_gradient()` return False until this guard is destroyed. Used if a kernel that
-  // was asked for residuals calls an operator without residuals. The dict must have contained this
-  // thread when the guard was created.
+  // Makes `records_gradient()` return False on this thread until the guard is destroyed. Call this
+  // if a kernel that must return residuals calls an operator that has none. When the guard was
+  // created, the dict `recording` must have contained an item for this thread.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)

@@ -70,8 +70,8 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
 }
 
 // Call this only once per operator call, because in a shared library each access to a thread_local
-// variable is a call to __tls_get_addr. The asm statement hides where the address comes from.
-// Otherwise the compiler might compute it again at each use.
+// variable is a call to __tls_get_addr. The asm statement hides from the compiler how the address
+// was computed. Otherwise the compiler might compute the address again at each use.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
@@ -177,8 +177,8 @@ inline void measure_stack(Thread& here) {
 // frames, so without this check a program that raises the recursion limit could crash.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // The stack of a greenlet is elsewhere, so `address` may be below `stack_end`. The difference is
-  // unsigned, so in that case it is large, and the check passes.
+  // A greenlet has a separate stack, so `address` may be below `stack_end`. If so, the unsigned
+  // difference wraps around to a large number, and this function returns false.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)

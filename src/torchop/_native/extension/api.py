@@ -347,7 +347,7 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
 
 
 def _writes_notices() -> bool:
-    """Return whether this is the main process of a program, which prints notices."""
+    """Return whether this process may print notices. Only the main process of a program does."""
     is_first = os.environ.get("LOCAL_RANK") in (None, "", "0")
     return is_first and multiprocessing.parent_process() is None
 

@@ -101,7 +101,7 @@ def lock_problem() -> str | None:
     """Return a message if loading the extension would turn the GIL on, otherwise None.
 
     Free-threaded Python turns the GIL on for the whole process when it loads an extension that
-    needs the GIL. If the GIL is on already, this is no problem.
+    needs the GIL. If the GIL is already on, loading such an extension changes nothing.
     """
     may_load = not NEEDS_LOCK or getattr(sys, "_is_gil_enabled", lambda: True)()  # since 3.13
     return None if may_load else "native calls need the GIL, and this Python runs without it"

@@ -1,1 +1,1 @@
-"""Native calls to operators that `torchop.custom_op` did not create."""
+"""Native calls (calls without the dispatcher) to operators that `custom_op` did not create."""

@@ -65,7 +65,7 @@ class TableCalls(NativeCalls):
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
-        """Make calls to other packages' kernels native, until `release` is called.
+        """Let C++ run other packages' kernels without the dispatcher, until `release` is called.
 
         `library` is the library that defined the operator, or None if it is unknown. When this
         library is closed, `release` is called.
@@ -78,7 +78,7 @@ class TableCalls(NativeCalls):
         self.outdate()
 
     def release(self) -> None:
-        """Undo `accelerate`. If other code replaced the function in `_op`, leave it there."""
+        """Undo `accelerate`. If other code has replaced `OpOverload._op`, keep its replacement."""
         with registration_lock:
             if accelerated.get(self.name) is not self:
                 return
@@ -127,7 +127,7 @@ class TableCalls(NativeCalls):
 
 
 def has_own_kernels(native: Any, name: OpName) -> bool:
-    """Return whether a kernel at a backend key was registered with torchop.
+    """Return whether torchop registered a kernel at the dispatch key of a backend, such as "CPU".
 
     Kernels at Autograd keys are ignored, because they may redispatch to another package's kernel.
     """
@@ -203,11 +203,12 @@ def outdate(name: OpName) -> None:
 
 
 def attach(name: OpName, overload: OpOverload) -> None:
-    """Make calls to an operator native if its kernels were registered with torchop.
+    """Let C++ run calls to an operator whose kernels were registered with torchop.
 
     A kernel calls this function when it runs for the first time, because by then the operator is
-    complete and in use. The other overloads of the packet become native too, because a packet tries
-    its overloads in order.
+    complete and in use. A call to the packet tries the overloads in order, and C++ can run this
+    call only if it also receives the calls to the earlier overloads. So this function also lets C++
+    run calls to the other overloads.
     """
     if not _may_take(name):
         return
@@ -217,7 +218,7 @@ def attach(name: OpName, overload: OpOverload) -> None:
     def take_calls() -> None:
         current = torch_ops.existing_overload(*name)
         if current is not overload or current._schema is not parsed:
-            return  # the operator was deregistered or redefined meanwhile
+            return  # the operator was deregistered or redefined in the meantime
         native = switch.native_module()
         if entry_of(name) is None:
             TableCalls(native, name, overload)
@@ -251,10 +252,10 @@ class Follower:
         self._name = definition.name
 
     def attach(self) -> None:
-        """Make calls native if torchop defined the operator.
+        """If torchop defined the operator, let C++ run its calls without the dispatcher.
 
-        If another package defined it, that package may have registered kernels, so calls become
-        native only with `torchop.accelerate`.
+        If another package defined the operator, that package may have registered kernels, so C++
+        runs calls only if the user calls `torchop.accelerate`.
         """
         name = self._name
         if name.packet in deregistration.defined and entry_of(name) is None:

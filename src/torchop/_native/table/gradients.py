@@ -60,7 +60,7 @@ def _problem(schema: Schema) -> str | None:
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
-    """Return whether the kernel at Autograd, if any, is from torchop or torch.library."""
+    """Return True if torchop or torch.library registered the Autograd kernel, or if none exists."""
     kernel, formula = _kernel_and_formula(native, name, overload)
     is_ours = ours.definition_of_gradient(kernel) is not None
     return kernel is None or formula is not None or is_ours
@@ -146,7 +146,10 @@ def _has_simple_defaults(schema: Schema) -> bool:
 
 
 def _count_passed(args: Sequence[Any], schema: Schema) -> int:
-    """Return how many positional arguments the dispatcher would pass to a Python kernel."""
+    """Return how many positional arguments the dispatcher would pass to a Python kernel.
+
+    The dispatcher drops arguments at the end that equal their defaults.
+    """
     end = len(args)
     while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
         end -= 1

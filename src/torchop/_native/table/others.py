@@ -34,7 +34,7 @@ _UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registere
 def find_kernels(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Kernels, str | None]:
-    """Return the Python kernels in the dispatcher, and the reason if no call can be native."""
+    """Return the operator's Python kernels, and the reason if the dispatcher must run all calls."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -90,10 +90,12 @@ def _stock(
 def _finish(
     name: OpName, schema: Schema, overload: OpOverload, stock: stock_kernels.StockKernel | None
 ) -> tuple[Finish, Callable[[Any], Any] | None]:
-    """Return the fields `finish` and `convert` of `Kernels`.
+    """Return the functions that check and convert results: `finish` and `convert` of `Kernels`.
 
-    The C++ dispatcher converts results. If PyTorch dispatches the call in Python, `OpOverload`
-    returns the results unchanged.
+    The C++ dispatcher converts results, so native calls must convert them too. But results are not
+    converted if PyTorch dispatches a call in Python. So if all calls enter the C++ dispatcher,
+    `finish` both checks and converts results. If only some calls do, `finish` only checks results,
+    and the extension applies `convert` in the calls that would enter the C++ dispatcher.
     """
     convert = _conversion(str(name), schema)
     check = _unchecked if stock is None else stock.check
@@ -132,7 +134,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Return the Python kernels at Autograd keys. They may end a call without redispatching it."""
+    """Return the Python kernels at Autograd keys that may end a call without redispatching it."""
     kernels: list[Any] = []
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -217,7 +219,7 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
 
 @functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    """Define an operator with these return types, which returns `_passing.result`."""
+    """Define an operator that has the return types in `form` and returns `_passing.result`."""
     library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
     libraries.define(library, f"{local}() -> {form}", ())
     libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)

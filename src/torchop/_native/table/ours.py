@@ -1,7 +1,8 @@
 """Find kernels and formulas that were registered with torchop for operators it did not create.
 
-`Library.impl` registers a wrapper that contains the user's function. `register_kernel` and
-`register_autograd` store the user's function in a `Definition`, which registers kernels.
+`Library.impl` registers a wrapper, so find the user's function in the wrapper. `register_kernel`
+and `register_autograd` store the user's function in a `Definition`, which registers its own
+kernels, so find the definition that registered a kernel.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ KERNEL_ATTRIBUTE = "_torchop_kernel"
 class Kernels(NamedTuple):
     """An operator's kernels for native calls, and how to check and convert their results.
 
-    For each kernel, `pairs` contains the function in the dispatcher's table and the function to
-    call instead. The other fields are arguments of the class `Plan` in `_call_path.pyi`.
+    For each kernel, `pairs` contains the function in the dispatcher's table, and the function that
+    C++ calls instead. The other fields are arguments of the class `Plan` in `_call_path.pyi`.
     """
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
@@ -61,8 +62,9 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
             as_dispatched=False,
         )
     check = result_check(schema.returns)
-    # As in the dispatcher, arguments that equal their default are not passed to kernels from
-    # `Library.impl`. Kernels from `register_kernel` add these arguments themselves.
+    # Leave `as_dispatched` at True, so C++ drops arguments that equal their defaults. The
+    # dispatcher drops these arguments too, so kernels registered with `Library.impl` must not
+    # receive them. Kernels registered with `register_kernel` fill in the defaults themselves.
     return Kernels(
         tuple(
             (kernel, function if kernel in places else checked(name, schema, function))
@@ -75,10 +77,10 @@ def find_kernels(native: Any, name: OpName, schema: Schema) -> Kernels:
 def registered_kernels(
     native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
 ) -> dict[Any, Callable[..., Any]]:
-    """Map each torchop kernel in the dispatcher's table to the function that native calls run.
+    """Map each kernel that torchop registered in the dispatcher to the function that C++ runs.
 
-    For a kernel of `Library.impl`, this is the user's function. For a kernel of a definition, it is
-    the kernel itself.
+    If the kernel was registered with `Library.impl`, it is a wrapper, and C++ runs the user's
+    function inside it. If a `Definition` registered the kernel, C++ runs the kernel itself.
     """
     keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
     kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
@@ -96,9 +98,10 @@ def _is_of_definition(kernel: Any) -> bool:
 
 
 def registered_gradient(native: Any, name: OpName) -> tuple[Callable[..., Any] | None, Gradient]:
-    """Return the Autograd kernel that `register_autograd` installed, and the gradient for `Plan`.
+    """Return the Autograd kernel that `register_autograd` installed, and how to record gradients.
 
-    Both are None if no formula was registered with torchop.
+    The second value is the argument `gradient` of `Plan`. Both values are None if no formula was
+    registered with torchop.
     """
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"{AUTOGRAD}{backend}")

@@ -80,7 +80,10 @@ class Formula:
         return self.function or self.title
 
     def run(self, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the kernel through the dispatcher. Return the result and the `extra` for `save`."""
+        """Call the kernel through the dispatcher, and return the tuple `(result, *extra)`.
+
+        `extra` contains the additional arguments of `save`.
+        """
         return (call(),) if self.training is None else self.training(args, kwargs)
 
 

@@ -95,7 +95,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     formula: Callable[[], Formula] = functools.partial(definition.compiled, rule_type)
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        # Clear `_pending` before the kernel runs, because the kernel may call other operators.
+        # Clear `_pending` before the kernel runs. The kernel may call other operators, which must
+        # not mistake this call for their own.
         call, _pending.call = _pending.call, None
         assert call is not None
         if call.inputs is not None:

@@ -225,9 +225,10 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
 
 
 def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
-    """Return one gradient per input, with None for the inputs that need no gradient.
+    """Return one gradient for each input, with None for the inputs that need no gradient.
 
-    `gradients` contains the gradients of the other inputs. `needed` is `ctx.needs_input_grad`.
+    `gradients` contains one gradient for each input that needs one, in order. `needed` is
+    `ctx.needs_input_grad`.
     """
     layout = layout_of(needed)
     rest = iter(gradients)

@@ -19,7 +19,7 @@ class NoContext:
         self._definition = definition
 
     def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
-        """Deprecated alias of `new_dynamic_size`, which raises an error."""
+        """Deprecated alias of `new_dynamic_size`. In this class, both methods raise an error."""
         return self.new_dynamic_size()
 
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:

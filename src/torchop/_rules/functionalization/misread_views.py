@@ -68,9 +68,9 @@ def _functionalize_low_level(
 def copy_misread_views(
     mode: Any, name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, TensorPairs]:
-    """Replace each mutated view that PyTorch describes incorrectly with a copy.
+    """Replace mutated views with copies if functionalization would describe the views incorrectly.
 
-    Return the arguments with the copies, and pairs of a view and its copy.
+    Return the changed arguments, and a list of (view, copy) pairs.
     """
     copies: TensorPairs = []
 

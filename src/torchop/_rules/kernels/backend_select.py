@@ -111,9 +111,10 @@ def _check_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """Return a function that yields either the overlooked tensors of a call or all others.
+    """Return a function that yields some of the tensors in the arguments of a call.
 
-    The overlooked tensors are in optional lists, which the dispatcher ignores.
+    If `are_overlooked` is true, the function yields the tensors in optional lists, which the
+    dispatcher overlooks when it selects a kernel. Otherwise, it yields all other tensors.
     """
     places = [
         (index, argument.name)

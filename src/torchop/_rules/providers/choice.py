@@ -347,9 +347,10 @@ _UNNAMED = "no order names it"
 
 
 def choice_by_device(choices: Mapping[str, Function], others: Function) -> Function:
-    """Return a function that calls the `Choice` for the device of its tensor arguments.
+    """Return a function that calls one of `choices`, which maps device types to functions.
 
-    If `choices` has no entry for this device, it calls `others`.
+    The function selects by the device type of its first tensor argument. If `choices` does not
+    contain this device type, the function calls `others`.
     """
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

@@ -57,13 +57,15 @@ class ProviderTable(NamedTuple):
     def without(self, provider: Provider) -> ProviderTable:
         """Return a table without `provider`.
 
-        If another provider has since been registered under the same name, it stays in the table.
+        If another provider has since been registered under the same name, the table keeps that
+        provider.
         """
         by_device = {
             device: {name: other for name, other in known.items() if other is not provider}
             for device, known in self.by_device.items()
         }
-        # If an order still contains this name, report once more that the provider is skipped.
+        # Forget that this provider was reported as skipped. If an order still names the provider,
+        # the next call that skips it reports this again.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
 

@@ -30,8 +30,8 @@ class Declared:
 
     Attributes:
         named: a namedtuple class. `setup_context` receives the residuals as an instance of it.
-        schema: a schema without arguments whose results are the residuals. Each tensor in a
-            structure is a separate result.
+        schema: a schema without arguments whose results are the residuals. A residual that is a
+            structure, such as a tuple, is flattened, so each of its tensors is a separate result.
     """
 
     def __init__(self, name: OpName, types: Mapping[str, Any]) -> None:

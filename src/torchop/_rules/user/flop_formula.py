@@ -19,7 +19,7 @@ class _FlopFormulaRule(Rule[Count]):
     """Stores FLOP formulas as wrappers with the signature `(args, kwargs, result)`.
 
     A user's formula takes the operator's arguments and optionally the result. Unless `get_raw` is
-    set, it receives shapes instead of tensors.
+    set, the user's formula receives shapes instead of tensors.
     """
 
     def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:

@@ -37,7 +37,7 @@ class Inverse(NamedTuple):
 class _InverseRule(Rule[Inverse]):
     """Stores inverse functions.
 
-    An inverse has the parameters of the operator, but receives the operator's output in place of
+    An inverse takes the same arguments as the operator, except that the operator's output replaces
     the first argument.
     """
 

@@ -8,7 +8,7 @@ from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that splits a dict into keys and values, and its inverse."""
+    """Return a function that splits a dict into keys and values, and one that rebuilds the dict."""
     exact, encode_item = item.exact, item.encode
 
     def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
@@ -35,7 +35,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def nested(
     outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that flattens a list of lists, and its inverse.
+    """Return a function that flattens a list of lists, and another that rebuilds the list of lists.
 
     The first function returns a list of all items, and a list of the lengths of the inner lists.
     """

@@ -145,7 +145,8 @@ def _key(failure: Result) -> str:
     check = failure.check.partition("[")[0]
     if check == "contracts.schema" and "UndeclaredMutationError" in failure.message:
         # Other checks pass copies of the arguments to each call, so an undeclared write does not
-        # change the results in those checks. But a swapped storage does.
+        # change the results in those checks. But an operator that swaps the storage of an argument
+        # does change the results.
         return check if "swapped" in failure.message else f"{check}: write"
     if check == "subsystems.saved" and failure.group == "incoming":
         return f"{check}: incoming"

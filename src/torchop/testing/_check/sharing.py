@@ -15,7 +15,7 @@ from torchop.testing._check.cases import Case
 from torchop.testing._check.layouts import GUARD, filler
 from torchop.testing._check.subject import Subject
 
-# A function that takes two tensors, and returns two tensors in shared memory to replace them.
+# A function that takes two tensors, and returns replacements that share memory with each other.
 Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -32,7 +32,11 @@ def one_view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy both tensors into the same memory. The second starts one element after the first."""
+    """Copy both tensors into one buffer in which they overlap, and return the copies.
+
+    The second copy starts one element after the start of the first. Where the copies overlap, the
+    buffer contains the elements of the first tensor.
+    """
     size = max(first.numel(), second.numel() + 1) + GUARD
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     memory.fill_(filler(first, finite=True))

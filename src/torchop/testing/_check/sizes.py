@@ -47,7 +47,7 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 def each_resized(
     example: Example, *changes: Mapping[int, int]
 ) -> Iterator[tuple[Mapping[int, int], Example]]:
-    """Yield each change together with the resized example. Skip impossible changes."""
+    """Yield each size change and the example that it produces. Skip impossible changes."""
     for change in changes:
         with contextlib.suppress(CannotCheck):
             yield change, resized(example, change)

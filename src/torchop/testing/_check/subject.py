@@ -394,8 +394,9 @@ class Subject:
     def _as_given(self, number: int, example: Example) -> Example:
         """Detach those tensors of an example whose gradients should not be checked.
 
-        If any tensors of the author's example require grad, detach all others. Unless the operator
-        works in place, also detach the tensors that it writes to, such as running statistics.
+        If any tensors of the author's example require grad, detach all others. Also detach tensors
+        that the operator writes to, such as running statistics, except if the operator is an
+        in-place operator.
         """
         given = [tensor.requires_grad for tensor in self.originals[number].tensors]
         if not any(given):

@@ -65,7 +65,10 @@ _WORDS = {"gaps": "with gaps", "offset": "at an offset", "negative": "as a negat
 
 
 def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
-    """Yield a case for each single tensor in this layout, then a case for all tensors."""
+    """Yield a case for each tensor in which only this tensor has `layout`.
+
+    The last case gives all tensors this layout.
+    """
     places = set(range(len(example.tensors)))
     if not places:
         raise CannotCheck("no argument is a tensor")

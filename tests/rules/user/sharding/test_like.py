@@ -83,8 +83,8 @@ def test_a_product_on_two_dimensions_of_a_mesh(namespace: str, square: Any) -> N
     w = X.t().contiguous()
     each = [" ".join(pair) for pair in itertools.product(("R", "S0", "S1"), repeat=2)]
     for number, (first, second) in enumerate(itertools.product(each, each)):
-        # To save time, test every third pair. The tested pairs still contain each placement as the
-        # first and as the second.
+        # To save time, test every third pair. The tested pairs still contain each placement both in
+        # the first and in the second position.
         if number % 3 != 0:
             continue
         tensors = [on_mesh(square, X, first), on_mesh(square, w, second)]

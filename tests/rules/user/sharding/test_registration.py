@@ -1,4 +1,4 @@
-"""Sharding rules can be registered for any operator, and end with their operator.
+"""Sharding rules can be registered for any operator, and are removed together with it.
 
 Uses private names.
 """

@@ -130,8 +130,8 @@ def runs_in_autocast(call: Call) -> None:
     # intermediate values were rounded.
     rounded = probes.rounding(lower, actual)
     ways += [(*each, rounded) for each in choices]
-    # Some of PyTorch's functions cast to the lower dtype and others to float32, so accept a result
-    # in either dtype.
+    # Under autocast, some of PyTorch's functions cast to the lower dtype and others to float32, so
+    # do not compare the dtype of the result here.
     ways.append((lower, (), {**rounded, "dtypes": False}))
     for dtype, places, tolerances in ways:
         try:
@@ -252,7 +252,7 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
         # Operators defined with torch.library.custom_op do not support torch.func, and neither do
-        # mutable operators defined with torchop.
+        # mutable operators defined with torchop, so skip the check instead of reporting a failure.
         if "functorch transforms" in str(error) or isinstance(error, MissingFormulaError):
             raise CannotCheck(f"the formula does not support torch.func: {reason(error)}") from None
     for example in subject.double_examples[:2]:

@@ -214,7 +214,7 @@ def _func_vjp(function: Any, inputs: Sequence[Tensor]) -> Sequence[Any]:
     return [*pull_back(torch.ones((), dtype=torch.double))]
 
 
-# Other ways to compute the gradients of a call. All must agree with autograd.
+# Alternatives to a plain `torch.autograd.grad` call. All must compute the same gradients.
 WAYS: Mapping[str, Callable[[Any, Sequence[Tensor]], Sequence[Any]]] = {
     "in another thread": _in_another_thread,
     "of torch.func.grad": _func_grad,

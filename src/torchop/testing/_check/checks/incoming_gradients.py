@@ -90,9 +90,9 @@ def _repeated(values: Tensor, dims: Iterable[int]) -> Tensor:
 
 
 def gradients_are_read_by_strides(call: Call, layout: str) -> None:
-    """Check that backward returns the same gradients if an incoming gradient has this layout.
+    """Check that the memory layout of an incoming gradient does not change backward's results.
 
-    The check is repeated for the incoming gradient of each result.
+    The check gives the incoming gradient of each result in turn the memory layout `layout`.
     """
     function, inputs = call.function()
     when, laid_out = GRADIENT_LAYOUTS[layout]

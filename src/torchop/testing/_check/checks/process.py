@@ -190,9 +190,9 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
     """
     was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
-    # Objects in CPython's free lists would look like a leak, and only a full garbage collection
-    # clears these lists. Freeze all existing objects, because full collections skip frozen objects
-    # and therefore become fast.
+    # The loop runs a full garbage collection before it reads the counters, because only a full
+    # collection clears CPython's free lists, which would otherwise look like a leak. Freeze all
+    # existing objects first, so that the collections skip these objects and are fast.
     gc.freeze()
     # Maps the name of each counter to a function that reads the counter, and to the smallest growth
     # per call that is considered a leak.

@@ -104,7 +104,8 @@ def _tensors(form: Any, result: Any) -> list[Tensor]:
 
 
 # --------------------------------------------------------------------------------------------------
-# The function that yields the cases of the check. Reports print the first line of its docstring.
+# The function that yields the cases of the residuals check. Reports print the first line of the
+# function's docstring.
 
 
 def residuals(subject: Subject, details: Details) -> Iterator[Case]:

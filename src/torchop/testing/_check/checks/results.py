@@ -43,7 +43,10 @@ def same_as_contiguous(
 
 
 def same_or_refused(call: Call, what: str) -> None:
-    """Check that the call raises, or agrees with a call on copies that share no memory."""
+    """Check that the call either raises or gives the right results.
+
+    The right results are those of a call whose arguments do not share memory with each other.
+    """
     if call.record.error is None:
         probes.assert_same(call.record.outcome, call.contiguous, what)
 
