@@ -21,7 +21,7 @@ _MARKER = (
     "torchop.testing.check; the test calls torchop_check()."
 )
 
-# The stash key of a temporary folder, which contains one file for each pytest-xdist worker. Each
+# The stash key of a temporary folder with one file for each pytest-xdist worker. Each
 # worker writes its current call to its file.
 _FOLDER = pytest.StashKey[Path]()
 

@@ -1,4 +1,4 @@
-"""Properties of device types, such as "cuda", which are queried from PyTorch once per type.
+"""Properties of device types, such as "cuda". PyTorch is queried once per type.
 
 No other module of torchop names a device type except "cpu", so torchop works with any accelerator.
 """

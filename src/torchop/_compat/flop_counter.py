@@ -59,7 +59,7 @@ def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[...
 
 
 def _registry() -> dict[Any, Any]:
-    """Return PyTorch's registry, which maps packets to formulas.
+    """Return PyTorch's registry, a dict from packets to formulas.
 
     The hash of an OpOverloadPacket is the hash of the attribute `_op` (torch/_ops.py), which
     PyTorch replaces when an overload is added. After that, a lookup of the packet in the registry

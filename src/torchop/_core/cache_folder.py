@@ -1,4 +1,4 @@
-"""Locate the cache folder, which contains the compiled extension and kernel timings."""
+"""Locate the cache folder for the compiled extension and for kernel timings."""
 
 from __future__ import annotations
 

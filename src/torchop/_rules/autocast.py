@@ -1,4 +1,4 @@
-"""The autocast rule: the dtype to which autocast casts the inputs of an operator."""
+"""The autocast rule: autocast casts an operator's inputs to the registered dtype."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ UNKNOWN = "unknown"
 
 
 def mutated_names(where: str, mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
-    """Return the names in `mutates_args`, or None for `"unknown"`, which means all tensors."""
+    """Return the names in `mutates_args`, or None for `"unknown"`, i.e. all tensors."""
     if isinstance(mutates_args, str):
         if mutates_args == UNKNOWN:
             return None
