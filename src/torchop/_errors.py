@@ -310,10 +310,11 @@ class Place(NamedTuple):
 
 
 def users_place() -> Place:
-    """Return the source line of the innermost frame outside of torchop."""
+    """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # Skip importlib too, because its frames are on the stack while torchop is being imported.
-    while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
+    # PyTorch's frames are on the stack while a kernel runs, and importlib's while torchop is being
+    # imported.
+    while frame.f_back is not None and _package(frame) in ("torchop", "torch", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 

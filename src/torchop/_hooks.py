@@ -66,6 +66,9 @@ class NoExtension:
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
+# Counts a call that runs an operator's kernel. Set by `_native` until it has counted enough calls
+# to compile the extension. None at all other times, so that calls pay only for the test of it.
+count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
 # Creates a `Follower`, which observes a definition that adds rules to another package's operator.

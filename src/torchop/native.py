@@ -60,13 +60,13 @@ def disabled() -> Iterator[None]:
 def wait(timeout: float | None = None) -> bool:
     """Wait until calls are native, for example before a benchmark or while building an image.
 
-    Native calls need a C++ extension. The first call to an operator starts to compile it in the
-    background, once per machine, and calls are slower until it is loaded. `wait` also starts the
-    compilation, and returns when the extension is loaded.
+    Native calls need a C++ extension. If it is not compiled yet, the 1,000th call in a program
+    starts to compile it in the background, once per machine. Calls are slower until it is loaded.
+    `wait` starts the compilation immediately, and returns when the extension is loaded.
 
     Args:
-        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` only
-            loads an extension that is already compiled.
+        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` loads
+            a compiled extension, or starts to compile it and returns.
 
     Returns:
         Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or

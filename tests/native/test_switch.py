@@ -45,7 +45,10 @@ PREAMBLE = """
     def op(x: Tensor) -> Tensor:
         return x + 1
 
-    torchop.custom_op("switched::first", op.__wrapped__, mutates_args=())(T)
+    first = torchop.custom_op("switched::first", op.__wrapped__, mutates_args=())
+    for _ in range(1000):
+        assert torchop.native.status().state == "idle", torchop.native.status()
+        first(T)
     assert torchop.native.status().state == "building", torchop.native.status()
 """
 
@@ -263,4 +266,248 @@ def test_gradients_of_a_pytorch_with_other_nodes_are_logged(monkeypatch, caplog)
         "Calls that record a gradient go through the dispatcher: the autograd nodes of PyTorch "
         f"{torch.__version__} have the new field more, which this version of torchop does not "
         "support."
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The build starts after many calls
+
+COUNTED = """
+    import os, sys
+    import torch, torchop
+    from torch import Tensor
+
+    T = torch.zeros(2)
+
+    def f(x: Tensor) -> Tensor:
+        return x + 1
+
+    def state():
+        return torchop.native.status().state
+
+    def of_others(define):
+        acceleration = torchop.accelerate("counted::*")
+        call = define()
+        call(T)
+        assert "not compiled yet" in acceleration.operators[0].reason
+        return call
+
+    def low_level(library):
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", f, "CPU")
+        return library
+"""
+FORMS = {
+    "handle": """
+    call = torchop.custom_op("counted::op", f, mutates_args=())
+    call(T)
+    """,
+    "torch.ops": """
+    torchop.custom_op("counted::op", f, mutates_args=())(T)
+    call = torch.ops.counted.op
+    """,
+    "class form": """
+    @torchop.operator("counted::op")
+    class call:
+        forward = staticmethod(f)
+    call(T)
+    """,
+    "structured arguments": """
+    def pair(x: tuple[Tensor, Tensor]) -> Tensor:
+        return x[0] + x[1]
+    op = torchop.custom_op("counted::op", pair, mutates_args=())
+    call = lambda x: op((x, x))
+    call(T)
+    """,
+    "in-place form": """
+    def increment(x: Tensor) -> None:
+        x.add_(1)
+    call = torchop.custom_op("counted::op", increment, mutates_args=("x",))
+    call(T)
+    """,
+    "low level": """
+    library = low_level(torchop.Library("counted", "DEF"))
+    call = torch.ops.counted.op
+    call(T)
+    """,
+    "compiled": """
+    op = torchop.custom_op("counted::op", f, mutates_args=())
+    op.register_fake(torch.empty_like)
+    call = torch.compile(op, backend="aot_eager", fullgraph=True)
+    call(T)
+    """,
+    "stock custom_op": """
+    call = of_others(lambda: torch.library.custom_op("counted::op", f, mutates_args=()))
+    """,
+    "torch.ops of stock custom_op": """
+    torch.library.custom_op("counted::op", f, mutates_args=())
+    call = of_others(lambda: torch.ops.counted.op)
+    """,
+    "overload of the stock low level": """
+    library = low_level(torch.library.Library("counted", "DEF"))
+    call = of_others(lambda: torch.ops.counted.op.default)
+    """,
+}
+
+
+@pytest.fixture
+def unusable(tmp_path: Path) -> dict[str, str]:
+    """Return environment variables that select a compiler that fails."""
+    compiler = tmp_path / "fake-c++"
+    compiler.write_text(f'#!/bin/sh\necho run >> "{tmp_path}/runs"\nexit 1\n')
+    compiler.chmod(0o755)
+    return {
+        "TORCHOP_NATIVE": "auto",
+        "TORCHOP_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHOP_NATIVE_DIR": "",
+        "CXX": str(compiler),
+    }
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_build_starts_at_call_1000(form: str, unusable: dict[str, str], tmp_path: Path) -> None:
+    body = """
+    for _ in range(998):
+        call(T)
+    assert state() == "idle", torchop.native.status()
+    call(T)
+    assert state() in ("building", "failed"), torchop.native.status()
+    try:
+        torchop.native.wait()
+    except torchop.native.NativeUnavailableError:
+        print("done")
+    """
+    done = run_forked(COUNTED + FORMS[form] + body, **unusable)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_undo_stops_counting(unusable: dict[str, str], tmp_path: Path) -> None:
+    done = run_forked(
+        COUNTED
+        + """
+    op = torch.library.custom_op("counted::op", f, mutates_args=())
+    overload, packet = op._opoverload, torch.ops.counted.op
+    before = overload._op, packet._op, hash(overload), hash(packet)
+    with torchop.accelerate("counted::*"):
+        assert overload._op is not before[0] and packet._op is not before[1]
+        assert (hash(overload), hash(packet)) == before[2:]
+        [op(T) for _ in range(500)]
+    assert (overload._op, packet._op, hash(overload), hash(packet)) == before
+    [op(T) for _ in range(1000)]
+    assert state() == "idle"
+    """,
+        **unusable,
+    )
+    assert_clean(done)
+
+
+def test_calls_under_a_mode_do_not_count(unusable: dict[str, str]) -> None:
+    done = run_forked(
+        COUNTED
+        + """
+    from torch._subclasses import FakeTensorMode
+
+    ours = torchop.custom_op("counted::ours", f, mutates_args=())
+    ours.register_fake(torch.empty_like)
+    op = torch.library.custom_op("counted::op", f, mutates_args=())
+    op.register_fake(torch.empty_like)
+    torchop.accelerate("counted::*")
+    with FakeTensorMode() as mode:
+        fake = torch.empty(2)
+        for _ in range(1000):
+            op(fake), ours(fake)
+    assert state() == "idle"
+    """,
+        **unusable,
+    )
+    assert_clean(done)
+
+
+def test_forked_child_counts_again(unusable: dict[str, str], tmp_path: Path) -> None:
+    Path(unusable["CXX"]).write_text(f'#!/bin/sh\necho run >> "{tmp_path}/runs"\nexec sleep 60\n')
+    done = run_forked(
+        COUNTED
+        + """
+    import signal, time
+    op = torchop.custom_op("counted::op", f, mutates_args=())
+    [op(T) for _ in range(1000)]
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        [op(T) for _ in range(999)]
+        assert state() == "idle"
+        op(T)
+        assert state() == "building"
+        while torchop.native.status().reason is None:
+            time.sleep(0.01)
+        assert torchop.native.status().reason == "another process is compiling it"
+        assert torchop.explain(op, T).reason == (
+            "the native call path is not loaded (another process is compiling it)"
+        )
+        print("counted", flush=True)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    """,
+        str(tmp_path / "runs"),
+        **unusable,
+    )
+    assert (done.returncode, done.stdout) == (0, "counted\n"), done.stderr
+    assert "another process is compiling the native call path" in done.stderr
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+def test_forked_child_does_not_hold_the_lock_of_its_parent(
+    unusable: dict[str, str], tmp_path: Path
+) -> None:
+    """The parent exits during the build, and its child lives longer."""
+    slow = tmp_path / "slow"
+    slow.write_text(f'#!/bin/sh\ntouch "{tmp_path}/started"\nexec sleep 60\n')
+    slow.chmod(0o755)
+    done = run_forked(
+        COUNTED
+        + """
+    import time
+    broken, (reader, writer) = os.environ["CXX"], os.pipe()
+    if os.fork() == 0:  # the parent
+        os.environ["CXX"] = sys.argv[1]
+        torchop.native.wait(0)
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+        if os.fork():
+            os._exit(0)  # without stopping the compiler
+        os.environ["CXX"] = broken
+        outcome = "no error"
+        try:
+            torchop.native.wait(30)
+        except torchop.native.NativeUnavailableError as error:
+            outcome = str(error)
+        os.write(writer, outcome.encode())
+        os._exit(0)
+    os.close(writer)
+    print(os.read(reader, 10000).decode())
+    """,
+        str(slow),
+        str(tmp_path / "started"),
+        **unusable,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "failed with exit code 1" in done.stdout
+
+
+def test_without_a_compiler_a_program_prints_nothing(unusable: dict[str, str]) -> None:
+    done = run_forked(
+        COUNTED
+        + """
+    op = torchop.custom_op("counted::op", f, mutates_args=())
+    [op(T) for _ in range(1001)]
+    assert state() == "failed"
+    print(torchop.explain(op, T).reason)
+    """,
+        **{**unusable, "CXX": "/absent/c++"},
+    )
+    assert assert_clean(done).startswith(
+        "the native call path is not loaded (the compiler '/absent/c++' in the environment"
     )

@@ -193,6 +193,8 @@ def accelerate(*patterns: str) -> Acceleration:
             if _stop_watching is None:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
             switch.request(_adopt_all)
+            if switch.native_module() is None:
+                _adopt_all()  # counts calls until it is called again, once the extension is loaded
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
     except BaseException:  # for example a warning that a filter turned into an error
@@ -225,8 +227,6 @@ def _is_ours(library: torch.library.Library | None) -> bool:
 
 
 def _adopt_all() -> None:
-    if switch.native_module() is None:
-        return
     wanted = filter(_is_matched, defined_names())
     matching = {name: registries.published_library(str(name)) for name in wanted}
     defining = foreign_operators.defining_libraries() if None in matching.values() else {}
@@ -253,7 +253,8 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
 
 def _release_unmatched() -> None:
     global _stop_watching
-    for name in list(table.accelerated):
+    is_loaded = switch.native_module() is not None
+    for name in list(table.accelerated) if is_loaded else defined_names():
         if not _is_matched(name):
             table.release(name)
     if not _active and _stop_watching is not None:

@@ -22,11 +22,69 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
     calls. Returns the function that the overload called before. If this is a Python function, such
     as a user's hook, it is not replaced.
     """
+    stop_observing(overload)
     function = overload._op
     if is_cpp_function(function):
         overload._op = operator(overload, entry, function)
         follow_overloads(overload._overloadpacket, operator)
     return function
+
+
+class ObservedFunction:
+    """Call `observe()` before PyTorch's function of an overload or packet.
+
+    If `observe` returns False, this object first puts PyTorch's function back.
+    """
+
+    def __init__(self, op: OpOverload | OpOverloadPacket, observe: Callable[[], bool]) -> None:
+        self._op = op
+        self._observe = observe
+        self._function: Any = op._op
+        # PyTorch uses overloads and packets as keys of dictionaries, and their hash is the hash of
+        # this function.
+        self._hash = hash(op)
+        # `torch_ops.refresh` reads this attribute. In 2.15, some functions do not have it.
+        self.__module__ = getattr(self._function, "__module__", __name__)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._observe():
+            self.stop()
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def stop(self) -> None:
+        _replace(self._op, self, self._function)
+
+
+def observe_calls(overload: OpOverload, observe: Callable[[], bool]) -> None:
+    """Call `observe()` before each call to an overload or its packet, until it returns False.
+
+    This is for operators of other packages while the extension is not loaded. For other functions
+    than PyTorch's own, such as a user's hook, it does nothing.
+    """
+    for op in (overload, overload._overloadpacket):
+        if is_cpp_function(op._op):
+            _replace(op, op._op, ObservedFunction(op, observe))
+
+
+def stop_observing(overload: OpOverload) -> None:
+    for op in (overload, overload._overloadpacket):
+        if isinstance(op._op, ObservedFunction):
+            op._op.stop()
+
+
+def _replace(op: OpOverload | OpOverloadPacket, expected: Any, function: Any) -> None:
+    if op._op is not expected:
+        return  # other code has replaced the function
+    if isinstance(op, OpOverload):
+        op._op = function
+    else:
+        torch_ops.replace_function(op, function)
 
 
 def is_cpp_function(function: Any) -> bool:

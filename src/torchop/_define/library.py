@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch.library
 from typing_extensions import Self
 
+from torchop import _hooks
 from torchop._compat import (
     compilers,
     deregistration,
@@ -311,6 +312,8 @@ def checked_kernel(
                 # Set `run` before `check`, because another thread that sees the new `check` must
                 # not use the old `run`.
                 check, checked_schema = check_now, current_schema
+        if _hooks.count_call is not None:
+            _hooks.count_call()
         # A kernel that receives a keyset redispatches the call itself, so do not change the
         # dispatcher's state around it.
         if dispatch.is_handled_by_mode() and not with_keyset:

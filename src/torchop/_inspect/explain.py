@@ -158,7 +158,8 @@ def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple
     if entry is None:
         if definition is None and (problem := accelerate.why_not(call.name)) is not None:
             return problem, None
-        if definition is None and api.status().state in ("idle", "ready"):
+        is_settled = not api.extension.is_deferred and api.status().state in ("idle", "ready")
+        if definition is None and is_settled:
             return why_not_called(call), None
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*call.args, **call.kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable
@@ -37,6 +38,11 @@ _native: Any = None
 # Callbacks that were passed to `request` before the extension was loaded. `_ready` calls them once
 # it is loaded.
 _waiting: list[Callable[[], None]] = []
+# The number of calls after which a program compiles the extension, if no compiled one was found. A
+# call counts if the dispatcher runs the operator's kernel. Short programs make fewer calls, so they
+# start no compiler. Programs for which the speed of calls matters make as many in a second.
+CALLS_BEFORE_BUILD = 1000
+_calls = itertools.count(1)  # `next` is atomic, so no lock is needed
 # Contains the class of handles whose calls run in C++. (A handle is the object that
 # `torchop.custom_op` returns.) The list is empty until the extension is loaded. If loading is tried
 # again after an error, the class in the list is reused, because the extension can create the class
@@ -59,10 +65,11 @@ def start() -> None:
 
 
 def obtain() -> None:
-    """Load the extension, or start to compile it. Calling this again has no effect.
+    """Load the extension if it is compiled. If it is not, start to count calls.
 
-    It does nothing under `torch.jit.trace`, which runs a function twice and compares the Python
-    frames of operator calls. If calls became native between the two runs, the frames would differ.
+    Calling this again has no effect. It does nothing under `torch.jit.trace`, which runs a function
+    twice and compares the Python frames of operator calls. If calls became native between the two
+    runs, the frames would differ.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -71,6 +78,27 @@ def obtain() -> None:
 def _obtain() -> None:
     api.extension.obtain(_ready)
     _first_use.end()
+    if api.extension.is_deferred:
+        _hooks.count_call = count_call
+
+
+def count_call() -> None:
+    """Count a call that runs a kernel, and start to compile the extension after enough of them."""
+    if next(_calls) >= CALLS_BEFORE_BUILD and not compilers.torchscript_is_tracing():
+        _hooks.count_call = None
+        api.extension.obtain(_ready, build=True)
+
+
+def _after_fork() -> None:
+    """Count again in a forked child, which lacks the thread that compiles the extension."""
+    global _calls
+    if api.extension.status().state == "idle" and _first_use.is_over:
+        _calls = itertools.count(1)
+        _hooks.count_call = count_call
+
+
+if hasattr(os, "register_at_fork"):  # missing on Windows
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _obtain_for_dynamo() -> None:
@@ -90,6 +118,7 @@ def wait(timeout: float | None = None) -> bool:
     """Load the extension, compiling it first if needed, and return whether it is loaded."""
     is_there = api.extension.wait(_ready, timeout)
     _first_use.end()
+    _hooks.count_call = None  # the extension is loaded, being compiled or turned off
     return is_there
 
 

@@ -127,8 +127,9 @@ def _tag() -> str:
 _VERDICTS: dict[native.State, str] = {
     "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
     "ready": "The native call path works.",
-    "idle": "The native call path is not compiled yet. The first call to an operator compiles it "
-    "in the background, in about 20 s. `python -m torchop build` compiles it now.",
+    "idle": "The native call path is not compiled yet. In a program that calls operators 1,000 "
+    "times, a background thread compiles it, in about 20 s. `python -m torchop build` compiles it "
+    "now.",
     "failed": "The native call path cannot be used, for the reason above. Operators work without "
     "it, but calls take longer. Fix the problem, then run `python -m torchop build`, which "
     "compiles it or explains the failure.",
@@ -145,7 +146,7 @@ def doctor(as_json: bool) -> None:
     """Report whether fast calls work on this machine, or why not.
 
     Fast calls need the native call path, which is compiled C++ code. The exit code is 0 if it
-    works, or if the first call will compile it, and 1 otherwise.
+    works, or if it can be compiled, and 1 otherwise.
 
     The report also lists caches of compiled graphs that ignore changes of operators' rules.
     """
@@ -202,8 +203,8 @@ def doctor(as_json: bool) -> None:
 def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
     """Return a description of each place where the extension may be, and the resulting state.
 
-    The state is "idle" (the first call will compile the extension) if all places are empty and the
-    user did not configure a place with TORCHOP_NATIVE_DIR.
+    The state is "idle" (the extension can be compiled) if all places are empty and the user did not
+    configure a place with TORCHOP_NATIVE_DIR.
     """
     rows: dict[str, str] = {}
     used = False
@@ -224,8 +225,11 @@ def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
             outcome = "found, and can be loaded" if used else f"cannot be loaded: {problem}"
             found = f"{place.folder}: {outcome}"
         rows[place.name] = found
-    is_empty = all(place.file is None and place.problem is None for place in places)
-    is_chosen = any(place.name == "TORCHOP_NATIVE_DIR" for place in places)
+    is_empty = all(
+        place.file is None and (place.problem is None or place.name == files.WHEEL)
+        for place in places
+    )
+    is_chosen = any(place.name == files.CHOSEN for place in places)
     return rows, "ready" if used else "idle" if is_empty and not is_chosen else "failed"
 
 

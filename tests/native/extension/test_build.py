@@ -31,6 +31,10 @@ def make(source: Path, target: Path) -> Callable[[], Build]:
 Make = Callable[[], Build]
 
 
+def ignore(is_elsewhere: bool) -> None:
+    pass
+
+
 def runs(log: Path) -> int:
     return len(log.read_text().splitlines())
 
@@ -42,17 +46,17 @@ def names(folder: Path) -> set[str]:
 def test_only_the_file_and_its_lock_remain(
     make: Make, copying_compiler: Path, target: Path, built: Path
 ) -> None:
-    make().run_in_cache()
+    make().run_in_cache(ignore)
     assert names(target.parent) == {target.name, f"{target.name}.lock"}
     assert target.read_bytes() == built.read_bytes()
-    make().run_in_cache()
+    make().run_in_cache(ignore)
     assert runs(copying_compiler) == 1
-    make().run_in_cache(force=True)
+    make().run_in_cache(ignore, force=True)
     assert runs(copying_compiler) == 2
 
 
 def test_many_at_once_compile_once(make: Make, copying_compiler: Path, target: Path) -> None:
-    in_threads(lambda _: make().run_in_cache())
+    in_threads(lambda _: make().run_in_cache(ignore))
     assert target.exists()
     assert runs(copying_compiler) == 1
 
@@ -62,10 +66,10 @@ def test_the_next_tries_again_after_a_failure(
 ) -> None:
     compiler("exit 1")
     with pytest.raises(NativeUnavailableError, match="failed with exit code 1"):
-        make().run_in_cache()
+        make().run_in_cache(ignore)
     assert names(target.parent) == {f"{target.name}.lock"}
     compiler(f'cp {built} "$target"')
-    make().run_in_cache()
+    make().run_in_cache(ignore)
     assert target.exists()
 
 
@@ -74,7 +78,7 @@ def test_files_of_a_killed_process_are_removed(
 ) -> None:
     left = target.with_name(f"{target.name}.abcd.build")
     left.mkdir()
-    make().run_in_cache()
+    make().run_in_cache(ignore)
     assert not left.exists()
 
 
@@ -87,7 +91,7 @@ def test_stop_kills_the_compiler_and_its_children(
 
     def run() -> None:
         try:
-            build.run_in_cache()
+            build.run_in_cache(ignore)
         except NativeUnavailableError as error:
             errors.append(str(error))
 
@@ -116,7 +120,7 @@ def test_stop_ends_the_wait_for_another_process(
         fcntl.flock(lock, fcntl.LOCK_EX)
         build.stop()
         with pytest.raises(NativeUnavailableError, match="the program exited first"):
-            build.run_in_cache()
+            build.run_in_cache(ignore)
     assert runs(copying_compiler) == 0
 
 
@@ -131,7 +135,7 @@ def test_interrupt_ends_the_compiler(make: Make, compiler: Compiler, target: Pat
     started = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            make().run_in_cache()
+            make().run_in_cache(ignore)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert time.monotonic() - started < 30
@@ -143,7 +147,7 @@ def test_lock_file_that_cannot_be_written(make: Make, target: Path) -> None:
     with pytest.raises(
         NativeUnavailableError, match=r"\.lock cannot be written to: Is a directory"
     ):
-        make().run_in_cache()
+        make().run_in_cache(ignore)
 
 
 def test_compiler_runs_in_a_folder_of_its_own(
@@ -152,7 +156,7 @@ def test_compiler_runs_in_a_folder_of_its_own(
     monkeypatch.chdir(tmp_path)
     compiler(f"pwd > {tmp_path}/folder; echo $TMPDIR >> {tmp_path}/folder; exit 1")
     with pytest.raises(NativeUnavailableError):
-        make().run_in_cache()
+        make().run_in_cache(ignore)
     folders = {Path(line) for line in (tmp_path / "folder").read_text().splitlines()}
     assert [folder.suffix for folder in folders] == [".build"]
 
@@ -163,7 +167,7 @@ def test_message_is_cut_and_cannot_control_a_terminal(make: Make, compiler: Comp
         "printf '\\033]0;title\\007 \\033[2J \\302\\233m \\342\\200\\256 \\377 end' >&2; exit 1"
     )
     with pytest.raises(NativeUnavailableError) as caught:
-        make().run_in_cache()
+        make().run_in_cache(ignore)
     message = str(caught.value)
     assert len(message) < 9000
     assert message.endswith(" end")
@@ -178,7 +182,7 @@ def test_file_that_cannot_be_executed(
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     with pytest.raises(NativeUnavailableError, match=r"no-program cannot be run: Exec format"):
-        make().run_in_cache()
+        make().run_in_cache(ignore)
 
 
 def test_build_compiles_for_this_python(source: Path, tmp_path: Path) -> None:

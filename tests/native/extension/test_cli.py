@@ -115,7 +115,7 @@ def test_doctor_of_a_pytorch_whose_caches_have_no_hook(monkeypatch: pytest.Monke
 
 
 VERDICTS = {
-    "idle": "is not compiled yet. The first call to an operator compiles it",
+    "idle": "is not compiled yet. In a program that calls operators 1,000 times, ",
     "failed": "cannot be used, for the reason above. Operators work without it",
     "off": "is turned off by TORCHOP_NATIVE=0.",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -14,7 +15,8 @@ from types import ModuleType
 
 import pytest
 
-from torchop._native.extension import api
+from torchop._compat import logs
+from torchop._native.extension import api, files
 from torchop._native.extension.api import (
     NOTICE_IN_BACKGROUND,
     Extension,
@@ -64,12 +66,13 @@ def finish(extension: Extension) -> None:
 
 
 def obtain_twice(extension: Extension) -> None:
-    extension.obtain(Receiver())
-    extension.obtain(Receiver())
+    for _ in range(2):
+        extension.obtain(Receiver())
+        extension.obtain(Receiver(), build=True)
 
 
 def obtain_and_finish(extension: Extension) -> None:
-    extension.obtain(Receiver())
+    extension.obtain(Receiver(), build=True)
     finish(extension)
 
 
@@ -162,8 +165,11 @@ def test_build_goes_on_in_the_background(
 ) -> None:
     receiver = Receiver()
     extension.obtain(receiver)
+    assert (extension.status().state, extension.is_deferred) == ("idle", True)
+    assert runs(copying_compiler) == 0
+    extension.obtain(receiver, build=True)
     status = extension.status()
-    assert (status.state, receiver.modules) == ("building", [])
+    assert (status.state, receiver.modules, extension.is_deferred) == ("building", [], False)
     assert status.seconds is not None
     assert 0 <= status.seconds < 0.3  # the compiler takes 0.3 seconds
     finish(extension)
@@ -206,15 +212,32 @@ WARNING = (
 )
 
 
-def test_no_compiler_is_one_warning_at_the_line_that_asked(
-    extension: Extension, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("error")
+def test_no_compiler_is_only_logged(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.warns(NativeBuildWarning, match=f"{WARNING}there is no C\\+\\+ compiler") as caught:
+    logs.extension.setLevel(logging.DEBUG)
+    monkeypatch.setattr(logs.extension, "propagate", True)
+    with caplog.at_level(logging.DEBUG):
         obtain_twice(extension)
-    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    lines = [record.getMessage() for record in caplog.records if record.name.endswith("extension")]
+    (line,) = lines
+    assert line.startswith("calls will not be native: there is no C++ compiler")
     assert extension.status().state == "failed"
     assert "there is no C++ compiler" in str(extension.status().reason)
+
+
+def test_thread_that_cannot_be_started_is_a_warning(
+    extension: Extension, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_to_start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}RuntimeError: can't start new thread"):
+        extension.obtain(Receiver(), build=True)
+    extension.stop()  # joins the thread only if it was started
 
 
 def test_compiler_that_fails_is_one_warning_with_its_message(
@@ -243,7 +266,7 @@ def test_require_raises_with_the_message_of_the_compiler(
 def test_cache_that_cannot_be_made_is_a_warning(extension: Extension, cache_folder: Path) -> None:
     cache_folder.write_text("")
     with pytest.warns(NativeBuildWarning, match=f"{WARNING}the cache folder .* cannot be created"):
-        extension.obtain(Receiver())
+        extension.obtain(Receiver(), build=True)
 
 
 @pytest.mark.usefixtures("no_child")
@@ -251,7 +274,7 @@ def test_unsafe_cache_is_a_warning(extension: Extension, in_cache: Path) -> None
     in_cache.parent.chmod(0o777)
     receiver = Receiver()
     with pytest.warns(NativeBuildWarning, match=f"{WARNING}.*is writable by others"):
-        extension.obtain(receiver)
+        extension.obtain(receiver, build=True)
     assert receiver.modules == []
 
 
@@ -329,6 +352,55 @@ def test_a_folder_without_the_key_is_reported_and_the_extension_compiled(
     assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
 
 
+@pytest.fixture
+def wheel(in_cache: Path, tmp_path: Path) -> str:
+    """Install a wheel torchop-native for other C++ sources, and return the key of its file."""
+    folder = tmp_path / "packages" / files.WHEEL_PACKAGE
+    folder.mkdir(parents=True)
+    name = re.sub("-[0-9a-f]{16}[.]so$", f"-{'0' * 16}.so", in_cache.name)
+    in_cache.rename(folder / name)
+    return re.escape(name.removeprefix("_call_path-").removesuffix(".so"))
+
+
+UNFIT = r"torchop-native \(.*torchop_native\) has {key}, but this program needs {needed}\. `python"
+
+
+def test_wheel_of_other_sources_is_reported(
+    extension: Extension, wheel: str, copying_compiler: Path
+) -> None:
+    with pytest.warns(NativeBuildWarning, match=UNFIT.format(key=wheel, needed=KEY)) as caught:
+        obtain_twice(extension)
+    finish(extension)
+    assert len(caught) == 1
+    assert extension.status().state == "ready"
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_wheel_of_other_sources_is_reported_without_a_compiler(
+    extension: Extension, wheel: str, is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/absent")
+    message = rf"the compiler '/absent' .* is not installed\. {UNFIT.format(key=wheel, needed=KEY)}"
+    if is_awaited:
+        with pytest.raises(NativeUnavailableError, match=message):
+            extension.wait(Receiver(), None)
+    else:
+        with pytest.warns(NativeBuildWarning, match=message) as caught:
+            obtain_twice(extension)
+        assert len(caught) == 1
+
+
+def test_wheel_in_another_folder_is_reported(
+    extension: Extension, wheel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/absent")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    monkeypatch.setattr(files, "WHEEL_FOLDERS", (tmp_path / "elsewhere",))
+    expected = rf"torchop-native: .*torchop_native has {wheel}, and is not installed in .*elsewhere"
+    with pytest.warns(NativeBuildWarning, match=expected):
+        extension.obtain(Receiver())
+
+
 # --------------------------------------------------------------------------------------------------
 # A file that does not load
 
@@ -366,7 +438,7 @@ from pathlib import Path
 from torchop._native.extension.api import Extension, atexit
 extension = Extension(Path(sys.argv[1]))
 atexit.register(extension.stop)
-extension.obtain(lambda module: None)
+extension.obtain(lambda module: None, build=True)
 time.sleep(float(sys.argv[2]))
 """
 

@@ -14,7 +14,12 @@ from types import ModuleType
 import pytest
 
 from tests._support.common import in_threads
-from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND, Extension
+from torchop._native.extension.api import (
+    NOTICE,
+    NOTICE_IN_BACKGROUND,
+    NOTICE_OF_ANOTHER,
+    Extension,
+)
 from torchop.native import NativeUnavailableError
 
 Compiler = Callable[[str], Path]
@@ -190,16 +195,18 @@ def test_waiting_for_another_process_is_reported_once_per_machine(
             time.sleep(0.01)
 
     first, second = Extension(source), Extension(source)
-    first.obtain(ignore)
+    first.obtain(ignore, build=True)
     await_notice()
     assert said == f"{NOTICE_IN_BACKGROUND}\n"
     said = ""
     monkeypatch.setenv("LOCAL_RANK", rank)
-    second.obtain(ignore)
+    second.obtain(ignore, build=True)
     if is_told:
         await_notice()
-        assert said == f"{NOTICE_IN_BACKGROUND}\n"
+        assert said == f"{NOTICE_OF_ANOTHER}\n"
+        assert second.status().reason == "another process is compiling it"
     held.touch()
     assert first.wait(ignore, None)
     assert second.wait(ignore, None)
+    assert second.status().reason is None
     assert capsys.readouterr().err.count("torchop: native calls are ready") == 1 + is_told

@@ -1,7 +1,9 @@
 """Load the extension into this process, and compile it first if necessary.
 
-A background thread compiles the extension. Until it is loaded, calls go through PyTorch's
-dispatcher. A program waits only with TORCHOP_NATIVE=require or in `torchop.native.wait`.
+The first use of an operator loads a compiled extension. If there is none, a background thread
+compiles it once the program has made many calls (see `switch.CALLS_BEFORE_BUILD`). Until it is
+loaded, calls go through PyTorch's dispatcher. A program waits only with TORCHOP_NATIVE=require or
+in `torchop.native.wait`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ from torchop import _errors
 from torchop._compat import logs
 from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native.extension import files
-from torchop._native.extension.build import Build, printable
+from torchop._native.extension.build import Announce, Build, printable
 from torchop._native.extension.files import UnusableFileError
-from torchop._native.extension.recipe import Recipe, lock_problem, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, lock_problem, make_recipe
 
 NOTICE = (
     "torchop: compiling the native call path. This takes about 20 s and happens once. "
@@ -34,6 +36,10 @@ NOTICE_IN_BACKGROUND = (
     "torchop: compiling the native call path. This takes about 20 s and happens once. Calls take "
     "longer until it is ready: call torchop.native.wait() before you time them. TORCHOP_NATIVE=0 "
     "turns this off."
+)
+NOTICE_OF_ANOTHER = (
+    "torchop: another process is compiling the native call path, so this process waits for it. "
+    "TORCHOP_NATIVE=0 turns this off."
 )
 Mode = Literal["auto", "0", "require", "prebuilt"]
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
@@ -45,9 +51,9 @@ def mode() -> Mode:
     if value not in get_args(Mode):
         raise ValueError(
             f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one of: "
-            "auto (use a compiled native call path, or compile it in the background), 0 (turn it "
-            "off), require (compile it if needed, and raise if that fails), prebuilt (use a "
-            "compiled one, and never compile)."
+            "auto (use a compiled native call path, or compile it in the background after many "
+            "calls), 0 (turn it off), require (compile it if needed, and raise if that fails), "
+            "prebuilt (use a compiled one, and never compile)."
         )
     return cast(Mode, value)
 
@@ -57,11 +63,12 @@ class Status(NamedTuple):
 
     Attributes:
         mode: the value of TORCHOP_NATIVE: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
-        state: `"off"`, `"idle"` (no operator was called yet), `"building"` (being compiled),
-            `"found"` (being loaded), `"ready"` (in use) or `"failed"`.
+        state: `"off"`, `"idle"` (not compiled yet: the 1,000th call of an operator's kernel starts
+            to compile it), `"building"` (being compiled), `"found"` (being loaded), `"ready"` (in
+            use) or `"failed"`.
         path: the extension file that is in use, being loaded or being compiled.
         reason: why compiling or loading failed, or why the native call path is off although
-            TORCHOP_NATIVE is not 0.
+            TORCHOP_NATIVE is not 0. While another process compiles, this says so.
         seconds: how many seconds compiling took, or has taken so far.
         key: a text that identifies the PyTorch, the Python, the platform and the C++ sources that
             the extension is compiled for.
@@ -85,6 +92,11 @@ class Extension:
         self._source = source
         self._lock = threading.Lock()
         self._is_requested = False
+        # True if nothing compiled was found, and `obtain(build=True)` may compile it.
+        self.is_deferred = False
+        self._has_reported_unfit = (
+            False  # files that do not fit are found again when compiling starts
+        )
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
         # The number of running calls to `wait`. If loading fails during such a call, the call
         # raises an error, so no warning is needed.
@@ -98,21 +110,24 @@ class Extension:
         self._build_started = 0.0
         self._build_seconds: float | None = None
 
-    def obtain(self, on_ready: OnReady) -> None:
-        """Load the extension, or start to compile it. Does nothing after the first call.
+    def obtain(self, on_ready: OnReady, *, build: bool = False) -> None:
+        """Load the extension, or start to compile it if `build` is True.
 
         If a compiled file exists, this function loads it and calls `on_ready` before it returns.
-        Otherwise a thread compiles the extension, loads it and calls `on_ready`. TORCHOP_NATIVE
-        changes this: with "require", this function compiles the extension before it returns. With
-        "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded Python, an
-        extension that would turn the GIL on is loaded only with "require".
+        Otherwise a call with `build` starts a thread, which compiles the extension, loads it and
+        calls `on_ready`. Later calls do nothing, except for the first one with `build`.
+
+        TORCHOP_NATIVE changes this: with "require", this function compiles the extension before it
+        returns. With "prebuilt", nothing is compiled. With "0", nothing is loaded. On free-threaded
+        Python, an extension that would turn the GIL on is loaded only with "require".
 
         If anything fails, including `on_ready`, one warning reports it. But with "require", or
-        while `wait` is running, the error is raised instead.
+        while `wait` is running, the error is raised instead. A missing compiler is only logged,
+        because a program that imports a package with operators need not have one.
         """
         wanted = mode()
         with self._lock:
-            if self._is_requested:
+            if self._is_requested and not (build and self.is_deferred):
                 if self._state == "failed" and wanted == "require":
                     raise _required(self._reason)
                 return
@@ -123,8 +138,9 @@ class Extension:
                 return
             self._is_settled.clear()
             self._is_requested = True
+            self.is_deferred = False
         try:
-            self._load_or_build(wanted, on_ready)
+            self._load_or_build(wanted, on_ready, build or wanted == "require")
         except BaseException as error:
             # Reraise Ctrl-C and RecursionError, which do not mean that loading is impossible. The
             # next call to `obtain` tries again.
@@ -156,7 +172,7 @@ class Extension:
         with self._lock:
             self._waiters += 1
         try:
-            self.obtain(on_ready)
+            self.obtain(on_ready, build=True)
             if self._is_requested:
                 self._is_settled.wait(timeout)
         finally:
@@ -184,9 +200,10 @@ class Extension:
         self._is_settled = threading.Event()
         self._waiters = 0
         self._build = self._thread = None
-        if self._state in ("found", "building"):
-            self._is_requested = False
+        if self._state in ("idle", "found", "building"):
+            self._is_requested = self.is_deferred
             self._state = "idle"
+            self._reason = None
         else:
             self._is_settled.set()
 
@@ -200,11 +217,11 @@ class Extension:
             self._build.stop()
             self._thread.join(10)
 
-    def _load_or_build(self, wanted: Mode, on_ready: OnReady) -> None:
+    def _load_or_build(self, wanted: Mode, on_ready: OnReady, builds: bool) -> None:
         recipe = make_recipe(self._source)
         self._key = recipe.key
-        misses = []
-        chosen = None
+        misses: list[str] = []
+        unfit: list[str] = []  # why files that the user has installed or selected are not loaded
         for place in files.places(recipe):
             if place.file is None:
                 misses.append(place.miss())
@@ -212,14 +229,12 @@ class Extension:
                 try:
                     self._use(place.file, on_ready)
                     self._is_settled.set()
+                    unfit = [text for text in unfit if text.startswith(files.CHOSEN)]
                     break
                 except UnusableFileError as error:
                     misses.append(f"{place.name}: {error}")
-            if place.name == "TORCHOP_NATIVE_DIR":
-                chosen = (
-                    f"{misses[-1]}, but this program needs {recipe.key}. "
-                    f"`python -m torchop build --out {place.folder}` compiles it"
-                )
+            if (remedy := place.remedy()) is not None:
+                unfit.append(f"{misses[-1]}, but this program needs {recipe.key}. {remedy}")
             elif place.name == "cache" and place.file is not None:
                 raise NativeUnavailableError(
                     f"{misses[-1]}. `python -m torchop build --force` compiles it again"
@@ -230,40 +245,74 @@ class Extension:
                     f"this program needs {recipe.key}, and TORCHOP_NATIVE=prebuilt does not "
                     "compile it; " + "; ".join(misses)
                 )
-            self._start_build(recipe, wanted, on_ready)
-        if chosen is not None:
-            text = f"{chosen}. Using another folder, or compiling it."
+            try:
+                find_compiler()
+            except NativeUnavailableError as error:
+                self._give_up(". ".join([str(error), *unfit]), builds or bool(unfit))
+                return
+            if builds or not self._defer():
+                self._start_build(recipe, wanted, on_ready)
+        if unfit and not self._has_reported_unfit:
+            self._has_reported_unfit = True
+            text = f"{'. '.join(unfit)}. Using another folder, or compiling it."
             _errors.warn_at(_errors.users_place(), text, NativeBuildWarning)
+
+    def _give_up(self, problem: str, raises: bool) -> None:
+        error = NativeUnavailableError(problem)
+        if raises or self._waiters:
+            raise error
+        self._fail(error)
+        logs.extension.debug("calls will not be native: %s", self._reason)
+
+    def _defer(self) -> bool:
+        """Leave compiling to a later `obtain(build=True)`. Return False if a thread waits for it.
+
+        Both happen under the lock. Otherwise `wait` could be called in between, and would then wait
+        for a build that nothing starts.
+        """
+        with self._lock:
+            self.is_deferred = not self._waiters
+            return self.is_deferred
 
     def _start_build(self, recipe: Recipe, wanted: Mode, on_ready: OnReady) -> None:
         file = files.make_cache_folder() / recipe.file_name
         is_awaited = wanted == "require" or self._waiters > 0
-        self._build = Build(recipe, file, background=wanted != "require")
+        build = self._build = Build(recipe, file, background=wanted != "require")
         self._path, self._build_started = file, time.monotonic()
         self._state = "building"
         writes_notices = _writes_notices()
-        if writes_notices:
-            _write(NOTICE if is_awaited else NOTICE_IN_BACKGROUND)
-        logs.extension.info("compiling %s for %s", file, recipe.key)
+
+        def announce(is_elsewhere: bool) -> None:
+            self._reason = "another process is compiling it" if is_elsewhere else None
+            if writes_notices:
+                here = NOTICE if is_awaited else NOTICE_IN_BACKGROUND
+                _write(NOTICE_OF_ANOTHER if is_elsewhere else here)
+            verb = "waiting for another process to compile" if is_elsewhere else "compiling"
+            logs.extension.info("%s %s for %s", verb, file, recipe.key)
+
         if wanted == "require":
-            self._finish_build(self._build, writes_notices, on_ready)
+            self._finish_build(build, announce, writes_notices, on_ready)
             return
         place = _errors.users_place()
-        build = self._build
 
         def finish() -> None:
             try:
-                self._finish_build(build, writes_notices, on_ready)
+                self._finish_build(build, announce, writes_notices, on_ready)
             except Exception as error:
                 self._fail(error)
                 if not build.is_stopped:
                     self._warn_of_failure(place)
 
-        self._thread = threading.Thread(target=finish, name="torchop-build", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=finish, name="torchop-build", daemon=True)
+        thread.start()
+        # Set only now, because `stop` cannot join a thread that could not be started.
+        self._thread = thread
 
-    def _finish_build(self, build: Build, writes_notices: bool, on_ready: OnReady) -> None:
-        build.run_in_cache()
+    def _finish_build(
+        self, build: Build, announce: Announce, writes_notices: bool, on_ready: OnReady
+    ) -> None:
+        build.run_in_cache(announce)
+        self._reason = None
         self._build_seconds = time.monotonic() - self._build_started
         logs.extension.info("compiled %s in %.0f s", build.target, self._build_seconds)
         self._use(build.target, on_ready)
@@ -317,6 +366,11 @@ def status() -> Status:
 
 def why_missing() -> str:
     state = status()
+    if state.state == "idle":
+        return (
+            "the native call path is not compiled yet (the 1,000th call starts to compile it, and "
+            "torchop.native.wait() compiles it now)"
+        )
     fallback = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.state
     return f"the native call path is not loaded ({state.reason or fallback})"
 
@@ -337,11 +391,15 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
     file = folder / recipe.file_name
     if force or not file.exists():
         build = Build(recipe, file)
-        if _writes_notices():
-            _write(NOTICE)
+
+        def announce(is_elsewhere: bool) -> None:
+            if _writes_notices():
+                _write(NOTICE_OF_ANOTHER if is_elsewhere else NOTICE)
+
         if out is None:
-            build.run_in_cache(force=force)
+            build.run_in_cache(announce, force=force)
         else:
+            announce(False)
             build.run()
     return file
 

@@ -10,8 +10,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension.recipe import (
@@ -35,13 +36,28 @@ _BYTES_OF_A_MESSAGE = 8192
 # time would have a copy. This process holds the file lock. If the child waited for that lock, both
 # processes would wait forever.
 _starting = threading.Lock()
+# The lock files that are open in this process. A forked child closes its copies, because the
+# operating system releases a lock only after all copies are closed. Otherwise a child that lives
+# longer than this process would hold a lock that no thread releases.
+_lock_files: set[IO[str]] = set()
+
+
+def _close_lock_files() -> None:
+    while _lock_files:
+        _lock_files.pop().close()  # without unlocking, because the lock is this process's parent's
+
+
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(
         before=_starting.acquire,
         after_in_parent=_starting.release,
         after_in_child=_starting.release,
     )
+    os.register_at_fork(after_in_child=_close_lock_files)
 _NICENESS = "10"  # keeps a compiler in the background from slowing down the user's program
+# A function that is called with False when the process starts to compile, and with True when it
+# starts to wait for another process that compiles the same file.
+Announce = Callable[[bool], None]
 
 
 class Build:
@@ -57,11 +73,12 @@ class Build:
     def is_stopped(self) -> bool:
         return self._stopped.is_set()
 
-    def run_in_cache(self, *, force: bool = False) -> None:
+    def run_in_cache(self, announce: Announce, *, force: bool = False) -> None:
         """Acquire the file lock, and compile the file unless another process has compiled it."""
-        with self._locked() as is_alone:
+        with self._locked(announce) as is_alone:
             if self.target.exists() and not force:
                 return
+            announce(False)
             if is_alone:
                 # Remove the folders that killed processes left behind. No running process uses
                 # these folders, because that process would hold the lock.
@@ -156,19 +173,22 @@ class Build:
                 )
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[bool]:
+    def _locked(self, announce: Announce) -> Iterator[bool]:
         """Hold the file lock of the target file. Yields False if the file system has no locks.
 
         If the process dies, the operating system releases the lock. The lock file is never removed,
         because otherwise two processes could lock two different files with the same name.
         """
         try:
-            opened = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
+            with _starting:  # so that no fork happens before the file is in the set
+                file = open(f"{self.target}.lock", "w")  # noqa: SIM115  # closed below
+                _lock_files.add(file)
         except OSError as error:
             raise NativeUnavailableError(
                 f"the file {self.target}.lock cannot be written to: {error.strerror}"
             ) from None
-        with opened as file:
+        is_waiting = False
+        try:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -176,6 +196,9 @@ class Build:
                 except BlockingIOError:
                     if self.is_stopped:
                         raise NativeUnavailableError("the program exited first") from None
+                    if not is_waiting:
+                        is_waiting = True
+                        announce(True)
                     time.sleep(0.1)
                 except OSError:
                     # Some network file systems do not support locks. If two processes compile the
@@ -185,8 +208,12 @@ class Build:
             try:
                 yield True
             finally:
-                # Unlock explicitly, because a forked child may still have the file open.
+                # Unlock explicitly, because a child that C code has forked may have the file open.
                 fcntl.flock(file, fcntl.LOCK_UN)
+        finally:
+            with _starting:
+                _lock_files.discard(file)
+                file.close()
 
 
 def printable(text: str) -> str:

@@ -29,6 +29,9 @@ PREBUILT = Path(__file__).parents[1] / "prebuilt"
 # torchop and PyTorch. Do not import it, because the import might also search the working directory,
 # which is not trusted.
 WHEEL_PACKAGE = "torchop_native"
+WHEEL = "torchop-native"
+# The environment variable with the folder that the user has chosen.
+CHOSEN = "TORCHOP_NATIVE_DIR"
 WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 
 
@@ -47,16 +50,44 @@ class Place(NamedTuple):
             return f"{self.name}: {self.problem}"
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
+    def remedy(self) -> str | None:
+        """Return how to fix a place that the user has filled or selected, or None for others."""
+        if self.name == CHOSEN:
+            return f"`python -m torchop build --out {self.folder}` compiles it"
+        if self.name == WHEEL:
+            return "`python -m torchop build --wheel` writes the wheel that fits"
+        return None
+
 
 def places(recipe: Recipe) -> list[Place]:
     """Search for a file with the recipe's key in all folders, in order of preference."""
     trusted = [("package", PREBUILT)]
-    wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
-    trusted += [("torchop-native", folder) for folder in wheels if folder.is_dir()]
-    chosen = os.environ.get("TORCHOP_NATIVE_DIR")
+    wheels = [folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS)]
+    installed = [folder for folder in wheels if folder.is_dir()]
+    trusted += [(WHEEL, folder) for folder in installed]
+    chosen = os.environ.get(CHOSEN)
     if chosen:
-        trusted.insert(0, ("TORCHOP_NATIVE_DIR", Path(chosen).absolute()))
-    return [*(_place(name, folder, recipe) for name, folder in trusted), _in_cache(recipe)]
+        trusted.insert(0, (CHOSEN, Path(chosen).absolute()))
+    places = [_place(name, folder, recipe) for name, folder in trusted]
+    return [*places, *([] if installed else _wheel_elsewhere()), _in_cache(recipe)]
+
+
+def _wheel_elsewhere() -> list[Place]:
+    """Return the wheel's package if it is installed in another folder of `sys.path`.
+
+    torchop does not load it. But if it were not reported, its user would not find out why.
+    """
+    try:
+        spec = importlib.util.find_spec(WHEEL_PACKAGE)  # does not import a top-level package
+    except (ImportError, ValueError):
+        return []
+    folders = spec.submodule_search_locations if spec is not None else None
+    if not folders:
+        return []
+    folder = Path(next(iter(folders)))
+    beside = " or ".join(map(str, dict.fromkeys(WHEEL_FOLDERS)))
+    problem = f"{folder} has {keys_in(folder) or 'no extension'}, and is not installed in {beside}"
+    return [Place(WHEEL, folder, None, problem)]
 
 
 def _place(name: str, folder: Path, recipe: Recipe) -> Place:

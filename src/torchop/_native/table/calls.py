@@ -22,6 +22,7 @@ import torch
 from torchop import _hooks
 from torchop._compat import (
     deregistration,
+    dispatch,
     foreign_operators,
     inductor_writes,
     libraries,
@@ -144,12 +145,15 @@ def is_made_here(name: OpName) -> bool:
 def accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
     with registration_lock:
         native = switch.native_module()
+        overload = torch_ops.live_overload(*name)
         if native is None:
+            if overload is not None:
+                _count_calls(name, overload)
             return api.why_missing()
         _patch_handle_calls(native)
-        overload = torch_ops.live_overload(*name)
         if overload is None:
             return "it was deregistered"
+        overload_functions.stop_observing(overload)
         calls = accelerated.get(name)
         if calls is not None and calls._overload is overload:
             return calls.problem
@@ -169,10 +173,31 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
         return None
 
 
+def _count_calls(name: OpName, overload: OpOverload) -> None:
+    """Count calls as `switch.count_call` does, if the extension is not compiled yet.
+
+    torchop's kernels count their calls themselves. Other packages' kernels do not, so count when
+    the overload or packet is called. Calls under a mode are ignored, because they are never native.
+    """
+    if _hooks.count_call is None or name.packet in deregistration.defined:
+        return
+
+    def observe() -> bool:
+        if _hooks.count_call is not None and not dispatch.dispatch_modes_are_active():
+            _hooks.count_call()
+        return _hooks.count_call is not None
+
+    overload_functions.stop_observing(overload)
+    overload_functions.observe_calls(overload, observe)
+    foreign_operators.when_exchanged(overload, functools.partial(_count_calls, name, overload))
+
+
 def release(name: OpName) -> None:
     calls = accelerated.get(name)
     if calls is not None:
         calls.release()
+    elif (overload := torch_ops.existing_overload(*name)) is not None:
+        overload_functions.stop_observing(overload)
 
 
 @functools.cache

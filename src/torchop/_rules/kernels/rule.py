@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from torchop import _hooks
 from torchop._compat import compilers, dispatch, fake_tensors, registries
 from torchop._core.call import tensors_in
 from torchop._core.checking import checked
@@ -313,6 +314,8 @@ class KernelRule(CompiledRule[Kernels]):
     ) -> Any:
         definition = self.definition
         kernels = definition.plan[KernelRule]
+        if _hooks.count_call is not None:
+            _hooks.count_call()
         functions = kernels.references if is_reference else kernels.functions
         function = functions.get(device)
         if function is None and is_reference:  # all kernels for this device are from providers
