@@ -42,14 +42,6 @@ def _key(name: str) -> DispatchKey:
     return key
 
 
-def autocast_is_available(device_type: str) -> bool:
-    with short_errors:
-        return torch._C._is_autocast_available(device_type)
-
-
-autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
-
-
 def dispatch_key_name(device_type: str) -> str:
     """Return the dispatch key for tensors on a device type, such as "CPU" for "cpu"."""
     with short_errors:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop._compat import dispatch
+from torchop._compat import autocasting, dispatch
 from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
@@ -57,7 +57,7 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> None:
     if isinstance(dtypes, torch.dtype):
-        dtypes = dict.fromkeys(dispatch.autocast_device_types(), dtypes)
+        dtypes = dict.fromkeys(autocasting.device_types(), dtypes)
     for device, dtype in dtypes.items():
         op.register_autocast(device, dtype)
 

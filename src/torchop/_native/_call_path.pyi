@@ -163,6 +163,7 @@ def make_backward(
     raw: Any,
     saved_tensors: Callable[[Any], tuple[Any, ...]],
     contiguous: CodeType,  # code of the wrapper in `with_contiguous_grads`
+    in_python: Callable[..., Any],  # restores the autocast state of the forward
     /,
 ) -> tuple[Callable[..., Any], Callable[[Any], tuple[Any, ...]]]: ...
 def pack_plain(values: Sequence[Any], latest: Tensor | None, count: int, /) -> Tensor | None: ...

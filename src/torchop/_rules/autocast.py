@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.library
 
-from torchop._compat import compilers, dispatch
+from torchop._compat import autocasting, compilers, dispatch
 from torchop._core.call import map_tensors
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -42,7 +42,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
                 f"{definition}: register_autocast expects device_type as a str such as 'cuda', got "
                 f"{short_repr(device_type)} of type {type(device_type).__name__}."
             )
-        if not dispatch.autocast_is_available(device_type):
+        if not autocasting.is_available(device_type):
             raise ValueError(
                 f"{definition}: device type {short_repr(device_type)} does not support autocast."
             )
@@ -85,7 +85,7 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
             return tensor.to(dtype) if eligible else tensor
 
         args, kwargs = map_tensors(definition.schema, args, kwargs, cast)
-        with dispatch.without_keys(key):
+        with autocasting.disabled(device_type, key):
             return definition.overload(*args, **kwargs)
 
     return kernel

@@ -13,6 +13,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import SchemaWarning, TracingError, short_repr, warn
+from torchop._rules import in_autocast
 from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -222,11 +223,11 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
         )
     _traced[name] = effect
     if effect is None:
-        return mode.__torch_dispatch__(op, types, args, kwargs)
+        return in_autocast.trace(mode, op, types, args, kwargs)
     # `in_checkpoint` also saves the results, but it does not always run: before PyTorch 2.13, a
     # checkpointed region without a policy function has no checkpointing mode.
     with checkpointing.saving_in_trace():
-        return mode.__torch_dispatch__(op, types, args, kwargs)
+        return in_autocast.trace(mode, op, types, args, kwargs)
 
 
 def _effect_is_undeclared(op: OpOverload) -> bool:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop._compat import compilers, dispatch, registries, tracing
+from torchop._compat import autocasting, compilers, dispatch, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
@@ -187,7 +187,7 @@ def _hook(
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the Tensor subclass may handle the call
-        with mode:
+        with mode, autocasting.in_state_of_kernel():
             traced = _chosen(definition, args, kwargs or {}) or body
             result = check_result(traced(*args, **(kwargs or {})), definition, "function")
         if schema.form is not Form.PLAIN:

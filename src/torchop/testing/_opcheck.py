@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch, optests, simulated_ranks
+from torchop._compat import autocasting, dispatch, optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
@@ -206,7 +206,10 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
         elif check == "test_faketensor":
             # Pass our own copies, because PyTorch would copy negative and conjugate views into
             # plain tensors with different strides.
-            run(overload, *copies(accepted), copy_inputs=False)
+            # PyTorch runs the kernel without autocast (see `autocasting.state_of_kernel`), so run
+            # the fake kernel without autocast too.
+            with autocasting.restored(()):
+                run(overload, *copies(accepted), copy_inputs=False)
         elif schema.form is not Form.INPLACE or check == "test_schema":
             run(overload, *accepted)
         elif check == "test_autograd_registration":

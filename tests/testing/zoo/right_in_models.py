@@ -107,7 +107,7 @@ def paged_attention(query: Tensor, keys: Tensor, pages: Tensor, lengths: Tensor)
     weights = scores.masked_fill(~is_there, float("-inf")).softmax(-1)
     # Set the elements after the end of a sequence to 0, because 0 times NaN would be NaN.
     found = found.masked_fill(~is_there.unsqueeze(-1), 0)
-    return (weights.unsqueeze(1) @ found).squeeze(1)
+    return (weights.unsqueeze(1) @ found).squeeze(1).to(query.dtype)
 
 
 right(

@@ -346,6 +346,17 @@ def scales_in_autocast(x: Tensor) -> Tensor:
 wrong(define("scales_in_autocast", scales_in_autocast, fake=like), "subsystems.autocast", one)
 
 
+def _product(x: Tensor) -> Tensor:
+    return torch.mm(x, x.t().contiguous())
+
+
+wrong(
+    define("product_of_fixed_dtype", _product, fake=lambda x: x.new_empty(x.shape[0], x.shape[0])),
+    "subsystems.compiled_autocast",
+    lambda: [(torch.randn(3, 4),)],
+)
+
+
 def asks_for_inference(x: Tensor) -> Tensor:
     return x + x if torch.is_inference_mode_enabled() else x.clone().contiguous()
 

@@ -49,13 +49,9 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns true if autocast is disabled, and nobody changed the default dtype and device. Reads
-// the excluded keys, as at::autocast::is_autocast_enabled does. We do not call that function,
-// because its header ATen/autocast_mode.h would double the time to parse the extension.
+// Returns true if autocast is disabled, and nobody changed the default dtype and device.
 bool settings_are_plain() {
-  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
-  return local.excluded_.has_all(c10::autocast_dispatch_keyset) &&
-      c10::get_default_dtype_as_scalartype() == at::kFloat &&
+  return !autocast_is_enabled() && c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
@@ -177,6 +173,12 @@ PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
 }
 
 } // namespace
+
+// Reads the excluded keys, as at::autocast::is_autocast_enabled does. We do not call that function,
+// because its header ATen/autocast_mode.h would double the time to parse the extension.
+bool autocast_is_enabled() {
+  return !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
+}
 
 PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS

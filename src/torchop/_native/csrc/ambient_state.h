@@ -8,6 +8,9 @@
 
 namespace torchop {
 
+// Returns whether autocast is enabled in this thread for any device.
+bool autocast_is_enabled();
+
 // pack_plain(values, latest, count) returns a byte tensor with the generator states and the
 // settings. `values` are the arguments of the call, and `count` is the number of accelerators. If
 // nothing has changed since the previous call, returns `latest`, the tensor from that call. Returns

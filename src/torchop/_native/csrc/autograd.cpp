@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include "ambient_state.h"
 #include "flat.h"
 #include "python_node.h"
 
@@ -366,6 +367,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
       throw_python_error();
     metadata = std::move(inputs.metadata);
   }
+  if (C10_UNLIKELY(autocast_is_enabled()) && !gradient.as_dispatched)
+    checked(PyObject_CallMethod(ctx, "_torchop_save_autocast", nullptr));
   THPObjectPtr result, guard_of_saved;
   {
     // Do not record the operators that the kernel calls, because the formula computes the gradient

@@ -8,6 +8,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include "ambient_state.h"
 #include "frames.h"
 #include "gradients.h"
 #include "python_node.h"
@@ -64,6 +65,7 @@ enum class Part {
   Raw,
   SavedTensors,
   Contiguous,
+  InPython,
   Count
 };
 
@@ -147,6 +149,12 @@ THPObjectPtr without_copies(
   return checked(PyObject_GetAttr(backward.get(), name));
 }
 
+// Returns whether the autocast state may differ from the state of the forward.
+bool may_need_other_autocast(PyObject* ctx) {
+  static PyObject* const name = PyUnicode_InternFromString("_torchop_autocast");
+  return autocast_is_enabled() || checked(PyObject_GetAttr(ctx, name)).get() != Py_None;
+}
+
 // apply(ctx, *grads) calls the formula of a node and returns the gradients of its inputs.
 PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -156,6 +164,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
     return nullptr;
   }
   WithoutDynamo frames; // Dynamo must not trace the formula as user code
+  if (C10_UNLIKELY(may_need_other_autocast(args[0])))
+    return PyObject_Vectorcall(part(parts, Part::InPython), args, size_t(count), nullptr);
   THPObjectPtr formula = formula_of(parts);
   THPObjectPtr backward = without_copies(
       checked(PyObject_GetAttr(formula.get(), name)),
@@ -219,7 +229,7 @@ PyMethodDef functions_of_node[] = {
 PyObject* make_backward(PyObject*, PyObject* parts) {
   if (PyTuple_GET_SIZE(parts) != Py_ssize_t(Part::Count) ||
       !PyTuple_CheckExact(part(parts, Part::HoldTensors))) {
-    PyErr_SetString(PyExc_TypeError, "backward expects nine arguments, the third a tuple");
+    PyErr_SetString(PyExc_TypeError, "backward expects ten arguments, the third a tuple");
     return nullptr;
   }
   THPObjectPtr function(PyCFunction_New(&functions_of_node[0], parts));

@@ -84,7 +84,7 @@ class TableCalls(NativeCalls):
             if accelerated.get(self.name) is not self:
                 return
             del accelerated[self.name]
-            misread_views.remove_low_level(str(self.name))
+            misread_views.remove_low_level(str(self.name), is_mutable=True)
             foreign_operators.forget_exchange(self._overload)
             if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
                 operator = self._native.Operator
@@ -169,7 +169,7 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
         calls.accelerate(library)
         if overload._schema.is_mutable:
             inductor_writes.register_lowerings(str(name))
-            misread_views.install_low_level(str(name))
+            misread_views.install_low_level(str(name), is_mutable=True)
         return None
 
 

@@ -6,6 +6,7 @@ as a separate argument, and restores the lists before it calls `setup_context` a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchop import _hooks
-from torchop._compat import autograd, compilers, dispatch, functorch, tracing
+from torchop._compat import autocasting, autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.definition import Definition
 from torchop._errors import add_note
@@ -104,6 +105,8 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             # PyTorch's `needs_input_grad` has one entry for each tensor in a list, but formulas
             # expect one entry for each argument.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
+        if autocasting.is_enabled():
+            _save_autocast(ctx)
         rule = formula()
 
         def run() -> tuple[Any, ...]:
@@ -192,11 +195,12 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             if rule.backward is None:
                 raise missing_formula(definition)
             try:
-                if rule.save is None:  # nothing was saved
-                    result = rule.backward(*args)
-                else:
-                    with Unpacking(args[0]):
+                with _autocast_of_forward(args[0]):
+                    if rule.save is None:  # nothing was saved
                         result = rule.backward(*args)
+                    else:
+                        with Unpacking(args[0]):
+                            result = rule.backward(*args)
             except Exception as error:
                 on_error(error, *args)
                 raise
@@ -223,9 +227,11 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     context = autograd.context_type(function)
     # Set defaults on the class, because most calls do not set these attributes.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
+    context._torchop_autocast = None
+    context._torchop_save_autocast = _save_autocast  # C++ calls it
     # The engine calls `apply` of the context class. Replacing it avoids the lookups of `vjp`,
     # `backward` and `boxed_grads_call` in `BackwardCFunction.apply` (torch/autograd/function.py).
-    context.apply = make_backward(_hooks.extension.are_plain)
+    context.apply = in_python = make_backward(_hooks.extension.are_plain)
     read: Callable[[Any], Any] = saved_tensors
     if _hooks.extension.make_backward is not None and not has_lists:
         context.apply, read = _hooks.extension.make_backward(
@@ -238,6 +244,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             autograd.saved_tensors,
             saved_tensors,
             CONTIGUOUS_CODE,
+            in_python,
         )
     context.saved_tensors = property(read)
     return function
@@ -274,6 +281,21 @@ def _add_hint(definition: Definition, formula: Formula, ctx: Any, error: Excepti
 def _redispatch(definition: Definition, call: _Call) -> Any:
     keyset = call.keyset & dispatch.AFTER_AUTOGRAD
     return dispatch.redispatch(definition.overload, keyset, call.args, call.kwargs)
+
+
+def _save_autocast(ctx: Any) -> None:
+    """Save the autocast state, because the formula must run in the same state as the kernel.
+
+    Compilers trace the formula in the state of the forward (`backward_pass_autocast` in
+    torch/_functorch/config.py), so in any other state, compiled code would compute other dtypes.
+    """
+    ctx._torchop_autocast = autocasting.state()
+
+
+def _autocast_of_forward(ctx: Any) -> contextlib.AbstractContextManager[None]:
+    if ctx._torchop_autocast is None and not autocasting.is_enabled():
+        return contextlib.nullcontext()
+    return autocasting.restored(ctx._torchop_autocast)
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:

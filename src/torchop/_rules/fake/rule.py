@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
-from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
+from torchop._compat import autocasting, compilers, dispatch, fake_tensors, libraries, registries
 from torchop._compat.classes import FakeImplCtx, FakeTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
@@ -17,6 +17,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import FakeKernelError, RuleSignatureError, TracingError, add_note, warn
+from torchop._rules import in_autocast
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
@@ -178,7 +179,7 @@ class FakeRule(CompiledRule[Fake]):
             self.warned += tuple(new)
             warn_of_guards(definition, new)
         context = None if mode is None else FakeImplCtx(mode, definition.overload)
-        with running(context or NoContext(definition)):
+        with running(context or NoContext(definition)), autocasting.in_state_of_kernel():
             return _run(definition, args, kwargs)
 
     def _check_override(self) -> None:
@@ -222,6 +223,9 @@ class FakeRule(CompiledRule[Fake]):
                     f"{advice}"
                 )
         return result
+
+
+in_autocast.fake_kernel = FakeRule.fake_kernel
 
 
 def install(definition: Definition) -> Callable[[], None] | None:

@@ -16,13 +16,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchop._compat import compilers
 from torchop._core.call import Call, as_tuple, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.helper_operators import define_helper_operator
+from torchop._rules.in_autocast import copy_with_strides
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import results_of, without_writes, write, write_results
@@ -122,7 +122,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
         def copied(argument: Argument, tensor: Tensor) -> Tensor:
             if not argument.is_mutated:
                 return tensor
-            written.append(_copy(tensor))
+            written.append(copy_with_strides(tensor))
             return written[-1]
 
         args, keywords = map_tensors(schema, args, kwargs, copied)
@@ -130,11 +130,3 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
         return (*as_tuple(schema, returned), written)
 
     return write(map(without_writes, schema.written_arguments), results), kernel
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor, including its strides. `clone` would make the copy of a slice contiguous."""
-    copy = torch.empty_strided(
-        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
-    return copy.copy_(tensor)

@@ -9,7 +9,7 @@ instead, and the new value of the copy is then copied into the view.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,6 +18,8 @@ from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, OpOverload
 from torchop._core.call import Call, map_tensors, mutated_tensors, returned_result
 from torchop._errors import TracingError
+from torchop._rules import in_autocast
+from torchop._rules.effect import functionalize_unless_dropped
 from torchop._rules.functionalization.hidden_aliases import (
     copy_hidden_aliases,
     keep_copies_with_offset,
@@ -31,20 +33,25 @@ from torchop._schema.schema import Argument, Schema
 TensorPairs = list[tuple[Tensor, Tensor]]
 
 
-def install_low_level(qualname: str) -> None:
-    """Copy misread views and hidden aliases that a low-level operator mutates or reads.
+def install_low_level(qualname: str, *, is_mutable: bool) -> None:
+    """Install the rule for FunctionalTensorMode of a low-level operator.
 
-    A low-level operator is one that `Library.define` or another package defined. Operators of
-    `custom_op` have a functionalization rule that does more (see `trace`).
+    A low-level operator is one that `Library.define` or another package defined. If it mutates
+    arguments, the rule copies misread views and hidden aliases. Operators of `custom_op` have a
+    rule that does more (see `trace`).
     """
     registries.register_default_torch_dispatch(
-        qualname, FunctionalTensorMode, _functionalize_low_level
+        qualname, FunctionalTensorMode, _low_level_rule(is_mutable)
     )
 
 
-def remove_low_level(qualname: str) -> None:
+def remove_low_level(qualname: str, *, is_mutable: bool) -> None:
     """Undo `install_low_level`."""
-    registries.withdraw_torch_dispatch(qualname, FunctionalTensorMode, _functionalize_low_level)
+    registries.withdraw_torch_dispatch(qualname, FunctionalTensorMode, _low_level_rule(is_mutable))
+
+
+def _low_level_rule(is_mutable: bool) -> Callable[..., Any]:
+    return _functionalize_low_level if is_mutable else functionalize_unless_dropped
 
 
 def _functionalize_low_level(
@@ -53,7 +60,8 @@ def _functionalize_low_level(
     schema = Schema(op._schema, form=form_of(op.tags))
     keep_copies_with_offset(mode, schema, args, kwargs or {})
     call, copies = copy_misread_views(mode, op.name(), schema, args, kwargs or {})
-    result = mode.__torch_dispatch__(op, types, *copy_hidden_aliases(mode, schema, *call))
+    call = copy_hidden_aliases(mode, schema, *call)
+    result = in_autocast.trace(mode, op, types, *call)
     if result is NotImplemented:
         return result
     with mode:

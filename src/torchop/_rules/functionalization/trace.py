@@ -26,7 +26,7 @@ from torchop._compat.classes import FunctionalTensorMode, ProxyTorchDispatchMode
 from torchop._core.call import mutated_tensors, returned_result
 from torchop._core.definition import Definition
 from torchop._errors import TracingError
-from torchop._rules import inlining
+from torchop._rules import in_autocast, inlining
 from torchop._rules.checkpoint_modes import saved_under_budget
 from torchop._rules.functionalization.helper_operators import (
     FUNCTIONAL,
@@ -158,7 +158,7 @@ def _trace(
                 "copies, and these would not share memory. Pass tensors that share no memory, or "
                 "return a tuple of tensors instead of a list."
             )
-        result = mode.__torch_dispatch__(functional.overload, types, args, kwargs)
+        result = in_autocast.trace(mode, functional.overload, types, args, kwargs)
         if result is NotImplemented:
             return result, []
         *returned, written = result
@@ -169,7 +169,7 @@ def _trace(
     if mutable is not None and (schema.form is not Form.PLAIN or is_misread(schema, args, kwargs)):
         overload = mutable.overload
         args, kwargs = without_none(schema, args, kwargs)
-    return mode.__torch_dispatch__(overload, types, args, kwargs), []
+    return in_autocast.trace(mode, overload, types, args, kwargs), []
 
 
 def _untraceable(definition: Definition, kinds: Sequence[str]) -> TracingError:

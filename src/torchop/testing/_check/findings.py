@@ -67,11 +67,11 @@ _COMPARE = (
     *("contracts.state", "contracts.num_threads", "contracts.defaults", "providers.*"),
     *("subsystems.threads", "subsystems.autocast", "subsystems.inference_mode"),
     *("subsystems.subclasses", "subsystems.vmap*", "subsystems.sharding"),
-    *("subsystems.compiled", "subsystems.export_dynamic", "subsystems.residuals"),
+    *("subsystems.compiled*", "subsystems.export_dynamic", "subsystems.residuals"),
 )
 _OF_FAKE = (
     *("dtypes.accepted", "dtypes.promotion", "subsystems.fake_symbols", "subsystems.fake_devices"),
-    *("subsystems.compiled", "subsystems.export_dynamic", "subsystems.vmap_compiled"),
+    *("subsystems.compiled*", "subsystems.export_dynamic", "subsystems.vmap_compiled"),
 )
 _OF_GRADIENTS = (
     *("subsystems.gradcheck", "subsystems.gradgradcheck", "subsystems.forward_mode"),
@@ -102,6 +102,7 @@ _EXPLAINS: dict[str, tuple[str, ...]] = {
     ),
     "subsystems.grad_strides": ("subsystems.gradgradcheck",),
     "subsystems.saved: incoming": _OF_GRADIENTS,
+    "subsystems.compiled": ("subsystems.compiled_autocast",),
     "subsystems.vmap": ("subsystems.vmap_compiled", "subsystems.func"),
     "providers.supports": ("providers.*",),
     "providers.agrees": ("providers.*", "memory.*"),

@@ -299,5 +299,5 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone("subsystems", contexts.subclasses, contexts.sharding),
     *alone("subsystems", accelerator.accelerator, accelerator.capture),
     *alone("subsystems", contexts.vmap_compiled, fakes.compiled, is_costly=True),
-    *alone("subsystems", fakes.export_dynamic, is_costly=True),
+    *alone("subsystems", fakes.compiled_autocast, fakes.export_dynamic, is_costly=True),
 )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchop import _hooks
-from torchop._compat import devices, dispatch, schemas
+from torchop._compat import autocasting, devices, dispatch, schemas
 from torchop._compat.classes import Tag, TorchDispatchMode
 from torchop._compat.settings import changed
 from torchop._core.call import tensors_in
@@ -85,7 +85,7 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Ambien
         states = [state.ljust(size, b"\0") for state, size in zip(states, sizes, strict=True)]
     autocast = bytearray()
     for device_type in _device_types(values, count):
-        is_on = _autocast_enabled(device_type)
+        is_on = autocasting.is_enabled_for(device_type)
         autocast += bytes((is_on, is_on and _DTYPES.index(torch.get_autocast_dtype(device_type))))
     dtype = _DTYPES.index(torch.get_default_dtype())
     settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
@@ -166,11 +166,11 @@ def replayed(
                 blocks.enter_context(dispatch.device(name or "cpu"))
         device_types = _device_types(values, count)
         autocast = settings[_SETTINGS.size :] or bytes(2 * len(device_types))
-        for device_type, enabled, of_autocast in zip(
-            device_types, autocast[::2], autocast[1::2], strict=True
-        ):
-            if enabled or _autocast_enabled(device_type):
-                _set_autocast(blocks, device_type, bool(enabled), _DTYPES[of_autocast])
+        others = (each for each in autocasting.state() if each[0] not in device_types)
+        saved = zip(device_types, autocast[::2], autocast[1::2], strict=True)
+        enabled = ((name, _DTYPES[dtype]) for name, is_on, dtype in saved if is_on)
+        if (wanted := (*others, *enabled)) or autocasting.is_enabled():
+            blocks.enter_context(autocasting.restored(wanted))
         generators = [*generators_of(values, count)] if states else []
         restore = functools.partial(_restore, generators)
         blocks.enter_context(changed(restore, states, [*map(_read, generators)]))
@@ -184,28 +184,9 @@ def _restore(generators: Iterable[Generator], states: Sequence[bytes]) -> None:
             generator.set(torch.frombuffer(bytearray(state[1:]), dtype=torch.uint8))
 
 
-def _set_autocast(
-    blocks: contextlib.ExitStack, device_type: str, enabled: bool, dtype: torch.dtype
-) -> None:
-    def change(setter: Callable[[Any], object], value: object, before: object) -> None:
-        blocks.enter_context(changed(setter, value, before))
-
-    # Disable autocast's cache, which would keep the casts of this call's tensors alive.
-    change(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
-    if enabled:
-        of_device = functools.partial(torch.set_autocast_dtype, device_type)
-        change(of_device, dtype, torch.get_autocast_dtype(device_type))
-    of_device = functools.partial(torch.set_autocast_enabled, device_type)
-    change(of_device, enabled, torch.is_autocast_enabled(device_type))
-
-
 def _device_types(values: Sequence[Any], count: int) -> list[str]:
     types = {"cpu", *(device.type for device in devices_of(values))} - {"meta"}
     return sorted(types | {device.type for device in devices.accelerators(count)})
-
-
-def _autocast_enabled(device_type: str) -> bool:
-    return dispatch.autocast_is_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
 def _bytes(state: Tensor) -> bytes:

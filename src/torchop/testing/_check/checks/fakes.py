@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -142,8 +143,15 @@ def fakes_on_the_device(call: Call, device: str) -> None:
 # Programs
 
 
-def compiles_the_same(call: Call, gradients: bool = False) -> None:
-    """Check that a call compiled with dynamic sizes agrees with a call in eager mode."""
+def compiles_the_same(
+    call: Call, gradients: bool = False, autocast: torch.dtype | None = None
+) -> None:
+    """Check that a call compiled with dynamic sizes agrees with a call in eager mode.
+
+    If `autocast` is given, both calls are in an autocast region with this dtype, and the backward
+    is outside of the region.
+    """
+    device_type = call.tensors[-1].device.type
     places = probes.written_places(call.op)
 
     def program(args: Any, kwargs: Any) -> list[Any]:
@@ -152,7 +160,8 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
     def run(function: Any) -> list[Any]:
         seed_torch(0)
         args, kwargs = call.example.copy()
-        results = list(function(args, kwargs))
+        with torch.autocast(device_type, dtype=autocast, enabled=autocast is not None):
+            results = list(function(args, kwargs))
         if not gradients:
             return results
         inputs = [tensor for tensor in probes.tensors_of((args, kwargs)) if tensor.requires_grad]
@@ -162,10 +171,21 @@ def compiles_the_same(call: Call, gradients: bool = False) -> None:
             *torch.autograd.grad(probes.weighted_sum(tensors), inputs, allow_unused=True),
         ]
 
+    what = "compiled with dynamic sizes"
+    tolerances: dict[str, Any] = {}
+    try:
+        expected = run(program)
+    except Exception as error:
+        if autocast is None:
+            raise
+        raise CannotCheck(f"eager mode raises under autocast: {reason(error)}") from None
+    if autocast is not None:
+        what += " in an autocast region"
+        tolerances = probes.rounding(autocast, expected)
     torch.compiler.reset()
     try:
         compiled = torch.compile(program, backend="aot_eager", dynamic=True, fullgraph=True)
-        probes.assert_same(run(compiled), run(program), "compiled with dynamic sizes")
+        probes.assert_same(run(compiled), expected, what, **tolerances)
     finally:
         torch.compiler.reset()
 
@@ -281,6 +301,23 @@ def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:
 
 def compiled(subject: Subject, details: Details) -> Iterator[Case]:
     """Does a compiled program agree with eager mode, gradients included?"""
+    yield from _compiled(subject)
+
+
+def compiled_autocast(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a compiled program agree with eager mode in an autocast region?"""
+    for case in _compiled(subject):
+        tensors = case.example.tensors
+        device_type = tensors[-1].device.type
+        if not torch.amp.is_autocast_available(device_type):
+            raise CannotCheck(f"PyTorch has no autocast for {device_type}")
+        if not any(t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in tensors):
+            raise CannotCheck("autocast casts no argument")
+        lower = torch.get_autocast_dtype(device_type)
+        yield dataclasses.replace(case, options={**case.options, "autocast": lower})
+
+
+def _compiled(subject: Subject) -> Iterator[Any]:
     subject.needs_fake()
     if subject.is_random:
         raise CannotCheck("results are random, and compiled programs draw other numbers")

@@ -1,0 +1,118 @@
+"""Read and set a thread's autocast state."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+
+from torchop._compat import dispatch
+from torchop._errors import short_errors
+
+# The device types for which autocast is enabled, each with its dtype.
+State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
+
+is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
+
+
+def is_available(device_type: str) -> bool:
+    with short_errors:
+        return torch._C._is_autocast_available(device_type)
+
+
+def is_enabled_for(device_type: str) -> bool:
+    return is_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
+def state() -> State:
+    """Return the autocast state of this thread, without the autocast keys that it excludes."""
+    return tuple(
+        (name, torch.get_autocast_dtype(name))
+        for name in device_types()
+        if torch.is_autocast_enabled(name)
+    )
+
+
+class _OfKernel(threading.local):
+    state: State | None = None  # set while `traced_in` is active
+    disabled: frozenset[str] = frozenset()  # device types, set while `disabled` is active
+
+
+_of_kernel = _OfKernel()
+
+
+@contextlib.contextmanager
+def disabled(device_type: str, key: str) -> Iterator[None]:
+    """Disable autocast for a device. `key` is its dispatch key, such as "AutocastCPU"."""
+    before = _of_kernel.disabled
+    _of_kernel.disabled = before | {device_type}
+    try:
+        with dispatch.without_keys(key):
+            yield
+    finally:
+        _of_kernel.disabled = before
+
+
+@contextlib.contextmanager
+def traced_in(state: State) -> Iterator[None]:
+    """Restore the autocast state of the trace, while `torchop::in_autocast` calls an operator."""
+    before = _of_kernel.state, _of_kernel.disabled
+    _of_kernel.state, _of_kernel.disabled = state, frozenset()
+    try:
+        with restored(state):
+            yield
+    finally:
+        _of_kernel.state, _of_kernel.disabled = before
+
+
+def state_of_kernel() -> State:
+    """Return the autocast state in which the kernel of a call runs, in a handler of the call.
+
+    While the handler of a mode runs, PyTorch excludes the autocast keys. It only saves the keys
+    from before the outermost call.
+    """
+    found = _of_kernel.state
+    if found is None:
+        try:
+            keys = torch._C._RestorePythonTLSSnapshot()  # type: ignore[attr-defined]
+        except RuntimeError:  # no handler is running
+            keys = contextlib.nullcontext()
+        with keys:
+            found = state() if is_enabled() else ()
+    return tuple(each for each in found if each[0] not in _of_kernel.disabled)
+
+
+def in_state_of_kernel() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that restores the autocast state of the kernel in a handler."""
+    wanted = state_of_kernel()
+    return restored(wanted) if wanted else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def restored(saved: State | None) -> Iterator[None]:
+    """Enable autocast only for the devices in `saved`, and restore the current state afterwards.
+
+    Do not use `torch.autocast`, because it rejects devices that this machine does not have. The
+    block does not use autocast's cache, which would keep the casts of its tensors alive.
+    """
+    before, wanted = dict(state()), dict(saved or ())
+    is_caching = torch.is_autocast_cache_enabled()
+    dtypes = {name: torch.get_autocast_dtype(name) for name in wanted}
+
+    def enable(dtypes: Mapping[str, torch.dtype], enabled: Mapping[str, torch.dtype]) -> None:
+        for name, dtype in dtypes.items():
+            torch.set_autocast_dtype(name, dtype)
+        for name in before.keys() | wanted.keys():
+            torch.set_autocast_enabled(name, name in enabled)
+
+    torch.set_autocast_cache_enabled(False)
+    try:
+        enable(wanted, wanted)
+        yield
+    finally:
+        enable(dtypes, before)
+        torch.set_autocast_cache_enabled(is_caching)

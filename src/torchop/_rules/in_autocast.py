@@ -1,0 +1,308 @@
+"""Run an operator of a compiled program in the autocast state in which its call was traced.
+
+Compiled code runs with autocast disabled (`_DisableAutocast` in
+torch/_functorch/_aot_autograd/runtime_wrappers.py), because the casts of PyTorch's operators are
+part of the graph. But the kernel of a custom operator may also call PyTorch's operators, and in
+eager mode, autocast casts their inputs. So while autocast is enabled, `trace` records a call to
+`torchop::in_autocast`, which calls the operator with autocast enabled.
+
+Operators with an autocast rule need no such call, because their kernels run with autocast disabled.
+
+There is one operator `torchop::in_autocast` for all operators, and it is defined at import. If each
+operator had a helper operator for this purpose, registering would take longer, and a helper
+operator that is defined during tracing would be unknown to a process that loads the graph from a
+cache or a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.library
+from torch import Tensor
+
+from torchop._compat import (
+    autocasting,
+    compilers,
+    dispatch,
+    fake_tensors,
+    libraries,
+    registries,
+    torch_ops,
+)
+from torchop._compat.classes import EffectType, OpOverload, Tag
+from torchop._core.call import tensors_in
+from torchop._errors import FakeKernelError, TracingError
+from torchop._rules.checkpoint_modes import saved_under_budget
+
+# The method `fake_kernel` of `FakeRule`, which sets it because an import would be circular.
+fake_kernel: Any = None
+
+
+def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a call in FunctionalTensorMode, so that the kernel runs in the current autocast state.
+
+    A trace before autograd (`pre_dispatch`) records regions of `torch.autocast` itself.
+    """
+    state = () if mode.pre_dispatch else autocasting.state_of_kernel()
+    tensors = tensors_in((*args, *(kwargs or {}).values()))
+    devices = {tensor.device.type for tensor in tensors}
+    if not any(name in devices or not devices for name, _ in state):
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    kwargs = kwargs or {}
+    returns = [str(result.type) for result in op._schema.returns]
+    is_supported = set(returns) <= {"Tensor", "List[Tensor]"}
+    is_view = any(
+        result.alias_info is not None and not result.alias_info.is_write
+        for result in op._schema.returns
+    )
+    fakes = registries.fake_functions(op._name)
+    # Other fake kernels run with autocast disabled, so the kernel must too.
+    has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
+    if is_view or not is_supported or not has_our_fake:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    call = _Encoder(op).encode(state, args, kwargs)
+    is_in_place = bool(call.written) and not returns
+    is_random = Tag.nondeterministic_seeded in op.tags
+    called = _overloads[is_in_place, is_random, registries.effect_of(op._name) is not None]
+    with saved_under_budget(op, args, kwargs):
+        flat = mode.__torch_dispatch__(called, types, tuple(call), {})
+    if flat is NotImplemented or is_in_place:
+        return flat
+    results = iter(flat)
+    nested = [
+        next(results) if length is None else list(itertools.islice(results, length))
+        for length in _latest.lengths
+    ]
+    with mode:
+        for tensor, value in zip(call.written, results, strict=True):
+            tensor.copy_(value)
+    if len(nested) == 1:
+        return nested[0]
+    return tuple(nested) if nested else None
+
+
+class _Latest(threading.local):
+    """The structure of the results of this thread's latest call to `torchop::in_autocast`.
+
+    It contains the length of each list, and None for each tensor. While `trace` traces a call, the
+    fake kernel sets it.
+    """
+
+    lengths: Sequence[int | None] = ()
+
+
+_latest = _Latest()
+
+
+# --------------------------------------------------------------------------------------------------
+# Encode a call as arguments of `torchop::in_autocast`
+
+
+class _Call(NamedTuple):
+    """The arguments of `torchop::in_autocast`."""
+
+    text: str
+    written: list[Tensor]  # the tensors that the operator mutates
+    tensors: list[Tensor]  # all other tensors
+    sizes: list[Any]  # SymInts
+    number: Any  # the first SymFloat
+
+
+class _Encoder:
+    def __init__(self, op: OpOverload) -> None:
+        self.op = op
+        self.mutated = {
+            argument.name
+            for argument in op._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        }
+        self.written: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.sizes: list[Any] = []
+        self.number: Any = None
+
+    def encode(
+        self, state: autocasting.State, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> _Call:
+        names = [argument.name for argument in self.op._schema.arguments]
+        parts = (
+            self.op._name,
+            [[name, self._value(name, dtype)] for name, dtype in state],
+            [self._value(name, value) for name, value in zip(names, args, strict=False)],
+            {name: self._value(name, value) for name, value in kwargs.items()},
+        )
+        return _Call(repr(parts), self.written, self.tensors, self.sizes, self.number)
+
+    def _value(self, name: str, value: Any) -> Any:
+        """Return a literal of Python. A tuple `(kind, value)` stands for any other value."""
+        if value is None or isinstance(value, (bool, int, str)):
+            return value
+        if isinstance(value, Tensor):
+            return self._added("written" if name in self.mutated else "tensors", value)
+        if isinstance(value, (list, tuple)):
+            return [self._value(name, item) for item in value]
+        if isinstance(value, torch.SymInt):
+            return self._added("sizes", value)
+        if isinstance(value, torch.SymFloat) and self.number is None:
+            self.number = value
+            return ("number", None)
+        if isinstance(value, (float, torch.SymFloat)):
+            value = float(value)
+            return value if math.isfinite(value) else ("float", str(value))
+        if isinstance(value, torch.SymBool):
+            return bool(value)
+        if isinstance(value, complex):
+            return ("complex", str(value))
+        if isinstance(value, torch.device):
+            return ("device", str(value))
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return ("torch", str(value).removeprefix("torch."))
+        raise TracingError(
+            f"{self.op}: a compiler traces this call while autocast is enabled, and cannot pass "
+            f"the autocast state to the kernel, because argument {name!r} is of type "
+            f"{type(value).__name__}. Register an autocast rule, such as "
+            f"torchop.register_autocast({self.op._name!r}, 'cuda', torch.float32), or disable "
+            "autocast for the call."
+        )
+
+    def _added(self, kind: str, value: Any) -> tuple[str, int]:
+        values = getattr(self, kind)
+        values.append(value)
+        return kind, len(values) - 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed(text: str) -> Any:
+    return ast.literal_eval(text)
+
+
+def _decoded(call: _Call, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(call, item) for item in value]
+    if not isinstance(value, tuple):
+        return value
+    kind, content = value
+    if kind in ("written", "tensors", "sizes"):
+        return getattr(call, kind)[content]
+    return call.number if kind == "number" else _CONSTANTS[kind](content)
+
+
+_CONSTANTS: dict[str, Callable[[str], Any]] = {
+    "float": float,
+    "complex": complex,
+    "device": torch.device,
+    "torch": functools.partial(getattr, torch),
+}
+
+
+def _run(call: _Call) -> list[Tensor]:
+    """Call the operator in the autocast state of the trace, and return the tensors it returns."""
+    name, state, args, kwargs = _parsed(call.text)
+    qualname, _, overload = name.partition(".")
+    namespace, _, packet = qualname.partition("::")
+    op = torch_ops.lookup_overload(namespace, packet, overload)
+    values = _decoded(call, args)
+    keywords = {name: _decoded(call, value) for name, value in kwargs.items()}
+    with autocasting.traced_in(tuple((name, _decoded(call, dtype)) for name, dtype in state)):
+        result = op(*values, **keywords)
+    results = result if isinstance(result, tuple) else () if result is None else (result,)
+    _latest.lengths = [len(each) if isinstance(each, list) else None for each in results]
+    return list(tensors_in(results))
+
+
+def _in_dtypes_of_fakes(call: _Call, results: list[Tensor]) -> list[Tensor]:
+    """Return the results, and raise if one has another dtype than the fake kernel returned.
+
+    Otherwise Inductor would read memory of the wrong dtype. But cast the results of a backward
+    kernel, because in eager mode, autograd casts gradients to the dtype of the input.
+    """
+    key = (call.text, *[tensor.dtype for tensor in (*call.written, *call.tensors)])
+    if any(map(fake_tensors.is_fake, (*call.tensors, *call.written, *results))):
+        _dtypes_of_fakes[key] = [tensor.dtype for tensor in results]
+        return results
+    if key not in _dtypes_of_fakes:  # the graph comes from a cache
+        with fake_tensors.new_fake_mode() as mode:
+            written, tensors = (
+                [mode.from_tensor(tensor) for tensor in each]
+                for each in (call.written, call.tensors)
+            )
+            fakes = _run(call._replace(written=written, tensors=tensors))
+        _dtypes_of_fakes[key] = [tensor.dtype for tensor in fakes]
+    dtypes, name = _dtypes_of_fakes[key], _parsed(call.text)[0]
+    for index, (tensor, fake) in enumerate(zip(results, dtypes, strict=True)):
+        if tensor.dtype is not fake and not name.endswith(_BACKWARD_KERNEL):
+            raise FakeKernelError(
+                f"{name}: under autocast, tensor {index} of the result is {tensor.dtype}, but "
+                f"{fake} in the fake kernel. Compute the dtype in the fake kernel with the same "
+                "PyTorch operators as in the kernel, or disable autocast in the kernel by an "
+                f"autocast rule: torchop.register_autocast({name!r}, 'cuda', torch.float32), for "
+                "example."
+            )
+    return [tensor.to(fake) for tensor, fake in zip(results, dtypes, strict=True)]
+
+
+_BACKWARD_KERNEL = "__backward_kernel"
+# The dtypes of the fake kernels' results, by the text of the call and the dtypes of the tensors.
+_dtypes_of_fakes: dict[tuple[Any, ...], list[torch.dtype]] = {}
+
+
+# --------------------------------------------------------------------------------------------------
+# The operators
+
+
+@compilers.never_traced
+def _functional(*args: Any) -> list[Tensor]:
+    """Call an operator that writes into copies, and return its results and the copies."""
+    call = _Call(*args)
+    call = call._replace(written=list(map(copy_with_strides, call.written)))
+    return [*_in_dtypes_of_fakes(call, _run(call)), *call.written]
+
+
+@compilers.never_traced
+def _in_place(*args: Any) -> None:
+    _run(_Call(*args))
+
+
+def copy_with_strides(tensor: Tensor) -> Tensor:
+    """Copy a tensor, including its strides. `clone` would make the copy of a slice contiguous."""
+    copy = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor)
+
+
+def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
+    """Define an overload for each combination of in-place, random and effectful operators."""
+    found = {}
+    for is_in_place, is_random, has_effect in itertools.product((False, True), repeat=3):
+        if is_in_place and has_effect:  # operators that mutate arguments have no effect
+            continue
+        name = "in_autocast_" if is_in_place else "in_autocast"
+        overload = "_".join(itertools.compress(("random", "effect"), (is_random, has_effect)))
+        local = f"{name}.{overload}".removesuffix(".")
+        written = "Tensor(a!)[]" if is_in_place else "Tensor[]"
+        arguments = f"str call, {written} written, Tensor[] tensors, SymInt[] sizes, float? number"
+        returned = "()" if is_in_place else "Tensor[]"
+        tags = (Tag.pt2_compliant_tag, *[Tag.nondeterministic_seeded] * is_random)
+        kernel = _in_place if is_in_place else _functional
+        qualname = libraries.define(_library, f"{local}({arguments}) -> {returned}", tags)
+        libraries.implement(_library, local, dispatch.kernel_key("default"), kernel)
+        registries.FakeRegistration(qualname, kernel, __name__).push()
+        if has_effect:
+            registries.register_effect(qualname, EffectType.ORDERED)
+        found[is_in_place, is_random, has_effect] = torch_ops.lookup_overload(
+            "torchop", name, overload
+        )
+    return found
+
+
+_library = torch.library.Library("torchop", "FRAGMENT")
+_overloads = _define()
