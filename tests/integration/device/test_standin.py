@@ -189,6 +189,20 @@ def test_capture_rejects_the_same_operations_as_cuda():
     assert not torch.standin.is_current_stream_capturing()
 
 
+def test_freeing_earlier_memory_does_not_raise_the_limit():
+    earlier = torch.ones(5000, device="standin")
+    with standin.memory_limit(8192):
+        del earlier
+        kept = torch.empty(1000, device="standin")  # one page
+        for _ in range(3):
+            torch.empty(1000, device="standin")  # a second page, which is freed at once
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1025, device="standin")
+        del kept
+        torch.empty(1025, device="standin")
+    torch.empty(5000, device="standin")
+
+
 def test_graph_keeps_only_its_pools_memory():
     x = torch.ones(2, device="standin")
     reserved = torch.accelerator.memory_reserved(0)

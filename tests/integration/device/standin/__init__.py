@@ -13,7 +13,6 @@ runs operators on the CPU.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import warnings
@@ -121,9 +120,8 @@ def memory_limit(room: int) -> Iterator[None]:
     """Limit the devices to `room` more bytes in the block.
 
     An allocation beyond the limit raises `torch.OutOfMemoryError`. Each allocation takes whole
-    pages of 4 KiB.
+    pages of 4 KiB. Memory that was allocated before the block and is freed in it does not count.
     """
-    gc.collect()  # otherwise, garbage that is freed in the block would raise the limit
     _native.limit_memory(room)
     try:
         yield

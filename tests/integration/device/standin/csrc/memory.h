@@ -48,7 +48,7 @@ class Memory {
     std::lock_guard<std::mutex> lock(mutex_);
     Device& owner = devices_.at(device);
     void* start = nullptr;
-    if (owner.allocated() + reserved <= owner.limit)
+    if (owner.taken_since_limit + reserved <= owner.limit)
       start = protects_memory()
           ? mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
           : std::malloc(reserved);
@@ -58,6 +58,7 @@ class Memory {
           OutOfMemoryError, false, "standin out of memory. Tried to allocate ", size, " bytes.");
     }
     blocks_[static_cast<char*>(start)] = {reserved, 0, ++taken_, device, pool, false};
+    owner.taken_since_limit += reserved;
     count(owner, +1, reserved);
     for (auto& stat : owner.stats.reserved_bytes)
       stat.increase(reserved);
@@ -69,7 +70,10 @@ class Memory {
       return;
     std::lock_guard<std::mutex> lock(mutex_);
     const auto block = blocks_.find(static_cast<char*>(start));
-    count(devices_.at(block->second.device), -1, block->second.size);
+    Device& owner = devices_.at(block->second.device);
+    count(owner, -1, block->second.size);
+    if (block->second.serial > taken_before_limit_)
+      owner.taken_since_limit -= block->second.size;
     if (block->second.pool != 0)
       block->second.is_free = true; // keep the memory, because replays write to it
     else
@@ -105,10 +109,16 @@ class Memory {
   }
 
   // Allow each device to allocate `room` more bytes, or remove the limits.
+  //
+  // Only blocks that are allocated from now on count. A thread of the autograd engine may free
+  // tensors of an earlier backward at any time, and must not thereby make room for new blocks.
   void limit(std::optional<size_t> room) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (Device& device : devices_)
-      device.limit = room.has_value() ? device.allocated() + *room : unlimited;
+    taken_before_limit_ = taken_;
+    for (Device& device : devices_) {
+      device.limit = room.value_or(unlimited);
+      device.taken_since_limit = 0;
+    }
   }
 
   // Return the serial number of the block at this address, or 0 if there is none.
@@ -153,11 +163,8 @@ class Memory {
 
   struct Device {
     size_t limit = unlimited;
+    size_t taken_since_limit = 0; // the bytes of the blocks taken since the last call of `limit`
     c10::CachingDeviceAllocator::DeviceStats stats;
-
-    size_t allocated() const {
-      return stats.allocated_bytes[0].current;
-    }
   };
 
   static void count(Device& device, int number, size_t bytes) {
@@ -189,6 +196,7 @@ class Memory {
   std::mutex mutex_;
   Blocks blocks_;
   Serial taken_ = 0;
+  Serial taken_before_limit_ = 0;
   std::array<Device, device_count> devices_;
 };
 
