@@ -1,5 +1,5 @@
 import warnings
-from typing import List, Optional
+from typing import List, NamedTuple, Optional
 
 import pytest
 import torch
@@ -305,6 +305,22 @@ def test_calls_that_need_a_rule_raise_the_fix(namespace, schema, packet):
     fix = rf"Register a rule with register_vmap\('{name}', rule\)"
     with pytest.raises(RuntimeError, match=f"^Batching rule not implemented for {name}, .*{fix}"):
         torch.vmap(call)(X.clone())
+
+
+def test_structured_results_that_need_a_rule_raise_the_fix(namespace):
+    class Normalized(NamedTuple):
+        y: Tensor
+        mean: Optional[Tensor]
+
+    @torchop.custom_op(f"{namespace}::normalize", mutates_args=())
+    def normalize(x: Tensor, keep: bool = False) -> Normalized:
+        return Normalized(x * 2, x.mean() if keep else None)
+
+    fix = rf"Register a rule with register_vmap\('{namespace}::normalize', rule\)"
+    with pytest.raises(RuntimeError, match=fix):
+        torch.vmap(normalize)(X)
+    normalize.register_vmap("sequential")
+    assert torch.equal(torch.vmap(lambda x: normalize(x, True).mean)(X), X.mean(1))
 
 
 def test_missing_rule_of_a_called_operator_is_not_blamed_on_the_caller(namespace):

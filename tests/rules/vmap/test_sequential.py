@@ -384,6 +384,23 @@ def test_randomness_follows_the_callers_vmap_argument(namespace):
     assert unmapped.unique().numel() == 1
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_a_random_operator_accepts_an_empty_batch(namespace, randomness):
+    noise = define_random(namespace)
+    assert torch.vmap(noise, randomness=randomness)(torch.zeros(0, 3)).shape == (0, 3)
+
+    @torchop.custom_op(
+        f"{namespace}::add_noise_", mutates_args=("x",), tags=torch.Tag.nondeterministic_seeded
+    )
+    def add_noise_(x: Tensor) -> None:
+        x.add_(torch.rand_like(x))
+
+    add_noise_.register_vmap("sequential")
+    assert torch.vmap(lambda x: (add_noise_(x), x)[1], randomness=randomness)(
+        torch.zeros(0, 3)
+    ).shape == (0, 3)
+
+
 def test_a_rule_that_replaces_sequential_controls_the_randomness(namespace):
     noise = define_random(namespace)
     noise.register_vmap(lambda info, in_dims, x: (noise(x), in_dims[0]))

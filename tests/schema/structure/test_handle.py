@@ -61,6 +61,17 @@ def test_parameters_may_have_names_of_builtins(namespace: str) -> None:
         op(torch.ones(1), "c")  # type: ignore[arg-type]
 
 
+def test_errors_of_the_dispatcher_have_a_fix(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(error: Tensor, explained: Frozen, xs: list[Tensor]) -> Tensor:
+        return error * explained.scale
+
+    x = torch.ones(1)
+    assert op(x, Frozen(2), [x]).item() == 2
+    with pytest.raises(ArgumentError, match=rf"{namespace}::op.* Pass a list, even for one: xs="):
+        op(x, Frozen(2), x)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["_operator", "_check_float", "_Frozen", "type"])
 def test_function_may_have_any_name_used_by_generated_code(namespace: str, name: str) -> None:
     def function(x: Tensor, cfg: Frozen) -> Tensor:

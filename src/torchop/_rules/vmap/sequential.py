@@ -105,7 +105,7 @@ def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
-    if not replay:
+    if not replay or not elements:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
     args, kwargs = elements[0]  # all elements have the same devices and generators
     values = (*args, *kwargs.values())

@@ -125,14 +125,19 @@ class Structure:
         written_name = source.variable(name if name.isidentifier() else "call")
         called = source.object(overload, "operator")
         call = f"{called}({self._flat_call(variables)})"
-        with source.block(f"def {written_name}{self._declared(source, is_method=is_method)}:"):
+        handle = source.variable("handle") if is_method else None
+        with source.block(f"def {written_name}{self._declared(source, handle)}:"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
+            result = source.variable("result")
+            if handle is not None:
+                self._write_explained_call(source, handle, result, call)
+                call = result
             if is_flat or not self.returns_objects:
                 source.line(f"return {call}")
             else:
-                result = source.variable("result")
-                source.line(f"{result} = {call}")
+                if handle is None:
+                    source.line(f"{result} = {call}")
                 self._write_return(source, result)
         function = source.function(written_name)
         function.__name__ = function.__qualname__ = name
@@ -162,6 +167,17 @@ class Structure:
         """The function that takes objects and calls the flat operator."""
         assert self.overload is not None  # set when the operator was defined
         return self.caller(self.overload, "call")
+
+    def _write_explained_call(self, source: Source, handle: str, result: str, call: str) -> None:
+        """Write `result = call`. If the dispatcher rejects the call, raise an error with a fix."""
+        error, explained = source.variable("error"), source.variable("explained")
+        with source.block("try:"):
+            source.line(f"{result} = {call}")
+        with source.block(f"except {source.object(RuntimeError)} as {error}:"):
+            source.line(f"{explained} = {handle}._explain_refusal({error})")
+            with source.block(f"if {explained} is None:"):
+                source.line("raise")
+            source.line(f"raise {explained} from None")
 
     def _variables_of_result(self, source: Source, result: str) -> dict[str, str]:
         if isinstance(self.result, Leaf):
@@ -260,10 +276,9 @@ class Structure:
             variables[leaf.name] = leaf.name if flat or is_parameter else source.variable(leaf.name)
         return source, variables
 
-    def _declared(self, source: Source, *, is_method: bool = False) -> str:
+    def _declared(self, source: Source, handle: str | None) -> str:
         parameters = [parameter.declared for parameter in self.parameters]
-        if is_method:  # positional-only, because other parameters may have any name
-            handle = source.variable("handle")
+        if handle is not None:  # positional-only, because other parameters may have any name
             parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
         return _written(inspect.Signature(parameters), source)
 
