@@ -50,9 +50,9 @@ LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 455
 # Limits on lines of code, without blank lines, comments and docstrings. A change that exceeds a
 # limit must remove other code, or raise the limit and explain this in the commit.
-MOST_PYTHON_LINES = 30_200  # in the whole package
-MOST_CORE_LINES = 16_300  # in all packages that are not tools
-MOST_CPP_LINES = 5_840
+MOST_PYTHON_LINES = 32_500  # in the whole package
+MOST_CORE_LINES = 17_500  # in all packages that are not tools
+MOST_CPP_LINES = 6_000
 # The core must not import tools. Tools use only public names and `torchop.extend`, as third-party
 # tools do. If only tools use a file of `_compat`, the file counts as a part of the tools.
 TOOLS = (
@@ -86,9 +86,15 @@ EXCEPTIONS = {
         {"_compat", "_core", "_errors", "_hooks", "_rules.kernels", "_schema"},
     ),
     "_rules.user": (
-        "they register values in private registries of PyTorch, and their functions "
-        "`register_...` have the types of the core's",
-        {"_compat", "_rules.checkpoint_modes", "_rules.residuals", "_schema.callables"},
+        "they register values in private registries of PyTorch, their functions `register_...` "
+        "have the types of the core's, and they report which of torchop's operators lack a value",
+        {
+            "_compat",
+            "_core.registry",
+            "_rules.checkpoint_modes",
+            "_rules.residuals",
+            "_schema.callables",
+        },
     ),
     "cli": (
         "it compiles the extension, and forks only while no accelerator is in use",

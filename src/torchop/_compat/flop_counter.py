@@ -6,11 +6,12 @@ PyTorch's registry has only one formula for all overloads of an operator. So tor
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchop._compat import operators
+from torchop._compat import import_hooks, operators
 from torchop._compat.classes import OpOverload
 
 # `count(args, kwargs, result)` returns the FLOPs of a call.
@@ -34,6 +35,35 @@ def remove_count(op: OpOverload) -> None:
         counter.counts = {each: count for each, count in counter.counts.items() if each is not op}
         if not counter.counts:
             del registry[packet]
+
+
+def on_uncounted_call(report: Callable[[str], None]) -> None:
+    """Call `report` with the name of each operator that FlopCounterMode calls without a formula.
+
+    FlopCounterMode knows only the packet, so it reports all overloads, and only once.
+    `FlopCounterMode._count_flops` (torch/utils/flop_counter.py) adds nothing for such an operator
+    and offers no hook, so this function wraps it.
+    """
+    reported: set[str] = set()
+
+    def wrap() -> None:
+        counter = sys.modules["torch.utils.flop_counter"].FlopCounterMode
+        count = getattr(counter, "_count_flops", None)
+        if count is None:
+            return
+
+        @functools.wraps(count)
+        def count_flops(self: Any, packet: Any, *call: Any) -> Any:
+            name = packet._qualified_op_name
+            if name not in reported and packet not in self.flop_registry:
+                reported.add(name)
+                for overload in packet.overloads():
+                    report(name if overload == "default" else f"{name}.{overload}")
+            return count(self, packet, *call)
+
+        counter._count_flops = count_flops
+
+    import_hooks.when_imported("torch.utils.flop_counter", wrap)
 
 
 def loaded_mode() -> type | None:

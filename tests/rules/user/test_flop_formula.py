@@ -40,7 +40,6 @@ X, WEIGHT = torch.ones(2, 3), torch.ones(3, 5)
 
 def test_counter_uses_the_formula(namespace: str) -> None:
     project = define(namespace)
-    assert counted(project, X, WEIGHT) == 0
     assert project.register_flop_formula(flops) is flops
     assert counted(project, X, WEIGHT) == 60
     assert counted(project, X, WEIGHT, 2.0) == 70
@@ -51,6 +50,28 @@ def test_counter_uses_the_formula(namespace: str) -> None:
         project(module(X), WEIGHT)
     names = {str(packet): count for packet, count in counter.get_flop_counts()["Global"].items()}
     assert names == {"aten.addmm": 36, f"{namespace}.project": 60}
+
+
+@pytest.mark.parametrize("overload", ["", ".other"])
+def test_an_operator_without_a_formula_is_reported_once(namespace: str, overload: str) -> None:
+    name = f"{namespace}::square{overload}"
+    square = torchop.custom_op(
+        name, lambda x: x * x, schema="(Tensor x) -> Tensor", mutates_args=()
+    )
+    with pytest.warns(UserWarning, match=f"^{name}: FlopCounterMode counts 0 operations"):
+        assert counted(square, X) == 0
+    assert counted(square, X) == 0  # warnings are errors here
+    assert counted(square.overload, X) == 0
+    square.register_flop_formula(lambda x: 7)
+    assert counted(square, X) == 7
+
+
+def test_operators_of_pytorch_and_of_its_custom_op_are_not_reported(namespace: str) -> None:
+    @torch.library.custom_op(f"{namespace}::square", mutates_args=())
+    def square(x: Tensor) -> Tensor:
+        return x * x
+
+    assert counted(lambda: square(X) + X.sin()) == 0
 
 
 def test_a_formula_may_see_the_result_and_the_tensors(namespace: str) -> None:
@@ -134,7 +155,8 @@ def test_a_call_that_saves_residuals_counts_like_the_others(namespace: str) -> N
         setup_context=lambda ctx, inputs, output, residuals: None,
     )
     x = X.clone().requires_grad_()
-    assert counted(op, x) == 0
+    with pytest.warns(UserWarning, match=f"^{namespace}::op: FlopCounterMode counts 0"):
+        assert counted(op, x) == 0
     op.register_flop_formula(lambda x, out_shape: sum(shape.numel() for shape in out_shape))
     with FlopCounterMode(display=False) as counter:
         op(x)[0].sum()
@@ -171,7 +193,8 @@ def test_closing_the_library_removes_the_formula(namespace: str) -> None:
     stock.define("project.other(Tensor x) -> Tensor")
     library.close()
     assert all(namespace not in str(packet) for packet in flop_registry)
-    assert counted(project, X, WEIGHT) == 0
+    with pytest.warns(UserWarning, match=f"^{namespace}::project: FlopCounterMode counts 0"):
+        assert counted(project, X, WEIGHT) == 0
     stock._destroy()
 
 

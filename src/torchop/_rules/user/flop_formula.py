@@ -9,10 +9,11 @@ import torch.library
 
 from torchop._compat import classes, flop_counter
 from torchop._compat.flop_counter import Count
+from torchop._core.registry import own_definition
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError
 from torchop._schema.callables import Function, Lambda
-from torchop.extend import OpLike, OpOverload, observer, short_repr
+from torchop.extend import OpLike, OpName, OpOverload, observer, short_repr, warn
 
 
 class _FlopFormulaRule(Rule[Count]):
@@ -59,6 +60,21 @@ def _shape(value: Any) -> Any:
 
 
 FLOP_FORMULA = _FlopFormulaRule("flop_formula")
+
+
+def _report_uncounted(name: str) -> None:
+    """Warn about an operator of torchop that FlopCounterMode counts as 0 operations."""
+    definition = own_definition(None, OpName.parse(name))
+    if definition is not None and not definition.declaration.is_helper:
+        warn(
+            f"{name}: FlopCounterMode counts 0 operations for this operator, because it has no "
+            "FLOP formula. Register one with register_flop_formula. If 0 is right, register a "
+            "formula that returns 0.",
+            UserWarning,
+        )
+
+
+flop_counter.on_uncounted_call(_report_uncounted)
 
 
 def register_flop_formula(
