@@ -249,3 +249,27 @@ def test_get_kernel_returns_the_kernel_of_that_time():
 def test_kernel_that_cannot_be_found_is_refused(op, key, error):
     with pytest.raises(error):
         torchop.get_kernel(op, key)
+
+
+@pytest.mark.parametrize("key", ["Meta", "CompositeExplicitAutograd"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_meta_kernels_that_create_a_meta_tensor_compile(namespace, key, dynamic):
+    with torchop.Library(namespace, "DEF") as library:
+        library.define("one(Tensor x) -> Tensor")
+        library.define("many(Tensor x) -> (Tensor, Tensor[])")
+        library.impl("one", lambda x: x * 2, "CPU")
+        library.impl("many", lambda x: (x * 2, [x * 3]), "CPU")
+
+        def empty(x):
+            return torch.empty(x.shape, device=x.device if key != "Meta" else "meta")
+
+        library.impl("one", empty, key)
+        library.impl("many", lambda x: (empty(x), [torch.empty_like(x)]), key)
+        ops = getattr(torch.ops, namespace)
+
+        def call(x):
+            first, (second,) = ops.many(ops.one(x))
+            return first + second
+
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 10.0))

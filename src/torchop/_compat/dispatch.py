@@ -257,6 +257,7 @@ _TRANSFORM_KEYS = (
     DispatchKey.PreDispatch,
 )
 _TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANSFORM_KEYS))
+_FUNCTIONALIZE = DispatchKeySet(DispatchKey.Functionalize)
 
 
 def is_handled_by_mode() -> bool:
@@ -279,5 +280,10 @@ def with_transforms() -> Any:
     called for the first time, because PyTorch runs that call under the mode
     `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    excluded = torch._C._dispatch_tls_local_exclude_set() - _TRANSFORMS
+    included_again = _TRANSFORMS
+    if torch._C._meta_in_tls_dispatch_include():
+        # FakeTensorMode called the kernel. A compiler's trace includes Functionalize and excludes
+        # it around the kernel, so without this a new tensor of the kernel would be functional.
+        included_again -= _FUNCTIONALIZE
+    excluded = torch._C._dispatch_tls_local_exclude_set() - included_again
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
