@@ -181,6 +181,13 @@ def test_training_measures_memory_and_time(tmp_path: Path) -> None:
     assert memory["elementwise"]["plain call"] == 10 * memory["elementwise"]["checkpoint"]
 
 
+def test_precision_measures_each_variant(tmp_path: Path) -> None:
+    run = Run(run_forked, "precision", tmp_path / "results.json", rounds=1)
+    for row in run.tables["calls"].values():
+        assert len(row) == 2
+    assert run.limits == 2
+
+
 def test_residuals_measures_each_variant(tmp_path: Path) -> None:
     run = Run(run_forked, "residuals", tmp_path / "results.json", rounds=1)
     assert run.limits == 3

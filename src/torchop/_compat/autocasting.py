@@ -45,13 +45,19 @@ class _OfKernel(threading.local):
 _of_kernel = _OfKernel()
 
 
-@contextlib.contextmanager
-def disabled(device_type: str, key: str) -> Iterator[None]:
+def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
     """Disable autocast for a device. `key` is its dispatch key, such as "AutocastCPU"."""
+    keys = dispatch.without_keys(key)
+    # Only handlers of modes use `_of_kernel`.
+    return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
+
+
+@contextlib.contextmanager
+def _disabled(device_type: str, keys: contextlib.AbstractContextManager[None]) -> Iterator[None]:
     before = _of_kernel.disabled
     _of_kernel.disabled = before | {device_type}
     try:
-        with dispatch.without_keys(key):
+        with keys:
             yield
     finally:
         _of_kernel.disabled = before

@@ -118,10 +118,15 @@ _NO_KEYS = DispatchKeySet(DispatchKey.Undefined)
 
 
 def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
+    return torch._C._ExcludeDispatchKeyGuard(_keyset(names))
+
+
+@functools.cache
+def _keyset(names: tuple[str, ...]) -> DispatchKeySet:
     keyset = _NO_KEYS
     for name in names:
         keyset = keyset.add(_key(name))
-    return torch._C._ExcludeDispatchKeyGuard(keyset)
+    return keyset
 
 
 def with_overlooked_keys(

@@ -15,6 +15,7 @@ from torchop._compat import autocasting, dispatch
 from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
 from torchop._errors import short_repr
+from torchop._rules.autocast import POLICIES
 from torchop._rules.autograd.formula import Derived
 
 # A function that registers the value of a member. It receives the operator's handle, the value, and
@@ -56,7 +57,7 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
 
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> None:
-    if isinstance(dtypes, torch.dtype):
+    if isinstance(dtypes, (torch.dtype, str)):
         dtypes = dict.fromkeys(autocasting.device_types(), dtypes)
     for device, dtype in dtypes.items():
         op.register_autocast(device, dtype)
@@ -128,8 +129,8 @@ MEMBERS: Mapping[str, Member] = {
     ),
     "autocast": Member(
         _register_autocast,
-        "a dtype, or a dict of dtypes by device type",
-        lambda value: isinstance(value, (torch.dtype, Mapping)),
+        'a dtype, a policy such as "low_precision", or a dict of these by device type',
+        lambda value: isinstance(value, (torch.dtype, Mapping)) or value in POLICIES,
     ),
     "providers": Member(
         _register_providers,
