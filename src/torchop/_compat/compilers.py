@@ -33,6 +33,15 @@ def never_traced(function: _Function) -> _Function:
     return function
 
 
+def constant_in_traces(function: _Function) -> _Function:
+    """Make Dynamo call `function` when it traces a call, and treat the result as a constant.
+
+    Unlike `torch.compiler.assume_constant_result`, this does not import Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 DYNAMO = "torch._dynamo"
 
 

@@ -19,6 +19,12 @@ SUPPORTED = (
 ONE_PER_FIELD = "one argument per field"
 RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tuple of these, or None"
 
+STRUCTURED_RETURNABLE = (
+    f"{RETURNABLE}, Optional of these, dict[str, Tensor], and a NamedTuple or dataclass of these "
+    "and of strings, Enums, dtypes and devices; for a list of structures, return a structure of "
+    "lists"
+)
+
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
     """Return the part of an error message that says how to fix an unsupported annotation."""

@@ -13,8 +13,6 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
@@ -40,14 +38,16 @@ from torchop._schema.structure.nodes import (
     Node,
     Pair,
     Parameter,
-    ResultFields,
-    result_leaf,
 )
-from torchop._schema.structure.shapes import MISSING, argument_shape, result_shape
+from torchop._schema.structure.results import (
+    RESULT,
+    UnsupportedTypeError,
+    build_result,
+    check_end,
+)
+from torchop._schema.structure.shapes import MISSING, argument_shape
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
-
-_RESULT = "the result"  # replaces the path in error messages about the result
 
 
 class FunctionTree:
@@ -176,12 +176,12 @@ class FunctionTree:
         if self._structures:
             try:
                 result = build_result(self.op, annotation)
-                return result, write_results([leaf.kind.schema for leaf in result.leaves()])
+                results = [leaf.kind.schema for leaf in result.leaves()]
+                results += ["SymInt"] * any(True for _ in result.statics())  # the layout
+                return result, write_results(results)
             except UnsupportedTypeError as error:
-                supported = (
-                    f"{supported}, Optional[Tensor], and a NamedTuple or dataclass of tensors"
-                )
-                place = "" if error.path == _RESULT else f" at {error.path!r}"
+                supported = advice.STRUCTURED_RETURNABLE
+                place = "" if error.path == RESULT else f" at {error.path!r}"
                 annotation = error.annotation
         raise SchemaError(
             f"{self._where}: return has unsupported type {types.spell(annotation)}{place}; "
@@ -273,19 +273,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
 
 # --------------------------------------------------------------------------------------------------
-# The trees of one argument and of one result
-
-
-class UnsupportedTypeError(Exception):
-    """Raised if the annotation of an argument or field is not supported.
-
-    `path` names the argument or field, such as `cfg.scale`.
-    """
-
-    def __init__(self, path: str, annotation: Any) -> None:
-        super().__init__(path)
-        self.path = path
-        self.annotation = annotation
+# The tree of one argument
 
 
 class _Builder:
@@ -337,7 +325,7 @@ class _Builder:
         shape = argument_shape(annotation)
         if shape is None:
             return None
-        _check_end(f"{self.op}: {path}", annotation, inside, "Pass")
+        check_end(f"{self.op}: {path}", annotation, inside, "Pass")
         nodes = {
             name: self.build(field.annotation, f"{path}.{name}", (*inside, annotation))
             for name, field in shape.fields.items()
@@ -367,44 +355,6 @@ class _Builder:
 
         first, second = map(leaf, names)
         return Pair(self.op, path, (first, second), encode, decode)
-
-
-def build_result(
-    op: str, annotation: Any, path: str = _RESULT, inside: tuple[Any, ...] = ()
-) -> Node:
-    """Build the tree of a result, or of a field of a result.
-
-    A leaf is a tensor, an optional tensor, or a list or tuple of tensors. `inside` contains the
-    types of the enclosing structures.
-    """
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    inner, optional = types.strip_optional(annotation)
-    if inner is torch.Tensor:
-        return result_leaf(op, path, "Tensor?" if optional else "Tensor")
-    if origin is list and args == (torch.Tensor,):
-        return result_leaf(op, path, "Tensor[]")
-    if origin is tuple and args == (torch.Tensor, Ellipsis):
-        return result_leaf(op, path, "Tensor[]", lambda tensors, where: tuple(tensors))
-    shape = result_shape(annotation)
-    if shape is None:
-        raise UnsupportedTypeError(path, annotation)
-    _check_end(f"{op}: {path}", annotation, inside, "Return")
-    nodes = {}
-    for name, field in shape.fields.items():
-        # A field's name may be an instance of a str subclass with its own `__format__`, which an
-        # f-string would call, so join the names instead.
-        place = f"{path}[{name}]" if origin is tuple else ".".join((path, name))
-        nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
-    return ResultFields(op, path, nodes, shape)
-
-
-def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
-    if annotation in inside:
-        spelled = types.spell(annotation)
-        raise SchemaError(
-            f"{where} is a {spelled} inside a {spelled}, so the schema would be infinite. {verb} "
-            "the inner objects in another way."
-        )
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])

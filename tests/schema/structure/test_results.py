@@ -267,27 +267,28 @@ def test_result_that_cannot_be_rebuilt_is_rejected(namespace: str, cls: type, me
         torchop.custom_op(f"{namespace}::op", function, mutates_args=())
 
 
-class Counted(NamedTuple):
+class Nested(NamedTuple):
     values: Tensor
-    count: int
+    rows: list[Sorted]
 
 
 @pytest.mark.parametrize(
     ("annotation", "message"),
     [
-        (dict[str, Tensor], r"unsupported type dict\[str, torch.Tensor\]; supported are Tensor"),
-        (tuple[Tensor, list[int]], r"unsupported type list\[int\] at 'the result\[1\]'; supported"),
+        (dict[str, int], r"unsupported type dict\[str, int\]; supported are Tensor"),
         (
-            Counted,
-            r"unsupported type int at 'the result\.count'; supported .* dataclass of tensors",
+            dict[str, Optional[Tensor]],
+            r"unsupported type dict\[str, Optional\[torch.Tensor\]\]; supported are .*dict\[str, T",
         ),
-        (str, "unsupported type str; supported"),
-        (torch.Size, "unsupported type torch.Size; supported"),
+        (tuple[Tensor, set[int]], r"unsupported type set\[int\] at 'the result\[1\]'; supported"),
+        (
+            Nested,
+            r"unsupported type list\[.*Sorted\] at 'the result\.rows'; .*a structure of lists",
+        ),
+        (Callable[[], int], "unsupported type Callable.*; supported"),
     ],
 )
-def test_other_results_than_tensors_are_refused(
-    namespace: str, annotation: Any, message: str
-) -> None:
+def test_other_results_are_refused(namespace: str, annotation: Any, message: str) -> None:
     def function(x: Tensor) -> Any: ...
 
     function.__annotations__["return"] = annotation

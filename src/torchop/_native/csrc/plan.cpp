@@ -145,10 +145,12 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
       return false;
     const bool is_optional = std::string_view(kind) == "Optional[Tensor]";
     const bool is_list = std::string_view(kind) == "List[Tensor]";
-    returns.are_tensors &= is_optional || is_list || std::string_view(kind) == "Tensor";
-    returns.has_lists |= is_list;
+    const bool is_int = std::string_view(kind) == "int";
+    returns.are_checked &= is_optional || is_list || is_int || std::string_view(kind) == "Tensor";
+    returns.has_lists_or_ints |= is_list || is_int;
     returns.are_optional.push_back(is_optional);
     returns.are_lists.push_back(is_list);
+    returns.are_ints.push_back(is_int);
   }
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(parameters); ++index)
     returns.parameters.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(parameters, index)));

@@ -16,9 +16,9 @@ namespace torchop {
 
 struct Returns {
   size_t count = 0;
-  bool are_tensors = true; // true if each result is of type Tensor, Tensor? or Tensor[]
-  bool has_lists = false;
-  std::vector<bool> are_optional, are_lists;
+  bool are_checked = true; // true if each result is of type Tensor, Tensor?, Tensor[] or int
+  bool has_lists_or_ints = false;
+  std::vector<bool> are_optional, are_lists, are_ints;
   bool are_fresh = true; // true if results must not share memory with inputs or each other
   // The arguments that the kernel of an in-place or out= operator must return, as indices.
   std::vector<size_t> parameters;
@@ -89,9 +89,10 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 
 namespace detail {
 
-// Implements `is_valid_result` for schemas that return lists. Accepts a list only if nothing else
-// references it, because the caller must receive a list of its own, as from the dispatcher.
-__attribute__((noinline)) inline bool is_valid_result_with_lists(
+// Implements `is_valid_result` for schemas that return lists or ints. Accepts a list only if
+// nothing else references it, because the caller must receive a list of its own, as from the
+// dispatcher.
+__attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
     PyObject* result, const Returns& returns) {
   const bool is_tuple = returns.count > 1;
   if (is_tuple &&
@@ -105,6 +106,10 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists(
   bool valid = true;
   for (size_t index = 0; valid && index < returns.count; ++index) {
     PyObject* value = is_tuple ? PyTuple_GET_ITEM(result, index) : result;
+    if (returns.are_ints[index]) {
+      valid = passes_unchanged(Base::Int, value);
+      continue;
+    }
     if (!returns.are_lists[index]) {
       valid = value == Py_None ? returns.are_optional[index] : is_valid_tensor(value);
       continue;
@@ -123,10 +128,11 @@ C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)
     return result == Py_None;
-  if (!returns.are_tensors)
+  if (!returns.are_checked)
     return false;
-  if (C10_UNLIKELY(returns.has_lists))
-    return returns.parameters.empty() && detail::is_valid_result_with_lists(result, returns);
+  if (C10_UNLIKELY(returns.has_lists_or_ints))
+    return returns.parameters.empty() &&
+        detail::is_valid_result_with_lists_or_ints(result, returns);
   if (returns.count == 1) {
     if (!returns.parameters.empty())
       return result == values[returns.parameters[0]];

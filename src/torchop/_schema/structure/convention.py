@@ -16,6 +16,10 @@ from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
 from torchop._schema.tree import FunctionTree
 
+# The attribute of `ctx` for the values that are needed to arrange gradients like the tensors of the
+# call, such as the keys of dicts.
+_STATICS = "_torchop_statics"
+
 
 class StructuredConvention(Convention):
     __slots__ = ("_keywords", "_positional", "structure")
@@ -37,7 +41,7 @@ class StructuredConvention(Convention):
         if getattr(function, "is_declared", False):  # from register_fake(like=...), so already flat
             return function
         self._check(f"{self.structure.op}: a fake kernel", function)
-        return self.structure.kernel(function)
+        return self.structure.fake(function)
 
     def vmap(self, function: Any, /) -> Any:
         """Convert a vmap rule for objects to a rule for flat arguments.
@@ -87,7 +91,9 @@ class StructuredConvention(Convention):
         check_signature(f"{op}: backward", backward, names)
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
+            statics = getattr(ctx, _STATICS, {})
+            each = structure.gather_each_result(grads, statics)
+            returned = backward(Context(ctx, structure), *each)
             # A subclass of tuple is a NamedTuple: the gradient of a single structured argument, not
             # a tuple with the gradients of several arguments.
             gradients = returned if type(returned) is tuple else (returned,)
@@ -104,7 +110,7 @@ class StructuredConvention(Convention):
                 )
             flat: dict[str, Any] = {}
             for parameter, gradient in zip(inputs, gradients, strict=False):
-                flat |= parameter.node.spread(gradient)
+                flat |= parameter.node.spread(gradient, statics)
             return tuple(flat.get(leaf.name) for leaf in structure.positional)
 
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
@@ -125,10 +131,13 @@ class StructuredConvention(Convention):
         return _wrapping(jvp, flat_jvp), self._setup_context(setup_context)
 
     def _setup_context(self, setup_context: Function | None) -> Function | None:
-        if setup_context is None:
-            return None
         structure = self.structure
+        has_statics = structure.layouts is not None or bool(structure.keys)
+        if setup_context is None and not has_statics:
+            return None
         has_keywords = bool(self._keywords)
+        if setup_context is None:
+            setup_context, has_keywords = _save_nothing, False
         check_setup_context(structure.op, setup_context, has_keywords)
         call = setup_caller(setup_context, has_keywords)
         assert call is not None  # for mypy
@@ -138,6 +147,9 @@ class StructuredConvention(Convention):
         ) -> None:
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
             result = structure.rebuilt_result(output)
+            if has_statics:
+                statics = structure.statics_of_call(inputs, keyword_only_inputs, output)
+                setattr(ctx, _STATICS, statics)
             call(Context(ctx, structure), objects, keyword_objects, result, **residuals)
 
         def without_keywords(ctx: Any, inputs: Any, output: Any, **residuals: Any) -> None:
@@ -163,6 +175,10 @@ class StructuredConvention(Convention):
 
     def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
         check_signature(what, function, (*leading, *self._positional), self._keywords)
+
+
+def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
+    """A `setup_context` for formulas that use only the gradients."""
 
 
 class StructuredCall:
@@ -204,7 +220,8 @@ class Context:
 
     @property
     def needs_input_grad(self) -> tuple[Any, ...]:
-        return self._structure.gather(self._context.needs_input_grad)
+        statics = getattr(self._context, _STATICS, {})
+        return self._structure.gather(self._context.needs_input_grad, statics)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

@@ -7,16 +7,14 @@ a value into the values of its leaves, and the code that rebuilds the value from
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop._errors import ArgumentError, GradientError, SchemaError
 from torchop._schema import defaults, types
-from torchop._schema.kinds import Encode, Kind, unchanged
-from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
+from torchop._schema.kinds import Kind, unchanged
+from torchop._schema.structure.shapes import MISSING, Shape
 from torchop._schema.structure.source import Source
 
 # Maps the name of each leaf to the variable that holds its value in the generated code.
@@ -40,6 +38,16 @@ class Node:
         for part in self._parts:
             yield from part.leaves()
 
+    def statics(self) -> Iterator[Any]:
+        """Yield the nodes, of type `Static`, of the parts that a result's layout contains."""
+        for part in self._parts:
+            yield from part.statics()
+
+    def keys_of_tensors(self) -> Iterator[Leaf]:
+        """Yield the leaves with the keys of dicts whose values are tensors."""
+        for part in self._parts:
+            yield from part.keys_of_tensors()
+
     def set_default(self, value: Any) -> None:
         """Set the defaults of all leaves.
 
@@ -61,14 +69,16 @@ class Node:
     def gather(self, values: Mapping[str, Any]) -> Any:
         """Return a mapping from field names to the values of the leaves, such as gradients.
 
-        `values` maps leaf names to these values.
+        `values` maps leaf names to these values. It may also map the names of static parts to their
+        values in the call, such as the keys of a dict.
         """
         return None  # for nodes without tensors
 
-    def spread(self, value: Any) -> dict[str, Any]:
+    def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         """Split `value` into a dict from leaf names to values.
 
         `value` is an object of this structure, a mapping from field names to values, or None.
+        `known` maps the names of static parts to their values in the call.
         """
         return {}  # for nodes without tensors
 
@@ -181,14 +191,13 @@ class Leaf(Node):
         return name
 
     def _convert(self, source: Source, name: str, conditions: Sequence[str], value: str) -> None:
-        head = source.block(f"if {' and '.join(conditions)}:")
-        with head if conditions else contextlib.nullcontext():
+        with source.condition(conditions):
             source.line(f"{name} = {value}")
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         return values.get(self.name)
 
-    def spread(self, value: Any) -> dict[str, Any]:
+    def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         return {self.name: value}
 
 
@@ -238,10 +247,10 @@ class Fields(Node):
         fields = {name: node.gather(values) for name, node in self.fields.items()}
         return fields if any(value is not None for value in fields.values()) else None
 
-    def spread(self, value: Any) -> dict[str, Any]:
+    def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
         flat: dict[str, Any] = {}
         for name, part in self._split(value).items():
-            flat |= self.fields[name].spread(part)
+            flat |= self.fields[name].spread(part, known)
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
@@ -256,47 +265,18 @@ class Fields(Node):
         return parts
 
 
-class ResultFields(Fields):
-    """A result with fields, such as a dataclass.
-
-    Backward formulas receive its gradients as an object of the same class.
-    """
-
-    def gather(self, values: Mapping[str, Any]) -> Any:
-        parts = {name: node.gather(values) for name, node in self.fields.items()}
-        if not isinstance(self.shape, ClassShape):
-            return tuple(parts.values())
-        cls = self.shape.cls
-        if not dataclasses.is_dataclass(cls):
-            return cls(**parts)
-        # Skip __init__, because it may check the values and reject gradients.
-        result = object.__new__(cls)
-        for name, value in parts.items():
-            object.__setattr__(result, name, value)
-        return result
-
-    def _split(self, value: Any) -> Mapping[str, Any]:
-        if isinstance(value, Mapping):
-            return {name: value.get(name) for name in self.fields}
-        if isinstance(self.shape, ClassShape) and type(value) is self.shape.cls:
-            return {name: getattr(value, name) for name in self.fields}
-        if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
-            return dict(zip(self.fields, value, strict=True))
-        return dict.fromkeys(self.fields, value)  # a single value, used for all fields
-
-
-def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
-    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
-
-
 class Pair(Node):
-    """A value that becomes two arguments. For example, a dict becomes lists of keys and values."""
+    """A value that becomes two parts. For example, a dict becomes lists of keys and values.
+
+    If one part is a list of tensors, the pair is a dict or a list of optional tensors, and the
+    tensors are the second part. The first part is needed to arrange gradients like the tensors.
+    """
 
     def __init__(
         self,
         op: str,
         path: str,
-        pair: tuple[Leaf, Leaf],
+        pair: tuple[Any, Leaf],
         encode: Callable[[Any, str], tuple[Any, Any]],
         decode: Callable[[Any, Any, str], Any],
     ) -> None:
@@ -308,34 +288,65 @@ class Pair(Node):
     def set_default(self, value: Any) -> None:
         if value is MISSING:
             return
-        for leaf, part in zip(
-            self.pair, self.encode(value, f"{self.where}: the default"), strict=True
-        ):
+        parts = self.encode(value, f"{self.where}: the default")
+        for leaf, part in zip(self.pair, parts, strict=True):
             leaf.set_default(part)
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        first, second = (variables[leaf.name] for leaf in self.pair)
-        encode = source.object(self.encode, f"encode_{self.pair[0].name}")
+        first, second = (variables[part.name] for part in self.pair)
+        encode = source.object(self.encode, f"encode_{self.pair[0].path}")
         source.line(f"{first}, {second} = {encode}({value}, {self.where!r})")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        first, second = (leaf.rebuild(source, variables) for leaf in self.pair)
-        decode = source.object(self.decode, f"decode_{self.pair[0].name}")
-        local = source.variable(f"made_{self.pair[0].name}")
+        first, second = (part.rebuild(source, variables) for part in self.pair)
+        decode = source.object(self.decode, f"decode_{self.pair[0].path}")
+        local = source.variable(f"made_{self.pair[0].path}")
         source.line(f"{local} = {decode}({first}, {second}, {self.where!r})")
         return local
 
+    def keys_of_tensors(self) -> Iterator[Leaf]:
+        key, values = self.pair
+        if values.is_tensor and isinstance(key, Leaf):
+            yield key
+
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        key, tensors = self.pair
+        found, given = values.get(tensors.name), values.get(key.name)
+        if not isinstance(found, (list, tuple)) or given is None:
+            return found
+        return self.decode(given, found, self.where)
+
+    def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+        key, tensors = self.pair
+        given = known.get(key.name)
+        if isinstance(value, Mapping):
+            names = value if given is None else given
+            if not set(value) <= set(names):
+                raise GradientError(
+                    f"{self.op}: backward returned the wrong gradient for input {self.path!r}: "
+                    f"expected a dict with the keys {', '.join(names)}; got the keys "
+                    f"{', '.join(map(str, value))}."
+                )
+            value = [value.get(name) for name in names]
+        elif isinstance(value, (list, tuple)) and given is not None and len(value) == len(given):
+            value = [item for item, is_given in zip(value, given, strict=True) if is_given]
+        return {tensors.name: value}
+
 
 class Maybe(Node):
-    """An optional structure. In the schema, an extra bool is False if the structure is None."""
+    """An optional structure. A flag is False if the structure is None.
 
-    def __init__(self, op: str, flag: Leaf, inner: Node) -> None:
+    For arguments, the flag is an additional bool in the schema.
+    """
+
+    def __init__(self, op: str, flag: Any, inner: Node) -> None:
         super().__init__(op, inner.path, (flag, inner))
         self.flag = flag
         self.inner = inner
 
     def set_default(self, value: Any) -> None:
         self.inner.set_default(MISSING if value is None else value)
+        assert isinstance(self.flag, Leaf)  # results have no defaults
         if value is not MISSING:
             self.flag.default = value is not None
         for leaf in self.inner.leaves():
@@ -349,19 +360,21 @@ class Maybe(Node):
         with source.block("else:"):
             for leaf in self.inner.leaves():
                 source.line(f"{variables[leaf.name]} = {leaf.placeholder(source)}")
+            for static in self.inner.statics():
+                source.line(f"{variables[static.name]} = None")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        local = source.variable(f"made_{self.flag.name.removesuffix('_given')}")
+        local = source.variable(f"made_{self.inner.path}")
         source.line(f"{local} = None")
         with source.block(f"if {variables[self.flag.name]}:"):
             source.line(f"{local} = {self.inner.rebuild(source, variables)}")
         return local
 
     def gather(self, values: Mapping[str, Any]) -> Any:
-        return self.inner.gather(values)
+        return None if values.get(self.flag.name) is False else self.inner.gather(values)
 
-    def spread(self, value: Any) -> dict[str, Any]:
-        return {} if value is None else self.inner.spread(value)
+    def spread(self, value: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if value is None else self.inner.spread(value, known)
 
 
 class Parameter(NamedTuple):

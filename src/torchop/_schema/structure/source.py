@@ -11,7 +11,8 @@ import contextlib
 import keyword
 import linecache
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 _NOT_IN_NAMES = re.compile(r"\W", re.ASCII)
@@ -61,6 +62,12 @@ class Source:
         if len(self._lines) == before:
             self.line("pass")
         self._indent -= 1
+
+    def condition(self, conditions: Sequence[str]) -> AbstractContextManager[None]:
+        """Emit an `if` statement around a block, unless there are no conditions."""
+        if not conditions:
+            return contextlib.nullcontext()
+        return self.block(f"if {' and '.join(conditions)}:")
 
     def variable(self, hint: str) -> str:
         name = stem = _NOT_IN_NAMES.sub("_", hint)

@@ -9,13 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from torchop._schema.structure.nodes import Leaf, Parameter, result_leaf
+from torchop._schema.structure.agreement import Decisions
+from torchop._schema.structure.layouts import Layouts
+from torchop._schema.structure.nodes import Leaf, Parameter
+from torchop._schema.structure.result_nodes import result_leaf
 from torchop._schema.structure.shapes import TupleShape
 from torchop._schema.structure.source import Source
 from torchop._schema.text import results_of
 from torchop._schema.tree import FunctionTree
+
+_LAYOUT = "(layout)"
 
 
 class Structure:
@@ -44,7 +50,16 @@ class Structure:
             self.result_count = len(results_of(tree.schema_text))
         else:
             self.result_count = len(shape.fields) if isinstance(shape, TupleShape) else 1
-        self._tensors = [leaf.name for leaf in self.result.leaves()]
+        self._statics = [static.name for static in self.result.statics()]
+        self.layouts = None
+        if self._statics:
+            places = [static.path for static in self.result.statics()]
+            self.layouts = Layouts(tree.op, places)
+        # The results of the flat operator. The last one is the number of the layout, if the result
+        # has parts that are not tensors.
+        self._flat = [leaf.name for leaf in self.result.leaves()]
+        self._flat += [_LAYOUT] * bool(self._statics)
+        self.decisions = Decisions(tree.op, [n.path for n in self.result.leaves()], self._layout_of)
         self.overload: Callable[..., Any] | None = None
         self.on_deregister: Callable[[], None] | None = None
         self._bind: Callable[..., Any] | None = None
@@ -60,21 +75,53 @@ class Structure:
     def positional_parameters(self) -> tuple[Parameter, ...]:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
-    def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
+    def gather(
+        self, values: Iterable[Any], statics: Mapping[str, Any] = MappingProxyType({})
+    ) -> tuple[Any, ...]:
         """Group values by parameter.
 
         `values` contains one value, such as a tangent, for each positional leaf. Return one item
         for each positional parameter. For a structure, the item is a mapping from field names to
-        values.
+        values. `statics` contains values of the call, from `statics_of_call`.
         """
-        flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
+        flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
-    def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Convert the gradients of the flat results to the arguments of a backward formula."""
+    def statics_of_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: Any
+    ) -> dict[str, Any]:
+        """Return the values of a call that are needed to arrange gradients, by name.
+
+        These are the keys of dicts, and the static parts of the result. `flat` is the result of the
+        flat operator.
+        """
+        statics = {leaf.name: kwargs[leaf.name] for leaf in self.keys}
+        if self.layouts is not None:
+            number = flat[-1] if len(self._flat) > 1 else flat
+            statics |= zip(self._statics, self.layouts.values_of(number), strict=True)
+        return statics
+
+    def _layout_of(self, number: int) -> list[tuple[str, Any]]:
+        assert self.layouts is not None
+        values = zip(self.result.statics(), self.layouts.values_of(number), strict=True)
+        return [(static.path, static.describe(value)) for static, value in values]
+
+    @functools.cached_property
+    def keys(self) -> list[Leaf]:
+        """The arguments with the keys of dicts of tensors."""
+        nodes = [parameter.node for parameter in self.parameters]
+        return [key for node in nodes for key in node.keys_of_tensors()]
+
+    def gather_each_result(
+        self, flat: tuple[Any, ...], statics: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Convert the gradients of the flat results to the arguments of a backward formula.
+
+        `statics` contains the static parts of the result.
+        """
         if not self.returns_objects:
             return flat
-        gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
+        gathered = self.result.gather({**statics, **dict(zip(self._flat, flat, strict=False))})
         return gathered if self._returns_tuple else (gathered,)
 
     def gather_result(self, flat: Any) -> Any:
@@ -82,16 +129,16 @@ class Structure:
 
         `flat` contains one value, such as a shape, for each flat result.
         """
-        values = (flat,) if len(self._tensors) == 1 else flat or ()
-        return self.result.gather(dict(zip(self._tensors, values, strict=False)))
+        values = (flat,) if len(self._flat) == 1 else flat or ()
+        return self.result.gather(dict(zip(self._flat, values, strict=False)))
 
     def spread_result(self, value: Any) -> Any:
         """Split a value into one value for each flat result.
 
         `value` has the structure of the author's result.
         """
-        flat = self.result.spread(value)
-        values = tuple(flat[name] for name in self._tensors)
+        flat = self.result.spread(value, {})
+        values = tuple(flat.get(name) for name in self._flat)
         return values[0] if len(values) == 1 else values
 
     def _flat_signature(self) -> inspect.Signature:
@@ -182,14 +229,18 @@ class Structure:
     def _variables_of_result(self, source: Source, result: str) -> dict[str, str]:
         if isinstance(self.result, Leaf):
             return {self.result.name: result}
-        leaves = enumerate(self.result.leaves())
-        return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
+        names = (*self._flat, *self._statics)
+        return {name: source.variable(f"{result}_{index}") for index, name in enumerate(names)}
 
     def _write_return(self, source: Source, result: str) -> None:
         variables = self._variables_of_result(source, result)
-        tensors = ", ".join(variables[name] for name in self._tensors)
-        if tensors and tensors != result:
-            source.line(f"{tensors} = {result}")
+        flat = ", ".join(variables[name] for name in self._flat)
+        if flat and flat != result:
+            source.line(f"{flat} = {result}")
+        if self.layouts is not None:
+            values_of = source.object(self.layouts.values_of, "layout")
+            statics = "".join(f"{variables[name]}, " for name in self._statics)
+            source.line(f"{statics}= {values_of}({variables[_LAYOUT]})")
         source.line(f"return {self.result.rebuild(source, variables)}")
 
     # ----------------------------------------------------------------------------------------------
@@ -211,6 +262,22 @@ class Structure:
         flat.__signature__ = self.flat_signature
         return flat  # type: ignore[no-any-return]
 
+    def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a fake kernel like a kernel, and record the structure that it returns."""
+        flat = self._binder("fake kernel")(function)
+        decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
+        decisions.made.clear()  # another fake kernel made these decisions
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            result = flat(*args, **kwargs)
+            results = (result,) if len(self._flat) == 1 else result
+            decisions.record((*args, *[kwargs.get(name) for name in names]), results)
+            return result
+
+        functools.update_wrapper(fake, function)
+        fake.__signature__ = self.flat_signature  # type: ignore[attr-defined]
+        return fake if self.returns_objects else flat
+
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         """Converts flat arguments to `(args, kwargs)` for the author's functions."""
@@ -231,17 +298,34 @@ class Structure:
                 if what == "arguments":
                     source.line(f"return {call}")
                 else:
-                    self._write_flat_return(source, call)
+                    self._write_flat_return(source, call, is_checked=what == "kernel")
             source.line("return kernel")
         return source.function("bind")
 
-    def _write_flat_return(self, source: Source, call: str) -> None:
+    def _write_flat_return(self, source: Source, call: str, *, is_checked: bool = False) -> None:
         result = source.variable("result")
         source.line(f"{result} = {call}")
         variables = self._variables_of_result(source, result)
         self.result.flatten(source, result, variables)
-        tensors = ", ".join(variables[name] for name in self._tensors)
-        source.line(f"return {tensors or None}")
+        if self.layouts is not None:
+            number_of = source.object(self.layouts.number_of, "layout")
+            statics = "".join(f"{variables[name]}, " for name in self._statics)
+            # A number may equal a number of another type or sign, so add its text to the key.
+            text_of = source.object(repr)
+            texts = "".join(
+                f"{text_of}({variables[static.name]}), "
+                for static in self.result.statics()
+                if static.is_number
+            )
+            exact = f", ({texts})" * bool(texts)
+            source.line(f"{variables[_LAYOUT]} = {number_of}(({statics}){exact})")
+        flat = ", ".join(variables[name] for name in self._flat)
+        if is_checked and self.returns_objects:
+            with source.block(f"if {source.object(self.decisions.made, 'decisions')}:"):
+                check = source.object(self.decisions.check, "check_decisions")
+                names = "".join(f"{leaf.name}, " for leaf in self.leaves)
+                source.line(f"{check}(({names}), ({flat},))")
+        source.line(f"return {flat or None}")
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any], Any]:

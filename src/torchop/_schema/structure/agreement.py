@@ -1,0 +1,98 @@
+"""Check that kernels return the structure that the fake kernel returned for the same arguments.
+
+Compiled code contains the decisions of the fake kernel as constants: which results are None, the
+lengths of lists, and all values that are not tensors. Nothing in the graph compares them with the
+results of the kernel, so the kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import fake_tensors
+from torchop._errors import ResultError, short_text
+from torchop._schema.structure.result_nodes import Described
+
+_MOST = 256  # traces rarely call one operator with more different arguments
+
+
+class Decisions:
+    """The decisions of an operator's fake kernel, for the arguments of traced calls.
+
+    Attributes:
+        made: a dict from arguments to decisions. It is empty until a call is traced.
+    """
+
+    def __init__(
+        self, op: str, places: Sequence[str], layout_of: Callable[[int], list[tuple[str, Any]]]
+    ) -> None:
+        self._op = op
+        self._places = places
+        self._layout_of = layout_of
+        self.made: dict[Any, list[tuple[str, Any]]] = {}
+
+    def record(self, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        key = _key(args)
+        if key is None:
+            return
+        while len(self.made) >= _MOST:
+            self.made.pop(next(iter(self.made)), None)
+        self.made[key] = self._decided(results)
+
+    def check(self, args: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        expected = self.made.get(_key(args))
+        if expected is None:
+            return
+        for (place, made), (_, found) in zip(expected, self._decided(results), strict=True):
+            if made is not _UNKNOWN and found is not _UNKNOWN and repr(made) != repr(found):
+                raise self._error(place, made, found)
+
+    def _decided(self, results: tuple[Any, ...]) -> list[tuple[str, Any]]:
+        # The layout comes first, because it says which structures are None.
+        decided = self._layout_of(results[-1]) if len(results) > len(self._places) else []
+        return [*decided, *zip(self._places, map(_decision, results), strict=False)]
+
+    def _error(self, place: str, made: Any, found: Any) -> ResultError:
+        return ResultError(
+            f"{self._op}: {place} is {short_text(repr(found))}, but the fake kernel returned "
+            f"{short_text(repr(made))} for the same shapes and values. Compiled code relies on the "
+            "fake kernel, so return the same from both. A value that depends on data must be a "
+            "tensor."
+        )
+
+
+_UNKNOWN = object()
+
+
+def _decision(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return Described("a tensor")
+    if isinstance(value, (list, tuple)):
+        return Described(f"a list of {len(value)}")
+    return _UNKNOWN if isinstance(value, torch.SymInt) else value
+
+
+def _key(args: tuple[Any, ...]) -> Any:
+    """Return the parts of arguments on which a fake kernel may depend, or None if unknown."""
+    try:
+        key = tuple(map(_part, args))
+        hash(key)
+    except (TypeError, ValueError):
+        return None
+    return key
+
+
+def _part(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.device.type, tuple(map(_part, value.shape))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_part, value))
+    if isinstance(value, torch.SymInt):
+        value = fake_tensors.number_of(value)
+        if value is None:  # it depends on data
+            raise ValueError
+    return type(value), value

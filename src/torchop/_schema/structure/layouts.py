@@ -1,0 +1,71 @@
+"""Layouts: the parts of structured results that are not tensors, such as strings and dict keys.
+
+Compilers and the dispatcher support few types of results besides tensors, so the schema has one int
+in place of all other parts of a result. The int identifies the *layout*, a tuple of the values of
+these parts. In compiled code, the fake kernel determines the layout, and the int is a constant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchop._compat import compilers
+from torchop._errors import ResultError
+
+
+class Layouts:
+    """The layouts that one operator has returned so far. Layouts are never removed."""
+
+    def __init__(self, op: str, places: Sequence[str]) -> None:
+        self._op = op
+        self._places = places
+        self._lock = threading.Lock()
+        self._numbers: dict[Any, int] = {}
+        self._values: dict[int, tuple[Any, ...]] = {}
+        values = self._values
+
+        @compilers.constant_in_traces
+        def values_of(number: int) -> tuple[Any, ...]:
+            return values[number]
+
+        self.values_of: Callable[[int], tuple[Any, ...]] = values_of
+
+    def number_of(self, values: tuple[Any, ...], exact: tuple[str, ...] = ()) -> int:
+        """Return the number of a layout.
+
+        `exact` contains the texts of the values that equal a value of another type, such as 1.0.
+        """
+        try:
+            return self._numbers[values, exact]
+        except (KeyError, TypeError):  # symbolic numbers cannot be hashed
+            return self._add(values, exact)
+
+    def _add(self, values: tuple[Any, ...], exact: tuple[str, ...]) -> int:
+        for place, value in zip(self._places, values, strict=True):
+            if _is_symbolic(value):
+                raise ResultError(
+                    f"{self._op}: {place} is a symbolic number, which depends on a size, but "
+                    "compilers need a constant. Annotate the field as int, or return the number "
+                    "in a tensor."
+                )
+        # The number is the same in all processes, because files with recorded calls contain it.
+        text = repr((values, exact)).encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big")
+        with self._lock:
+            while self._values.setdefault(number, values) is not values:
+                number += 1
+                if self._numbers.get((values, exact)) is not None:
+                    return self._numbers[values, exact]
+            self._numbers[values, exact] = number
+        return number
+
+
+def _is_symbolic(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_is_symbolic, value))
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -1,0 +1,108 @@
+"""Nodes of annotation trees for results. See `nodes`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchop._schema.kinds import Encode, Kind, unchanged
+from torchop._schema.structure.nodes import Fields, Leaf, Node, Variables
+from torchop._schema.structure.shapes import ClassShape
+from torchop._schema.structure.source import Source
+
+
+class ResultFields(Fields):
+    """A result with fields, such as a dataclass.
+
+    Backward formulas receive its gradients as an object of the same class.
+    """
+
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        parts = {name: node.gather(values) for name, node in self.fields.items()}
+        if not isinstance(self.shape, ClassShape):
+            return tuple(parts.values())
+        cls = self.shape.cls
+        if not dataclasses.is_dataclass(cls):
+            return cls(**parts)
+        # Skip __init__, because it may check the values and reject gradients.
+        result = object.__new__(cls)
+        for name, value in parts.items():
+            object.__setattr__(result, name, value)
+        return result
+
+    def _split(self, value: Any) -> Mapping[str, Any]:
+        if isinstance(value, Mapping):
+            return {name: value.get(name) for name in self.fields}
+        if isinstance(self.shape, ClassShape) and type(value) is self.shape.cls:
+            return {name: getattr(value, name) for name in self.fields}
+        if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
+            return dict(zip(self.fields, value, strict=True))
+        return dict.fromkeys(self.fields, value)  # a single value, used for all fields
+
+
+def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -> Leaf:
+    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode))
+
+
+class Described(str):
+    """A description of a value. Unlike a string, it has no quotes in error messages."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+class Static(Node):
+    """A part of a result that the fake kernel determines, such as a string.
+
+    It is no result in the schema. The layout of the result contains its value.
+
+    Attributes:
+        check: checks a value and returns it in a hashable form.
+        exact: values of exactly this class need no check.
+        decode: converts the hashable form to the value of the field. None if both are the same.
+        is_number: whether the value may equal a value of another type, such as 1 and 1.0.
+        describe: describes the hashable form for error messages.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        path: str,
+        check: Encode,
+        *,
+        exact: type | None = None,
+        is_optional: bool = False,
+        decode: Callable[[Any], Any] | None = None,
+        is_number: bool = False,
+        describe: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        super().__init__(op, path)
+        self.name = f"{path} (static)"  # a list of optional tensors has a leaf with the same path
+        self.check = check
+        self.exact = exact
+        self.is_optional = is_optional
+        self.decode = decode
+        self.is_number = is_number
+        self.describe = describe
+
+    def statics(self) -> Iterator[Static]:
+        yield self
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        name = variables[self.name]
+        source.line(f"{name} = {value}")
+        conditions = [f"{name} is not None"] * self.is_optional
+        if self.exact is not None:
+            exact = source.object(self.exact)
+            conditions.append(f"{source.object(type)}({name}) is not {exact}")
+        with source.condition(conditions):
+            check = source.object(self.check, f"check_{self.path}")
+            source.line(f"{name} = {check}({name}, {self.where!r})")
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        name = variables[self.name]
+        if self.decode is None:
+            return name
+        decoded = f"{source.object(self.decode)}({name})"
+        return f"None if {name} is None else {decoded}" if self.is_optional else decoded

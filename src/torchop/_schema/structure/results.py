@@ -1,0 +1,181 @@
+"""Build the annotation tree of a result."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchop._errors import ArgumentError, ResultError, SchemaError
+from torchop._schema import types
+from torchop._schema.kinds import (
+    KINDS,
+    Encode,
+    Kind,
+    leaf_kind,
+    read_container,
+    without_annotated,
+)
+from torchop._schema.structure import pairs
+from torchop._schema.structure.nodes import Leaf, Maybe, Node, Pair
+from torchop._schema.structure.result_nodes import Described, ResultFields, Static, result_leaf
+from torchop._schema.structure.shapes import result_shape
+
+RESULT = "the result"  # replaces the path in error messages about the result
+
+
+class UnsupportedTypeError(Exception):
+    """Raised if the annotation of an argument, result or field is not supported.
+
+    `path` names the argument or field, such as `cfg.scale`.
+    """
+
+    def __init__(self, path: str, annotation: Any) -> None:
+        super().__init__(path)
+        self.path = path
+        self.annotation = annotation
+
+
+def build_result(
+    op: str, annotation: Any, path: str = RESULT, inside: tuple[Any, ...] = ()
+) -> Node:
+    """Build the tree of a result, or of a field of a result.
+
+    Tensors and ints are leaves, that is, results in the schema. Other values are static parts.
+    `inside` contains the types of the enclosing structures.
+    """
+    annotation = without_annotated(annotation)
+    inner, optional = types.strip_optional(annotation)
+    inner = without_annotated(inner)
+    node = _tensors(op, inner, path, optional=optional) or _static(op, annotation, path)
+    if node is None and optional:
+        node = _maybe(op, build_result(op, inner, path, inside))
+    node = node or _fields(op, annotation, path, inside)
+    if node is None:
+        raise UnsupportedTypeError(path, annotation)
+    return node
+
+
+def check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
+    if annotation in inside:
+        spelled = types.spell(annotation)
+        raise SchemaError(
+            f"{where} is a {spelled} inside a {spelled}, so the schema would be infinite. {verb} "
+            "the inner objects in another way."
+        )
+
+
+def _tensors(op: str, annotation: Any, path: str, *, optional: bool) -> Node | None:
+    """Build the node of a tensor, or of a list, tuple or dict of tensors."""
+    if annotation is torch.Tensor:
+        return result_leaf(op, path, "Tensor?" if optional else "Tensor")
+    if optional:
+        return None
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is int:
+        kind = Kind("SymInt", _of_result(KINDS[int].encode), int)
+        return Leaf(op, path, path, kind)
+    if origin is dict and args[0] is str and args[1] is torch.Tensor:
+        encode, decode = pairs.mapping(KINDS[torch.Tensor])
+        return _pair(op, path, encode, decode, lambda keys: Described(f"a dict with {keys}"))
+    if origin is not list and not (origin is tuple and args[1:] == (Ellipsis,)):
+        return None
+    if args[0] is torch.Tensor:
+        to_tuple = None if origin is list else lambda tensors, where: tuple(tensors)
+        return result_leaf(op, path, "Tensor[]", to_tuple)
+    if types.strip_optional(args[0]) == (torch.Tensor, True):
+        return _pair(op, path, *pairs.optional_tensors(origin), _describe_given)
+    return None
+
+
+def _pair(
+    op: str,
+    path: str,
+    encode: Callable[..., Any],
+    decode: Callable[..., Any],
+    describe: Callable[[Any], Any] = lambda described: described,
+) -> Pair:
+    def hashable(value: Any, where: str) -> tuple[tuple[Any, ...], list[Any]]:
+        described, tensors = encode(value, where)
+        return tuple(described), tensors
+
+    parts = Static(op, path, hashable, describe=describe), result_leaf(op, path, "Tensor[]")
+    return Pair(op, path, parts, _of_result(hashable), decode)
+
+
+def _describe_given(given: tuple[bool, ...]) -> Described:
+    return Described(f"[{', '.join('a tensor' if is_given else 'None' for is_given in given)}]")
+
+
+def _maybe(op: str, inner: Node) -> Maybe:
+    for leaf in inner.leaves():
+        if leaf.kind.schema == "Tensor":
+            leaf.kind = leaf.kind._replace(schema="Tensor?")
+        elif leaf.kind.schema == "SymInt":
+            leaf.default = 0  # returned in place of the number if the structure is None
+    flag = Static(
+        op,
+        inner.path,
+        lambda value, where: value,
+        exact=bool,
+        describe=lambda given: Described("not None" if given else "None"),
+    )
+    flag.name = f"{inner.path} (given)"  # a static part of the structure may have the same path
+    return Maybe(op, flag, inner)
+
+
+def _fields(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
+    shape = result_shape(annotation)
+    if shape is None:
+        return None
+    check_end(f"{op}: {path}", annotation, inside, "Return")
+    nodes = {}
+    for name, field in shape.fields.items():
+        # A field's name may be an instance of a str subclass with its own `__format__`, which an
+        # f-string would call, so join the names instead.
+        is_tuple = typing.get_origin(annotation) is tuple
+        place = f"{path}[{name}]" if is_tuple else ".".join((path, name))
+        nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
+    return ResultFields(op, path, nodes, shape)
+
+
+_SINGLE = ("float", "bool", "str", "Scalar", "ScalarType", "Device", "Layout", "MemoryFormat")
+_LISTS = ("SymInt[]", "float[]", "bool[]", "str[]", "Scalar[]")
+_NUMBERS = ("float", "Scalar", "float[]", "Scalar[]")
+
+
+def _static(op: str, annotation: Any, path: str) -> Static | None:
+    """Build the node of a value that is no tensor and no int, such as a string or a dtype."""
+    kind = leaf_kind(annotation)
+    is_int = types.strip_optional(annotation)[0] is int
+    if kind is None or is_int or kind.schema not in (*_SINGLE, "SymInt", *_LISTS):
+        return None
+    encode, decode, is_list = kind.encode, kind.decode, kind.schema in _LISTS
+
+    def value_of(value: Any, where: str) -> Any:
+        value = encode(value, where)
+        value = value if decode is None else decode(value, where)
+        return tuple(value) if is_list else value  # a list cannot be hashed
+
+    container = read_container(types.strip_optional(annotation)[0]) if is_list else None
+    return Static(
+        op,
+        path,
+        _of_result(value_of),
+        exact=None if is_list else kind.exact,
+        is_optional=kind.is_optional,
+        decode=None if container is None or container.is_tuple else list,
+        is_number=kind.schema in _NUMBERS,
+    )
+
+
+def _of_result(encode: Encode) -> Encode:
+    def check(value: Any, where: str) -> Any:
+        try:
+            return encode(value, where)
+        except ArgumentError as error:
+            raise ResultError(f"{error} The function returned this value.") from None
+
+    return check
