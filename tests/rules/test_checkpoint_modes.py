@@ -5,6 +5,7 @@ Uses private names.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -12,10 +13,14 @@ import torch
 import torch._functorch.config
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchop
-from tests.integration.compile.graphs import fresh_compiler
+from tests.integration.compile.graphs import BACKENDS, fresh_compiler
 from torchop._rules.user.checkpoint_policy import register_checkpoint_policy
 
 RANDOM = (torch.Tag.nondeterministic_seeded,)
@@ -202,6 +207,102 @@ def test_policy_decides_what_is_saved(namespace, name, budget):
     assert (len(calls) == 2) is saves
     program(y).sum().backward()
     assert_close(x.grad, y.grad)
+
+
+def _two_results(namespace: str, calls: list[int]) -> Any:
+    @torchop.custom_op(f"{namespace}::pair", mutates_args=())
+    def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(x.numel())
+        return x.sin(), x.exp()
+
+    pair.register_fake(lambda x: (torch.empty_like(x), torch.empty_like(x)))
+    pair.register_autograd(
+        lambda ctx, g, h: g * ctx.saved_tensors[0].cos() + h * ctx.saved_tensors[1],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output[1]),
+    )
+    return pair
+
+
+def _in_region(function: Any, **options: Any) -> Any:
+    return lambda x: checkpoint(function, x, use_reentrant=False, **options)
+
+
+REGIONS = {
+    "no region": lambda function: function,
+    "checkpoint": _in_region,
+    "selective": lambda function: _in_region(
+        function, context_fn=functools.partial(create_selective_checkpoint_contexts, [])
+    ),
+}
+
+
+@pytest.mark.parametrize("budget", [0.5, 1.0])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("policy", ["save", "recompute"])
+@pytest.mark.parametrize("kind", [_counted, _two_results])
+def test_every_subsystem_applies_the_policy(namespace, kind, policy, region, backend, budget):
+    calls: list[int] = []
+    op = kind(namespace, calls)
+    op.register_checkpoint_policy(policy)
+
+    def block(x: Tensor) -> Tensor:
+        result = op(x * 2)
+        return (result if isinstance(result, Tensor) else torch.stack(result)).sin()
+
+    def program(x: Tensor) -> Tensor:
+        return REGIONS[region](block)(x.cos()).sum()
+
+    x = torch.ones(500, requires_grad=True)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        result = torch.compile(program, backend=backend, fullgraph=True)(x)
+        calls.clear()
+        result.backward()
+    assert len(calls) == (0 if policy == "save" else 1)
+    y = torch.ones(500, requires_grad=True)
+    block(y.cos()).sum().backward()  # the sine makes the backward read the operator's result
+    assert_close(x.grad, y.grad)
+
+
+def test_only_selective_checkpointing_applies_a_policy_in_eager_mode(namespace):
+    calls: list[int] = []
+    op = _counted(namespace, calls)
+    for policy, saved in (("save", ["no region", "selective"]), ("recompute", ["no region"])):
+        op.register_checkpoint_policy(policy)
+        for name, region in REGIONS.items():
+            result = region(lambda x: op(x * 2).sin())(torch.ones(5, requires_grad=True))
+            calls.clear()
+            result.sum().backward()
+            assert len(calls) == (0 if name in saved else 1)
+
+
+def test_recomputation_does_not_repeat_effects_or_random_numbers(namespace):
+    calls: list[int] = []
+    logged: list[str] = []
+    sine = _counted(namespace, calls)
+    sine.register_checkpoint_policy("recompute")
+    drop = _derived(namespace)
+    drop.register_checkpoint_policy("recompute")
+
+    @torchop.custom_op(f"{namespace}::log", mutates_args=(), effects="ordered")
+    def log(x: Tensor) -> None:
+        logged.append("log")
+
+    def program(x: Tensor) -> Tensor:
+        y = sine(x * 2)
+        log(y)
+        return drop(y.sin())
+
+    x = torch.ones(500, requires_grad=True)
+    for backend in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        x.grad = None
+        calls.clear()
+        logged.clear()
+        result = torch.compile(program, backend=backend, fullgraph=True)(x)
+        result.sum().backward()
+        assert_close(x.grad == 0, result == 0)
+        assert (len(calls), len(logged)) == (2, 1)
 
 
 def test_a_deregistered_policy_is_ignored(namespace):

@@ -2,16 +2,22 @@
 
 import contextlib
 import copy
+import functools
 import io
 
 import pytest
 import torch
 import torch._dynamo
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchop
 from tests.integration.compile.graphs import fresh_compiler, operators
@@ -33,9 +39,9 @@ class Aot:
 
     __name__ = "aot"
 
-    def __init__(self):
+    def __init__(self, **options):
         self.targets = []
-        self._compile = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)
+        self._compile = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep, **options)
 
     def __call__(self, graph, inputs):
         return self._compile(graph, inputs)
@@ -339,3 +345,237 @@ def test_a_body_that_returns_its_input_is_refused_as_in_eager_mode(namespace, bo
         op(X)
     with pytest.raises(Exception, match="Every output of an operator must be a fresh tensor"):
         run(op, X)
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+
+
+def _gate(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.sigmoid(y)
+
+
+def _scaled(x: Tensor, y: Tensor, *, scale: float = 2.0) -> Tensor:
+    return (x * scale).tanh() * y.exp()
+
+
+def _two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x * y, (x + y).sin()
+
+
+def _with_indices(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    values, indices = torch.stack([x, y]).max(0)
+    return values, indices
+
+
+def _of_list(x: Tensor, y: list[Tensor]) -> Tensor:
+    return x * torch.stack(y).prod(0)
+
+
+def _to_list(x: Tensor, y: Tensor) -> list[Tensor]:
+    return [x * y, x / (y * y + 1)]
+
+
+def _without_optional(x: Tensor, y: Tensor, z: Tensor | None = None) -> Tensor:
+    return x * y if z is None else x * y * z
+
+
+BODIES = (_gate, _scaled, _two, _with_indices, _of_list, _to_list, _without_optional)
+
+
+def _loss(result):
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return sum((each * (n + 1)).sin().sum() for n, each in enumerate(results))
+
+
+def gradients(function, *inputs):
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    return torch.autograd.grad(_loss(function(*leaves)), leaves)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("body", BODIES)
+def test_a_derived_formula_is_inlined_in_training(namespace, body, dynamic):
+    op = torchop.custom_op(f"{namespace}::op", body, mutates_args=(), compile="inline")
+    op.derive_autograd()
+
+    def program(x, y):
+        return op(x + 1, [y, y.cos()] if body is _of_list else y)
+
+    inputs = (X, X.flip(0) / 3)
+    backend = Aot()
+    compiled = torch.compile(program, fullgraph=True, backend=backend, dynamic=dynamic)
+    torch.testing.assert_close(gradients(compiled, *inputs), gradients(program, *inputs))
+    assert not any(namespace in target for target in backend.targets)
+
+
+def test_inductor_fuses_the_body_in_training(namespace):
+    op = torchop.custom_op(f"{namespace}::op", _gate, mutates_args=(), compile="inline")
+    op.derive_autograd()
+    compiled = torch.compile(lambda x, y: op(x + 1, y) * 2, fullgraph=True)
+    found, code = run_and_get_code(lambda: gradients(compiled, X, X))
+    torch.testing.assert_close(found, gradients(lambda x, y: op(x + 1, y) * 2, X, X))
+    assert len(code) == 2
+    assert not any(f"torch.ops.{namespace}" in text for text in code)
+
+
+@pytest.mark.parametrize("choice", [{"inductor": "inline"}, "opaque"])
+def test_other_backends_call_the_helper_operators(namespace, choice):
+    op = torchop.custom_op(f"{namespace}::op", _gate, mutates_args=(), compile=choice)
+    op.register_fake(like="x")
+    op.derive_autograd()
+    backend = Aot()
+    compiled = torch.compile(lambda x, y: op(x, y), fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, X, X), gradients(op, X, X))
+    assert f"{namespace}.op__training.default" in backend.targets
+
+
+def test_an_input_that_affects_no_output_has_a_gradient_of_zero(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        return x * y.shape[0]
+
+    op.derive_autograd()
+    compiled = torch.compile(lambda x, y: op(x, y), fullgraph=True, backend=Aot())
+    torch.testing.assert_close(gradients(compiled, X, X), gradients(op, X, X))
+
+
+def test_a_body_that_leaves_autograd_raises_as_in_eager_mode(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
+    def op(x: Tensor) -> Tensor:
+        return x.detach().sin()
+
+    op.derive_autograd()
+    for function in (op, torch.compile(lambda x: op(x), fullgraph=True, backend=Aot())):
+        with pytest.raises(torchop.GradientError, match="left autograd"):
+            gradients(lambda x, f=function: f(x) * x, X)
+
+
+def test_random_numbers_are_the_same_in_the_backward(namespace):
+    @torchop.custom_op(
+        f"{namespace}::op",
+        mutates_args=(),
+        compile="inline",
+        tags=(torch.Tag.nondeterministic_seeded,),
+    )
+    def op(x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(x, 0.5)
+
+    op.derive_autograd()
+    for backend in ("aot_eager", "inductor"):
+        x = torch.ones(500, requires_grad=True)
+        result = torch.compile(lambda x: op(op(x)), fullgraph=True, backend=backend)(x)
+        result.sum().backward()
+        assert torch.equal(result.detach(), x.grad)
+        assert 0 < (result == 0).sum() < 500
+        torch._dynamo.reset()
+
+
+def test_autocast_applies_to_the_inlined_body(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        return x @ y
+
+    op.derive_autograd()
+
+    def program(x, y):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return op(x.sin(), y)
+
+    inputs = (torch.randn(4, 4), torch.randn(4, 4))
+    compiled = torch.compile(program, fullgraph=True, backend=Aot())
+    assert compiled(*inputs).dtype is torch.bfloat16
+    torch.testing.assert_close(gradients(compiled, *inputs), gradients(program, *inputs))
+
+
+def test_transforms_in_a_compiled_program_are_inlined(namespace):
+    op = torchop.custom_op(f"{namespace}::op", _gate, mutates_args=(), compile="inline")
+    op.derive_autograd()
+
+    def program(x):
+        return torch.func.grad(lambda x: op(x, x).sum())(x)
+
+    result, targets = run(program, X)
+    torch.testing.assert_close(result, program(X))
+    assert not any(namespace in target for target in targets)
+
+
+def test_residuals_of_an_inlined_operator_are_inlined(namespace):
+    @torchop.custom_op(
+        f"{namespace}::op", mutates_args=(), compile="inline", residuals={"exp": Tensor}
+    )
+    def op(x: Tensor) -> Tensor:
+        exp = x.exp()
+        return torchop.residuals(exp + 1, exp) if torchop.records_gradient() else exp + 1
+
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0] * 100,
+        setup_context=lambda ctx, inputs, output, residuals: ctx.save_for_backward(residuals.exp),
+    )
+    backend = Aot()
+    compiled = torch.compile(lambda x: op(x * 2), fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, X), gradients(lambda x: op(x * 2), X))
+    assert not any(namespace in target for target in backend.targets)
+    assert backend.targets.count("aten.exp.default") <= 2  # the partitioner may recompute it
+    torch.testing.assert_close(compiled(X), (X * 2).exp() + 1)
+
+
+def _in_region(function, context_fn=None):
+    options = {} if context_fn is None else {"context_fn": context_fn}
+    return lambda x: checkpoint(function, x, use_reentrant=False, **options)
+
+
+SELECTIVE = functools.partial(create_selective_checkpoint_contexts, [])
+REGIONS = {
+    "no region": lambda function: function,
+    "checkpoint": _in_region,
+    "selective": lambda function: _in_region(function, SELECTIVE),
+}
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("policy", ["save", "recompute"])
+@pytest.mark.parametrize(
+    ("choice", "derived"), [("inline", False), ("inline", True), ("opaque", False)]
+)
+def test_an_inlined_call_is_saved_or_recomputed(namespace, choice, derived, policy, region):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile=choice)
+    def op(x: Tensor) -> Tensor:
+        return torch.special.gammaln(x + 2).sin()
+
+    op.register_fake(like="x")
+    if derived:
+        op.derive_autograd()
+    else:
+        op.register_autograd(
+            lambda ctx, g: g * (1 - ctx.saved_tensors[0] ** 2),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+        )
+    op.register_checkpoint_policy(policy)
+    backend = Aot(partition_fn=min_cut_rematerialization_partition)
+    program = REGIONS[region](lambda x: op(x * 2).sin())
+    compiled = torch.compile(lambda x: program(x.cos()), fullgraph=True, backend=backend)
+    expected = gradients(lambda x: op(x.cos() * 2).sin(), X)
+    torch.testing.assert_close(gradients(compiled, X), expected)
+    names = ("aten.lgamma.default", f"{namespace}.op.default")
+    runs = sum(target in names for target in backend.targets)
+    assert runs == (1 if policy == "save" else 2)
+
+
+def test_a_region_that_must_recompute_decides_for_an_inlined_call(namespace):
+    op = torchop.custom_op(f"{namespace}::op", _gate, mutates_args=(), compile="inline")
+    op.derive_autograd()
+    op.register_checkpoint_policy("save")
+    seen = []
+
+    def policy(ctx, called, *args, **kwargs):
+        seen.append(called)
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    backend = Aot(partition_fn=min_cut_rematerialization_partition)
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    program = _in_region(lambda x: op(x, x).sin(), context)
+    compiled = torch.compile(program, fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, X), gradients(program, X))
+    assert op.overload in seen
+    assert backend.targets.count("aten.sigmoid.default") == 2

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as _forward_ad
 from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from torchop._compat import functorch
 from torchop._compat.classes import DispatchKey
@@ -77,6 +77,26 @@ def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     keys = same_keys()
     with above_autograd(), keys:
         return run()
+
+
+def all_affect(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
+    """Return whether autograd recorded a path from each input to at least one of the outputs."""
+
+    def edges_of(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, int]]:
+        edges: list[Any] = list(map(get_gradient_edge, tensors))
+        return [(edge.node, edge.output_nr) for edge in edges]
+
+    wanted, edges = set(edges_of(inputs)), edges_of(outputs)
+    found: set[tuple[Any, int]] = set()
+    seen: set[Any] = {None}
+    while edges and wanted != found:
+        edge = edges.pop()
+        if edge in wanted:
+            found.add(edge)
+        elif edge[0] not in seen:
+            seen.add(edge[0])
+            edges += edge[0].next_functions
+    return wanted == found
 
 
 def input_gradients(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,36 +36,39 @@ def selective_checkpointing_is_active() -> bool:
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
     """Make a checkpointed region save the results of the nodes that are traced in this block."""
-    with _traced_nodes(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)) as nodes:
+    with traced_nodes() as nodes:
         yield
     for node in nodes:
         if node.meta.get("recompute") is not None:
             node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
 
 
-@contextlib.contextmanager
-def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
-    """Make AOTAutograd's partitioner save the results of the nodes that are traced in this block.
+_SMALLEST_BUDGET = 1e-9
 
-    The partitioner saves these results even if the setting `activation_memory_budget` allows less
-    memory. But in a checkpointed region, the region's policy function decides.
+
+def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
+    """Make AOTAutograd's partitioner save or recompute the results of FX nodes.
+
+    `policy` is a `CheckpointPolicy`. The partitioner knows no preferences: it recomputes nodes that
+    are marked PREFER_RECOMPUTE, and ignores PREFER_SAVE.
     """
-    if proxy_mode is None:
-        proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    with _traced_nodes(proxy_mode) as nodes:
-        yield
+    if policy.name.endswith("SAVE"):
+        policy = checkpoint.CheckpointPolicy.MUST_SAVE
     budget = torch._functorch.config.activation_memory_budget
     for node in nodes:
-        if node.meta.get("recompute") is not None:
+        value = node.meta.get("val")
+        if not isinstance(value, (torch.Tensor, tuple, list)):
+            continue  # sizes are cheap
+        node.meta["recompute"] = policy
+        if policy is not checkpoint.CheckpointPolicy.MUST_SAVE:
             continue
-        node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
         # Workaround for pytorch/pytorch#190758: MUST_SAVE alone does not make the partitioner save
         # a result. With a budget of 0, `choose_saved_values_set` (torch/_functorch/partitioners.py)
         # saves nothing. With any budget below 1, it raises an error if a node that is marked
         # MUST_SAVE returns a tuple. Until this is fixed, set `memory_budget` on the node, because
         # the partitioner uses the first `memory_budget` that it finds on a node as the budget for
         # the whole graph.
-        if isinstance(node.meta.get("val"), (tuple, list)):
+        if isinstance(value, (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:
                     other.meta["memory_budget"] = 1.0
@@ -73,13 +76,12 @@ def saving_under_budget(proxy_mode: Any = None) -> Iterator[None]:
             node.meta.setdefault("memory_budget", _SMALLEST_BUDGET)
 
 
-_SMALLEST_BUDGET = 1e-9
-
-
 @contextlib.contextmanager
-def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
+def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
     """Yield a list that contains, after the `with` block, the FX nodes traced in the block."""
     nodes: list[torch.fx.Node] = []
+    if proxy_mode is None:
+        proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:
         yield nodes
         return
@@ -87,6 +89,13 @@ def _traced_nodes(proxy_mode: Any) -> Iterator[list[torch.fx.Node]]:
     count = len(graph.nodes)
     yield nodes
     nodes += itertools.islice(reversed(graph.nodes), len(graph.nodes) - count)
+
+
+def policy_of_region(op: Any, args: Any, kwargs: Any) -> Any:
+    """Return the checkpointed region's policy for a call, or None outside of a region."""
+    modes = reversed(_get_current_dispatch_mode_stack())
+    mode: Any = next((mode for mode in modes if isinstance(mode, POLICY_MODES)), None)
+    return None if mode is None else mode.policy_fn(new_context(), op, *args, **kwargs)
 
 
 def new_context() -> Any:

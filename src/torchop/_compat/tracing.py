@@ -44,6 +44,12 @@ def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
 
+def is_functionalizing() -> bool:
+    """Return whether AOTAutograd is tracing a graph with functional tensors in this thread."""
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    return mode is not None
+
+
 def is_traceable_type(cls: type) -> bool:
     """Return whether traces with functional tensors support tensors of this class."""
     return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)

@@ -64,10 +64,9 @@ def declare(
     inlined = declared_inlining(name, compile, effect, launches=launches)
     if saved is not None:
         saved.check_operator(parsed)
-        if inlined is not None:
+        if launches:
             raise SchemaError(
-                f'{name}: residuals and compile="inline" exclude each other, because a compiler '
-                "that traces the function differentiates the operators in it."
+                f"{name}: triton_op does not support residuals. Define the operator with custom_op."
             )
     return Declaration(
         name,

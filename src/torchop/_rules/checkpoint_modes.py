@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
-from torchop._compat import checkpointing, registries
+from torch.utils.checkpoint import CheckpointPolicy
+
+from torchop._compat import autograd, checkpointing, registries
 from torchop._compat.classes import OpOverload, ProxyTorchDispatchMode, Tag
 from torchop._core.definition import Definition
 from torchop._core.user_rule import get_rule
@@ -80,65 +82,107 @@ def register_for_traces(called: object, op: OpOverload | None = None, extra: str
 
     The arguments have the same meaning as in `register_for_checkpoints`.
     """
-    hook = in_trace if op is None else functools.partial(_saving, op, extra)
+    hook = in_trace if op is None else functools.partial(_marking, op, extra)
     registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Trace a call and mark its results as saved if the operator is random or has a `SAVE` policy.
+    """Trace a call, and mark its results as saved or recomputed by the operator's policy.
 
     Workaround for pytorch/pytorch#190758: under `activation_memory_budget`, the partitioner may
     recompute any node that is not marked MUST_SAVE.
     """
-    return _saving(op, "", mode, op, types, args, kwargs)
+    return _marking(op, "", mode, op, types, args, kwargs)
 
 
-def _saving(op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def _marking(
+    op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
+) -> Any:
     kwargs = kwargs or {}
-    with saved_under_budget(op, args, {n: v for n, v in kwargs.items() if n != extra}, mode):
+    with marked(op, args, {n: v for n, v in kwargs.items() if n != extra}, mode):
         return mode.__torch_dispatch__(called, types, args, kwargs)
 
 
-def saved_under_budget(
-    op: Any, args: Any, kwargs: Any, proxy_mode: Any = None
-) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that marks the results of traced calls as saved.
+@contextlib.contextmanager
+def marked(op: Any, args: Any, kwargs: Any, proxy_mode: Any = None) -> Iterator[None]:
+    """Mark the FX nodes that are traced in this block as saved or recomputed.
 
-    It does nothing if the operator is not random and has no `SAVE` policy.
+    This applies the operator's policy outside of checkpointed regions. The results of random
+    operators are always saved.
     """
-    if Tag.nondeterministic_seeded not in op.tags:
-        rule = get_rule("checkpoint_policy")
-        if not rule.has(op):
-            return contextlib.nullcontext()
-        policy = rule.lookup(op).decide(checkpointing.new_context(), *args, **kwargs)
-        if not policy.name.endswith("SAVE"):
-            return contextlib.nullcontext()
-    return checkpointing.saving_under_budget(proxy_mode)
+    policy = _policy(op, args, kwargs)
+    if Tag.nondeterministic_seeded in op.tags:
+        policy = CheckpointPolicy.MUST_SAVE
+    # Nodes of the backward are not recomputed. A mark would make the partitioner save their inputs.
+    if policy is None or (autograd.is_in_backward() and not _saves(policy)):
+        yield
+        return
+    with checkpointing.traced_nodes(proxy_mode) as nodes:
+        yield
+    checkpointing.mark([node for node in nodes if node.meta.get("recompute") is None], policy)
+
+
+@contextlib.contextmanager
+def marked_as_one_call(op: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Mark the FX nodes of an operator's function, which is traced above autograd in this block.
+
+    Checkpointing modes only see the operators in the function. The marks are the ones that a single
+    call to `op` would have.
+    """
+    region = checkpointing.policy_of_region(op, args, kwargs)
+    if region is None:
+        with marked(op, args, kwargs):
+            yield
+        return
+    if isinstance(region, bool):
+        region = CheckpointPolicy.MUST_SAVE if region else CheckpointPolicy.PREFER_RECOMPUTE
+    own = _policy(op, args, kwargs)
+    with checkpointing.traced_nodes() as nodes:
+        yield
+    checkpointing.mark(nodes, region if own is None else _stronger(own, region))
+
+
+def _policy(op: Any, args: Any, kwargs: Any) -> Policy | None:
+    # Look up the rule by name, because its module imports this module.
+    rule = get_rule("checkpoint_policy")
+    if not rule.has(op):
+        return None
+    return rule.lookup(op).decide(checkpointing.new_context(), *args, **kwargs)
+
+
+def _saves(policy: Policy) -> bool:
+    return bool(policy.name.endswith("SAVE"))
 
 
 def _with_policies(
     op: Any, extra: str, mode: Any, called: Any, types: Any, args: Any, kwargs: Any
 ) -> Any:
-    # Look up the rule by name, because its module imports this module.
     rule = get_rule("checkpoint_policy")
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
+    of_call: Policy | bool = False
 
     def policy(ctx: Any, _: Any, *args: Any, **kwargs: Any) -> Policy:
+        nonlocal of_call
         kwargs.pop(extra, None)
-        region = of_region(ctx, op, *args, **kwargs)
-        if of_operator is None:
-            return region
-        return _stronger(of_operator(ctx, *args, **kwargs), region)
+        of_call = of_region(ctx, op, *args, **kwargs)
+        if of_operator is not None:
+            of_call = _stronger(of_operator(ctx, *args, **kwargs), of_call)
+        return of_call
 
     mode.policy_fn = policy
     try:
-        return mode.__torch_dispatch__(called, types, args, kwargs)
+        with checkpointing.traced_nodes() as nodes:
+            result = mode.__torch_dispatch__(called, types, args, kwargs)
     finally:
         mode.policy_fn = of_region
+    if of_operator is not None and not isinstance(of_call, bool) and _saves(of_call):
+        # The mode has marked the nodes PREFER_SAVE, which the partitioner ignores.
+        checkpointing.mark(nodes, of_call)
+    return result
 
 
-def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
+def _stronger(operator: Policy, region: Policy | bool) -> Any:
     """Return the operator's policy, unless only the region's policy is a `MUST` policy."""
     # A region's policy function may return True for MUST_SAVE and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")

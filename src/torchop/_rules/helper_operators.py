@@ -37,13 +37,15 @@ def define_helper_operator(
     error: type[RuntimeError] = RuntimeError,
     origin: Definition | None = None,
     convention: Convention = FLAT,
+    inlined: Any = None,
 ) -> Definition:
     """Define the helper operator `name__kind` of the operator `name`.
 
     It has the same tags, except for the tags of in-place and out= forms. If another library has
     already defined an operator of this name, raise `error`. The helper operator inherits public
     rules (`torchop.Rule`) from `origin`. `convention` converts functions that users register for
-    the helper operator to functions that take and return the values of the schema.
+    the helper operator to functions that take and return the values of the schema. Compilers that
+    are `inlined` trace `function` instead of the helper operator.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -59,6 +61,7 @@ def define_helper_operator(
         definition.declaration.site or Site(__name__, str(name), __file__, 0),
         tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
         fake=fake,
+        inlined=inlined,
         convention=convention,
         is_helper=True,
     )

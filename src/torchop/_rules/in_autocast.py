@@ -40,7 +40,7 @@ from torchop._compat import (
 from torchop._compat.classes import EffectType, OpOverload, Tag
 from torchop._core.call import tensors_in
 from torchop._errors import FakeKernelError, TracingError
-from torchop._rules.checkpoint_modes import saved_under_budget
+from torchop._rules.checkpoint_modes import marked
 
 # The method `fake_kernel` of `FakeRule`, which sets it because an import would be circular.
 fake_kernel: Any = None
@@ -72,7 +72,7 @@ def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     is_in_place = bool(call.written) and not returns
     is_random = Tag.nondeterministic_seeded in op.tags
     called = _overloads[is_in_place, is_random, registries.effect_of(op._name) is not None]
-    with saved_under_budget(op, args, kwargs):
+    with marked(op, args, kwargs):
         flat = mode.__torch_dispatch__(called, types, tuple(call), {})
     if flat is NotImplemented or is_in_place:
         return flat

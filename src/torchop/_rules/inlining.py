@@ -1,7 +1,8 @@
 """The inlining rule: compilers replace a call with the operators in the operator's function.
 
-The call is replaced when AOTAutograd traces the graph for the backend, below autograd. The graphs
-of Dynamo and `torch.export` are created earlier, so they still contain the call.
+The call is replaced when AOTAutograd traces the graph for the backend, below autograd, or above
+autograd if the formula is derived. The graphs of Dynamo and `torch.export` are created earlier, so
+they still contain the call.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop._compat import autocasting, compilers, dispatch, registries, tracing
+from torchop._compat import autocasting, compilers, dispatch, functorch, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.contract import alias_error, check_returned_arguments, result_check
 from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import TracingError, short_repr, short_text
+from torchop._rules.checkpoint_modes import marked, marked_as_one_call
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
@@ -187,16 +189,46 @@ def _hook(
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the Tensor subclass may handle the call
-        with mode, autocasting.in_state_of_kernel():
-            traced = _chosen(definition, args, kwargs or {}) or body
-            result = check_result(traced(*args, **(kwargs or {})), definition, "function")
+        kwargs = kwargs or {}
+        with mode, autocasting.in_state_of_kernel(), marked(op, args, kwargs):
+            traced = _chosen(definition, args, kwargs) or body
+            result = check_result(traced(*args, **kwargs), definition, "function")
         if schema.form is not Form.PLAIN:
-            check_returned_arguments(definition, schema, args, kwargs or {}, result)
+            check_returned_arguments(definition, schema, args, kwargs, result)
         elif not schema.is_view:
-            _check_fresh(definition, args, kwargs or {}, result)
+            _check_fresh(definition, args, kwargs, result)
         return result
 
     return functionalize
+
+
+def traced_above_autograd(
+    definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Trace the operator's function, so that AOTAutograd differentiates the operators in it.
+
+    The autograd kernel calls this for an operator whose formula is derived from its function.
+    Return NotImplemented if the call must not be inlined.
+    """
+    inlined = definition.plan[InliningRule]
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    if (
+        inlined is None
+        or inlined.launches
+        or not tracing.is_functionalizing()
+        # A user's vmap rule, or the sharding rule of a DTensor, handles the call instead.
+        or any(map(functorch.holds_batch, tensors))
+        or not all(tracing.is_traceable_type(type(tensor)) for tensor in tensors)
+        or not inlined.by_current_backend()
+    ):
+        return NotImplemented
+    check_result = result_check(definition.schema.returns)
+    with marked_as_one_call(definition.overload, args, kwargs):
+        result = _traceable(definition, inlined)(*args, **kwargs)
+    result = check_result(result, definition, "function")
+    if not functorch.is_active():  # tensors in a transform have no storage
+        _check_fresh(definition, args, kwargs, result)
+    return result
 
 
 def _chosen(

@@ -671,7 +671,6 @@ WRONG_DECLARATIONS = {
         {"residuals": {"x": Tensor}, "mutates_args": ("x",)},
         "residuals require a functional operator",
     ),
-    "inlined": ({"residuals": {"x": Tensor}, "compile": "inline"}, "exclude each other"),
 }
 
 

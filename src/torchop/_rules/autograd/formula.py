@@ -40,6 +40,8 @@ class Formula:
         before_kernel: called before the kernel of a native call, as
             `before_kernel(inputs, keyword_only_inputs)`. If it returns NotImplemented, the call
             falls back to the dispatcher.
+        traced: called in place of the operator while a compiler traces a call. If it returns
+            NotImplemented, the call is recorded as usual.
         tangents: the forward-mode formula, which `AutogradRule.compile` sets.
     """
 
@@ -59,6 +61,7 @@ class Formula:
         self.backward = function
         self.save: Callable[..., None] | None = self.setup
         self.before_kernel: Callable[[Any, Any], Any] | None = None
+        self.traced: Callable[[Any, Any], Any] | None = None
         if training is not None:
             self.save, self.before_kernel = training.saving(self.setup), training.before_kernel
         self.tangents: Tangents | None = None

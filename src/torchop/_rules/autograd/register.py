@@ -234,8 +234,9 @@ def derive_autograd(op: OpLike, /) -> None:
 
     A call saves the inputs. In eager mode, the backward runs the kernel again and differentiates
     it. Higher derivatives work too. Compiled graphs call two helper operators instead:
-    `name__training` in the forward and `name__backward` in the backward. Random numbers and
-    autocast settings are the same in both runs of the kernel.
+    `name__training` in the forward and `name__backward` in the backward. But if the operator is
+    defined with `compile="inline"`, compilers differentiate the operators in the kernel. Random
+    numbers and autocast settings are the same in both runs of the kernel.
 
     Raises:
         GradientError: the operator mutates or aliases arguments or has an effect, or one of the

@@ -139,6 +139,10 @@ class AutogradRule(CompiledRule[Formula]):
             formula = definition.plan[AutogradRule]
             if is_dual and formula.training is not None:
                 raise forward_mode.residuals_unsupported(definition)
+            if formula.traced is not None and not is_dual:
+                result = formula.traced(args, kwargs)
+                if result is not NotImplemented:
+                    return result
             return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
         # Masking `keyset` skips autograd for this call only. `below_autograd` also skips it for the
         # operators that the kernel calls.

@@ -27,7 +27,7 @@ from torchop._core.call import mutated_tensors, returned_result
 from torchop._core.definition import Definition
 from torchop._errors import TracingError
 from torchop._rules import in_autocast, inlining
-from torchop._rules.checkpoint_modes import saved_under_budget
+from torchop._rules.checkpoint_modes import marked
 from torchop._rules.functionalization.helper_operators import (
     FUNCTIONAL,
     MUTABLE,
@@ -119,7 +119,7 @@ def _functionalizing(
         keep_copies_with_offset(mode, schema, args, kwargs)
         (values, keywords), copies = copy_misread_views(mode, str(definition), schema, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
-        with saved_under_budget(op, args, kwargs):
+        with marked(op, args, kwargs):
             result, written = _trace(definition, helpers, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the call

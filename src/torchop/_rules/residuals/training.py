@@ -52,6 +52,7 @@ class TrainingForm:
             write(schema.written_arguments, write_results(results)),
             self._kernel,
             self._kernel,  # also the fake kernel, because it only calls the operator
+            inlined=definition.declaration.inlined,
         )
         op = str(definition)
         # `guard(places)` returns a function that replaces the saved tensors at these places, which

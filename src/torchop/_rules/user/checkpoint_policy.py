@@ -1,4 +1,4 @@
-"""Checkpoint policies: whether selective activation checkpointing saves an operator's results.
+"""Checkpoint policies: whether the results of an operator are saved or recomputed.
 
 PyTorch itself has no policies for operators. It only calls the policy function that the user passed
 for the checkpointed region. In torchop, an operator's policy takes precedence over the region's
@@ -89,9 +89,9 @@ def register_checkpoint_policy(
     *,
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Register whether selective activation checkpointing saves the operator's results.
+    """Register whether the operator's results are saved for the backward or recomputed.
 
-    The policy applies in all regions that use
+    The policy applies in compiled code, and in all regions that use
     `torch.utils.checkpoint.create_selective_checkpoint_contexts`. If the region's own policy
     function returns a `MUST_...` policy, the region's policy takes precedence over a `PREFER_...`
     policy of the operator.

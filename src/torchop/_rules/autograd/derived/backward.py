@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
+from torchop._compat import autograd, checkpointing, dispatch, dtensor, functorch, tracing
 from torchop._compat.classes import Tag
-from torchop._core.call import tensors_in
+from torchop._core.call import as_tuple, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
+from torchop._rules import inlining
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import (
     Rerun,
@@ -20,7 +21,7 @@ from torchop._rules.autograd.derived.differentiate import (
 )
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
 from torchop._rules.autograd.formula import Formula
-from torchop._rules.autograd.gradients import placed
+from torchop._rules.autograd.gradients import is_differentiable, placed
 from torchop._rules.effect import EffectRule
 
 
@@ -39,6 +40,8 @@ class DerivedFormula(Formula):
         self.backward = self._backward
         self.save = self._save
         self.before_kernel = self._before_kernel
+        if definition.declaration.inlined is not None:
+            self.traced = self._traced
 
     @property
     def title(self) -> str:
@@ -84,6 +87,24 @@ class DerivedFormula(Formula):
             or replay.has_changed(state, values)
         )
         return result, state.packed if is_needed else None
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """Inline a call into the graph, if its gradients are the same as in eager mode.
+
+        Record the call as usual, by returning NotImplemented, if an output has no autograd history
+        or an input affects no output. The derived formula then raises GradientError, or returns a
+        gradient of zero.
+        """
+        self._check_no_effect()
+        result = inlining.traced_above_autograd(self.definition, args, kwargs)
+        if result is NotImplemented or functorch.is_active():
+            return result
+        results = tensors_in(as_tuple(self.definition.schema, result))
+        outputs = [tensor for tensor in results if is_differentiable(tensor)]
+        inputs = [tensor for tensor in tensors_in(args) if tensor.requires_grad]
+        if all(tensor.requires_grad for tensor in outputs) and autograd.all_affect(inputs, outputs):
+            return result
+        return NotImplemented
 
     def _before_kernel(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the packed ambient state for a native call (run by C++ without the dispatcher).
