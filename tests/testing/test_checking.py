@@ -322,9 +322,57 @@ def test_reading_a_compressed_sparse_tensor_is_not_a_write(namespace: str) -> No
     x = torch.eye(2).to_sparse_csr()
     with torchop.testing.checking():
         assert torch.equal(op(x), torch.eye(2))
+    before = x._version
     with torch.inference_mode():
         x.to_dense()
-    assert x._version == 6
+    assert x._version == before + 3
     writes = define(namespace, adds, "writes")
     with torchop.testing.checking(), pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
         writes(x)
+
+
+def _by_stock(name: str) -> Any:
+    return torch.library.custom_op(name, _annotated, mutates_args=())
+
+
+def _annotated(x: Tensor) -> Tensor:
+    return adds(x)
+
+
+def _by_library(name: str) -> Any:
+    namespace, _, op = name.partition("::")
+    LIBRARIES.append(torch.library.Library(namespace, "FRAGMENT"))
+    LIBRARIES[-1].define(f"{op}(Tensor x) -> Tensor")
+    LIBRARIES[-1].impl(op, adds, "CPU")
+    return getattr(getattr(torch.ops, namespace), op)
+
+
+LIBRARIES: list[Any] = []
+
+
+@pytest.mark.parametrize("define_stock", [_by_stock, _by_library])
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_operators_of_other_packages_are_checked(
+    namespace: str, define_stock: Callable[[str], Any], is_accelerated: bool
+) -> None:
+    op = define_stock(f"{namespace}::stock")
+    acceleration = torchop.accelerate(f"{namespace}::*") if is_accelerated else None
+    try:
+        op(torch.zeros(2))
+        with (
+            torchop.testing.checking(),
+            pytest.raises(torchop.UndeclaredMutationError, match=f"{namespace}::stock: Argument x"),
+        ):
+            op(torch.zeros(2))
+        op(torch.zeros(2))
+    finally:
+        if acceleration is not None:
+            acceleration.undo()
+        LIBRARIES.clear()
+
+
+def test_mode_ends_with_the_block(namespace: str) -> None:
+    before = torch._C._len_torch_dispatch_stack()
+    with torchop.testing.checking(), torchop.testing.checking():
+        assert torch._C._len_torch_dispatch_stack() == before + 1
+    assert torch._C._len_torch_dispatch_stack() == before

@@ -269,10 +269,10 @@ def test_setup_context_with_residuals_is_checked(namespace, called_before):
 
 
 @needs_native
-def test_calls_stay_native_in_the_block(namespace):
+def test_calls_in_the_block_go_through_the_mode(namespace):
     op = define(namespace, lambda ctx, grad: grad / 2, save_inputs)
     with torchop.testing.checking():
         differentiate(op)
         with counting(op) as calls:
             differentiate(op)
-    assert calls == {"native": 1}
+    assert calls == {"mode": 1}

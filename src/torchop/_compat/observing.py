@@ -23,11 +23,11 @@ from torchop._compat.classes import (
 
 
 def observing_mode(
-    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], Callable[[], None] | None],
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a mode that calls `note(name, args, kwargs)` before each operator call.
 
-    The mode also observes the calls that Python kernels make. It does not affect `torch.compile`.
+    If `note` returns a function, the mode calls it after the operator has returned. The mode also observes the calls that Python kernels make. It does not affect `torch.compile`.
     """
 
     class Observing(TorchDispatchMode):
@@ -50,9 +50,14 @@ def observing_mode(
             kwargs = kwargs or {}
             if isinstance(func, OpOverload):
                 name = func._name.removesuffix(".default")
-                note(name, args, kwargs)
+                after = note(name, args, kwargs)
                 if _ends_at_python(name, args, kwargs):
-                    return _call_below_modes(cast(Any, self), name, func, args, kwargs)
+                    result = _call_below_modes(cast(Any, self), name, func, args, kwargs)
+                else:
+                    result = func(*args, **kwargs)
+                if after is not None:
+                    after()
+                return result
             return func(*args, **kwargs)
 
     return cast("contextlib.AbstractContextManager[Any]", cast(Any, Observing)())

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from torchop._compat import autograd, compilers
+from torchop._accelerate.patterns import is_match
+from torchop._compat import autograd, compilers, observing, operators
 from torchop._core.blocks import Block
 from torchop._core.checking import set_checker
 from torchop._core.lock import registration_lock
-from torchop.extend import Schema, named_inputs, named_outputs
+from torchop.extend import Operator, OpName, Schema, named_inputs, named_outputs
 from torchop.testing._snapshot import BACKWARD, HELPER, KERNEL, SETUP_CONTEXT, Snapshot
 
 
@@ -26,7 +27,9 @@ class checking(Block):  # noqa: N801  (called like a function)
     or strides. An `out=` argument may also be resized.
 
     The `with` block checks all kernels registered with torchop that run in this thread or in its
-    backward passes, including kernels called by compiled code and by other kernels. It also checks
+    backward passes, including kernels called by compiled code and by other kernels. It checks calls
+    of other packages' operators, too, except the operators of PyTorch itself. For this, it enters a
+    `TorchDispatchMode`. For operators of torchop, it also checks
     autograd formulas: `backward` must not write into its incoming gradients, and `setup_context`
     must not write into inputs and outputs. With `torch.compile`, formulas run only while a graph is
     being compiled, so compile inside the block.
@@ -68,6 +71,7 @@ class checking(Block):  # noqa: N801  (called like a function)
             _switch(_blocks + 1)
         self._entered.append(_thread.open_blocks)
         _thread.open_blocks.append(self)
+        _thread.enter_mode()
         _blocks_of_caller.set(_thread.open_blocks)
 
     def __exit__(self, *exception: object) -> None:
@@ -75,6 +79,7 @@ class checking(Block):  # noqa: N801  (called like a function)
             raise RuntimeError("checking() was exited, but it was not entered")
         # A different thread may exit the block, so use the list of the thread that entered it.
         self._entered.pop().remove(self)
+        _thread.exit_mode()
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -82,6 +87,22 @@ class checking(Block):  # noqa: N801  (called like a function)
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.open_blocks: list[checking] = []
+        self._mode: Any = None
+
+    def enter_mode(self) -> None:
+        if self._mode is None:
+            self._mode = observing.observing_mode(_snapshot_of_others)
+            self._mode.__enter__()
+
+    def exit_mode(self) -> None:
+        """Exit the mode of this thread if the thread has no open block.
+
+        If another thread exits the last block of this thread, the mode stays active, but checks
+        nothing. A thread cannot change the modes of another thread.
+        """
+        if self._mode is not None and not self.open_blocks:
+            mode, self._mode = self._mode, None
+            mode.__exit__(None, None, None)
 
 
 _thread = _Thread()
@@ -107,6 +128,34 @@ def is_open() -> bool:
     if not _blocks or _thread.open_blocks:
         return bool(_blocks)
     return bool(autograd.context_of_backward().get(_blocks_of_caller, ()))
+
+
+def _snapshot_of_others(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], None] | None:
+    """Take a snapshot before a call of another package's operator. Return the check to make after.
+
+    Return None for operators of PyTorch, and for those of torchop, which `_Checker` checks.
+    """
+    if not is_open() or _is_of_pytorch(name):
+        return None
+    operator = Operator(name, "checking")
+    if operator.handle is not None:
+        return None
+    snapshot = Snapshot(operator.schema, args, kwargs)
+    return lambda: snapshot.check(name)
+
+
+@functools.cache
+def _is_of_pytorch(name: str) -> bool:
+    """Return whether PyTorch itself defines an operator.
+
+    Some of these operators, such as `c10d::allreduce_`, write arguments that their schemas do not
+    declare, and nobody can change them.
+    """
+    op = OpName.parse(name)
+    site = operators.registration_site(op.packet, op.overload)
+    return not is_match(op, "*") or "/torch/csrc/" in site or "/aten/src/ATen/" in site
 
 
 class _Checker:

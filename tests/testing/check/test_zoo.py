@@ -29,8 +29,11 @@ OF_FEW = {"providers.configs", "providers.batch_invariant"}
 # Correct operators, each with a check that could easily fail for it by mistake. Always run these
 # checks, because the sample below may leave them out.
 DELICATE = [
+    ("adds_in_int64", "dtypes.int64"),
     ("affine", "subsystems.gradcheck"),
     ("attention_in_blocks", "subsystems.autocast"),
+    ("broadcast_product", "subsystems.gradcheck"),
+    ("copied_into_pool", "contracts.leaks"),
     ("csr_scaled", "dtypes.numbers"),
     ("csr_scaled", "dtypes.double"),
     ("csr_scaled", "memory.uninitialized"),
@@ -41,9 +44,13 @@ DELICATE = [
     ("csr_times_vector", "subsystems.fake_devices"),
     ("csr_times_vector", "subsystems.compiled"),
     ("csr_times_vector", "subsystems.export_dynamic"),
+    ("distinct", "dtypes.numbers"),
     ("image_resized", "values.extremes"),
+    ("logged_by_setting", "contracts.environment"),
     ("pairs_turned", "subsystems.gradcheck"),
+    ("picks_rows", "subsystems.threads"),
     ("ragged_attention", "subsystems.autocast"),
+    ("remainders", "dtypes.int64"),
     ("rounded_to_steps", "dtypes.half"),
     ("rows_looked_up", "memory.empty"),
     ("rows_looked_up", "memory.single"),
@@ -52,6 +59,7 @@ DELICATE = [
     ("sums_of_starts", "memory.empty"),
     ("sums_of_starts", "memory.single"),
     ("sums_of_starts", "memory.odd_strides"),
+    ("takes_device_of_both", "subsystems.fake_devices"),
     ("total_of_rows", "subsystems.gradcheck"),
     ("without_autograd", "subsystems.autograd_registration"),
     ("default_of_schema", "subsystems.autograd_registration"),

@@ -162,6 +162,11 @@ _LAYOUTS = (
     "contiguous transposed gaps sliced offset channels_last odd_strides negative conjugate expanded"
 )
 _SIZES = "empty single longer"
+# A kernel may violate its schema for one dtype or layout only. Leave out arguments that share
+# memory, because a declared write may then change other arguments, and the slow variant "blocks".
+_ALL_VARIANTS = " ".join(
+    name for name, each in VARIANTS.items() if each.group != "sharing" and name != "blocks"
+)
 
 
 def _always(provider: Provider) -> bool:
@@ -180,12 +185,13 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of(
         "contracts.schema",
         _SCHEMA,
-        f"given plain {_LAYOUTS} {_SIZES} scalars",
+        _ALL_VARIANTS,
         "Does it write only declared arguments, and return fresh memory?",
         of_kernel=_always,
     ),
     *alone("contracts", process.repeated, process.state, of_kernel=_if_deterministic),
     *alone("contracts", process.kept, process.leaks, process.process, of_kernel=_always),
+    *alone("contracts", process.environment, of_kernel=_if_deterministic),
     *_of(
         "contracts.num_threads",
         {"probe": results.ignores_num_threads, "options": _of_threads},
@@ -247,7 +253,7 @@ CHECKS: tuple[CheckKind, ...] = (
         "digits",
         "Are double results not rounded to float32?",
     ),
-    *alone("dtypes", digits.float_arguments),
+    *alone("dtypes", digits.int64, digits.float_arguments),
     *_each(
         "values",
         _SAME,
@@ -293,6 +299,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *alone(
         "subsystems", gradients.forward_mode, incoming_gradients.needs_input_grad, gradients.saved
     ),
+    *alone("subsystems", incoming_gradients.grad_memory),
     *alone("subsystems", residuals.residuals, contexts.vmap, contexts.vmap_random, contexts.func),
     *alone("subsystems", process.threads, of_kernel=_if_deterministic),
     *alone("subsystems", contexts.autocast, contexts.inference_mode),

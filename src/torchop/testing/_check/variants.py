@@ -210,6 +210,25 @@ def dtypes(subject: Subject, example: Example) -> Cases:
             yield Case(f"in {name}, with 0 elements", empty)
 
 
+def integers(subject: Subject, example: Example) -> Cases:
+    """Convert the integer tensors to each other integer dtype that can represent their values."""
+    places = [p for p, t in enumerate(example.tensors) if probes.has_integers(t)]
+    if not places:
+        raise CannotCheck("no argument holds integers")
+    for dtype in INTEGERS[:-1]:
+        limits = torch.iinfo(dtype)
+        tensors = example.tensors
+        chosen = [place for place in places if tensors[place].dtype is not dtype]
+        fits = all(
+            limits.min <= int(tensors[p].min()) and int(tensors[p].max()) <= limits.max
+            for p in chosen
+        )
+        if chosen and fits:
+            changed = [t.to(dtype) if p in chosen else t for p, t in enumerate(tensors)]
+            name = str(dtype).removeprefix("torch.")
+            yield Case(f"integers in {name}", example.with_tensors(changed))
+
+
 def promotion(subject: Subject, example: Example) -> Cases:
     places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
     if len(places) < 2:
@@ -314,14 +333,14 @@ def _other_layout(subject: Subject, example: Example, tensor: Tensor) -> Arrange
 
 def int8(subject: Subject, example: Example) -> Cases:
     for place, tensor in enumerate(example.tensors):
-        if tensor.dtype in (torch.int8, torch.uint8) and not _may_be_places(tensor, example):
+        if tensor.dtype in (torch.int8, torch.uint8) and not may_be_places(tensor, example):
             limits = torch.iinfo(tensor.dtype)
             changed = with_numbers([limits.min, limits.max, 0], 1, tensor)
             label = f"{subject.names(example)[place]} full of limits"
             yield Case(label, example.replace(place, changed))
 
 
-def _may_be_places(integers: Tensor, example: Example) -> bool:
+def may_be_places(integers: Tensor, example: Example) -> bool:
     """Return whether integers may be indices into a tensor, or lengths of segments."""
     most = max((tensor.numel() for tensor in example.tensors), default=0)
     return bool(((integers >= 0) & (integers <= most)).all())
@@ -385,7 +404,7 @@ VARIANTS: dict[str, Variant] = {
     # Uses smaller sizes than "blocks". It is for checks of fake kernels, because a fake kernel in
     # Python may be slow for large sizes.
     "block": Variant("block", "size", functools.partial(larger, BLOCKS[:1]), most=1),
-    **_group("dtype", precisions=precisions),
+    **_group("dtype", precisions=precisions, integers=integers),
     "dtypes": Variant("dtypes", "dtype", dtypes, most=1),
     "promotion": Variant("promotion", "dtype", promotion, most=1),
     "digits": Variant("digits", "dtype", functools.partial(digits, torch.double, 1e-9)),

@@ -15,7 +15,8 @@ from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.results import succeeds
 from torchop.testing._check.subject import Subject
-from torchop.testing._check.variants import VARIANTS
+from torchop.testing._check.variants import VARIANTS, may_be_places
+from torchop.testing.process_state import seed_torch
 
 
 def _in_double(tensor: Tensor) -> Tensor:
@@ -60,6 +61,11 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
     for share in (1.0, -1.0, 0.5):
         with contextlib.suppress(CannotCheck):
             nearby.append(moved(share))
+    shapes = [[t.shape for t in probes.tensors_of(each)] for each in (actual, expected, *nearby)]
+    if any(each != shapes[0] for each in shapes):
+        # The sizes of results depend on the values, for example if the operator removes
+        # duplicates, so the elements have no counterparts.
+        raise CannotCheck("the sizes of results depend on rounding")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
             continue
@@ -137,6 +143,57 @@ def keeps_float_arguments(call: Call, name: str) -> None:
                 f"{name}={value!r} and {value * (1 + 2.0**-32)!r} give the same results in "
                 "float64. The kernel keeps 24 of the 53 bits of a float argument; use double."
             )
+
+
+# Added to integers: multiples of 2**32, which are lost if a kernel converts int64 to int32.
+_UPPER = (2**40, 3 * 2**41, -(2**42))
+
+
+def computes_in_int64(call: Call, place: int) -> None:
+    """Check that the results depend on the upper 32 bits of integers.
+
+    The results of a kernel that converts the integers to int32 are the same without these bits,
+    and fit into int32. To leave out operators such as `x % 8`, whose small results depend on the
+    lower bits on purpose, a result must also be larger than 2**24.
+    """
+    tensor = call.tensors[place]
+    steps = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+    # Odd numbers below 2**31, so that the lower bits alone give large results.
+    lower = 2**30 + 2**27 * (steps % 7) + 2 * steps + 1
+    upper = torch.tensor(_UPPER, device=tensor.device)[steps % len(_UPPER)]
+    low, high = (call.valid(call.example.replace(place, each)) for each in (lower, lower + upper))
+    seed_torch(0)
+    try:
+        pairs = zip(call.again(high), call.again(low), strict=True)
+    except Exception as error:
+        raise CannotCheck(f"large integers are refused: {reason(error)}") from None
+    for index, (one, other) in enumerate(pairs):
+        if not isinstance(one, Tensor) or one.dtype is not torch.int64 or not one.numel():
+            continue
+        is_large = 2**24 < int(one.abs().max()) < 2**31
+        if is_large and torch.equal(one, other):
+            name = call.names[place]
+            raise AssertionError(
+                f"result {index} has dtype int64, but is the same without the upper 32 bits of "
+                f"{name}: it is {probes.shown(one)} for {probes.shown(lower + upper)}. The kernel "
+                "computes in int32."
+            )
+
+
+def int64(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are int64 results not computed in int32?"""
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        for place, tensor in enumerate(example.tensors):
+            if not probes.has_integers(tensor) or tensor.dtype is not torch.int64:
+                continue
+            # Kernels in C++ often do not validate indices, so do not change possible indices.
+            if subject.operator.function is None and may_be_places(tensor, example):
+                continue
+            label = f"{subject.names(example)[place]} with large integers"
+            options = {"place": place}
+            yield Case(label, example, None, "value", computes_in_int64, options, shrink=False)
+    raise CannotCheck("no argument holds integers of dtype int64 that cannot be indices")
 
 
 def float_arguments(subject: Subject, details: Details) -> Iterator[Case]:

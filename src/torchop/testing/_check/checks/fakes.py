@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 from collections.abc import Iterator, Sequence
@@ -108,6 +109,37 @@ _CONTIGUOUS = (
     " If the kernel returns a contiguous tensor for all strides of x: "
     'register_fake(like="x", memory_format=torch.contiguous_format).'
 )
+
+
+def fakes_beside_scalars(call: Call, device: str) -> None:
+    """Check the device of fake results if tensors without dimensions stay on the CPU.
+
+    PyTorch's own operators accept such tensors together with tensors on another device, and return
+    results on that device.
+    """
+    with fake_tensors.new_fake_mode():
+
+        def moved(tensor: Tensor, but_scalars: bool) -> Tensor:
+            place = "cpu" if but_scalars and not tensor.dim() else device
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place
+            )
+
+        def results(but_scalars: bool) -> list[Tensor]:
+            args, kwargs = call.example.map(lambda t: moved(t, but_scalars))
+            return probes.tensors_of(probes.leaves(call.op(*args, **kwargs)))
+
+        try:
+            pairs = list(zip(results(True), results(False), strict=True))
+        except Exception as error:
+            raise CannotCheck(f"the fake kernel refuses it: {reason(error)}") from None
+    for index, (result, other) in enumerate(pairs):
+        if result.dim() and result.device.type == "cpu" and other.device.type == device:
+            scalars = [n for n, t in zip(call.names, call.tensors, strict=True) if not t.dim()]
+            raise AssertionError(
+                f"result {index} of the fake kernel is on cpu if {' and '.join(scalars)} is on "
+                f"cpu and all others are on {device}. Take the device of a tensor with dimensions."
+            )
 
 
 def fakes_on_the_device(call: Call, device: str) -> None:
@@ -285,6 +317,15 @@ def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
         if any(tensor.is_floating_point() for tensor in example.tensors):
             label, options = f"arguments on {device}", {"device": device}
             yield Case(label, example, probe=fakes_on_the_device, options=options)
+    with contextlib.suppress(CannotCheck):  # no call has a tensor that can lose its dimensions
+        for case in (*subject.cases(VARIANTS["plain"]), *subject.cases(VARIANTS["zero_dim"])):
+            dims = {tensor.dim() for tensor in case.arguments().tensors}
+            if 0 in dims and len(dims) > 1:
+                label = f"{case.label}, tensors without dimensions on cpu, others on {device}"
+                options = {"device": device}
+                yield dataclasses.replace(
+                    case, label=label, probe=fakes_beside_scalars, options=options
+                )
 
 
 def autograd_registration(subject: Subject, details: Details) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import ForwardModeError, MissingFormulaError
+from torchop import ForwardModeError, GradientError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.calls import REJECTED, Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
@@ -66,8 +66,10 @@ def gradients_are_finite_and_right(call: Call) -> None:
     gradients_are_right(call)
 
 
-def gradients_are_right_if_broadcast(call: Call) -> None:
+def gradients_are_right_if_broadcast(call: Call, is_double: bool = True) -> None:
     """Check gradients against finite differences, unless backward rejects broadcast arguments.
+
+    If the arguments are not in double, check the slope in one direction only.
 
     A rejection is not a failure, because the forward of many operators accepts more shapes than the
     author intends.
@@ -76,11 +78,13 @@ def gradients_are_right_if_broadcast(call: Call) -> None:
     try:
         probes.gradients(function, inputs)
     except RuntimeError as error:
-        # Autograd raises this error if the formula returned a gradient of the wrong shape, which is
-        # a failure. Any other exception means that the formula rejects the arguments.
-        if "returned an invalid gradient" not in str(error):
+        # Autograd and torchop raise these errors if the formula returned a gradient of the wrong
+        # shape, which is a failure. Any other exception means that the formula rejects the call.
+        is_of_autograd = "returned an invalid gradient" in str(error)
+        if not is_of_autograd and not isinstance(error, GradientError):
             raise CannotCheck(f"backward refuses it: {reason(error)}") from None
-    gradients_are_right(call)
+        raise
+    (gradients_are_right if is_double else slopes_are_right)(call)
 
 
 def _moved(call: Call, distance: float) -> list[Tensor]:
@@ -301,6 +305,12 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
         details["precision"] = "float32, because the operator does not support double"
         for example in subject.trainable_examples[:3]:
             yield gradient_case("the example in float32", example, probe=slopes_are_right)
+        for example in subject.trainable_examples[:3]:
+            for label, smaller in _broadcast(subject, example):
+                options = {"is_double": False}
+                yield gradient_case(
+                    label, smaller, probe=gradients_are_right_if_broadcast, options=options
+                )
         return
     _needs_digits(subject)
     examples = subject.double_examples[:3]
@@ -348,18 +358,77 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 def _broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """Yield examples with one dimension of one tensor narrowed to size 1."""
+    """Yield examples in which one tensor is broadcast along one or more dimensions."""
     tensors = example.tensors
-    for place, tensor in enumerate(tensors if len(tensors) > 1 else ()):
+    if len(tensors) < 2:
+        return
+    shape = _broadcast_shape(subject, example)
+    for place, tensor in enumerate(tensors):
+        if not tensor.dtype.is_floating_point:
+            continue
+        name = subject.names(example)[place]
         for dim, size in enumerate(tensor.shape[:3]):
-            if size > 1 and tensor.dtype.is_floating_point:
-                label = f"{subject.names(example)[place]} with size 1 in dimension {dim}"
+            if size > 1:
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
                 narrowed = _requiring_grad_as(example.replace(place, narrow), example)
                 # If the fake kernel returns different sizes than the kernel, the operator does not
                 # support broadcasting here, so skip the call.
                 if subject.has_fake_sizes(narrowed):
-                    yield label, narrowed
+                    yield f"{name} with size 1 in dimension {dim}", narrowed
+        if shape is None:
+            continue
+        full = example.with_tensors([t.detach().expand(shape).clone() for t in tensors])
+        ones = [(*shape[:dim], 1, *shape[dim + 1 :]) for dim in range(len(shape))]
+        for other in dict.fromkeys((*ones, shape[1:], ())):
+            small = _reduced(full.tensors[place], other)
+            changed = _requiring_grad_as(full.replace(place, small), example)
+            if other != shape and subject.has_fake_sizes(changed):
+                yield f"{name} of shape {other} and the others of shape {shape}", changed
+
+
+def _broadcast_shape(subject: Subject, example: Example) -> tuple[int, ...] | None:
+    """Return a shape to which an elementwise operator broadcasts the tensors of an example.
+
+    Return None for other operators. An operator is elementwise if an index into the broadcast
+    tensors selects the same elements of the results. The shape has at least two dimensions.
+    """
+    tensors = [tensor.detach() for tensor in example.tensors]
+    if subject.is_random or not all(map(probes.is_plain, tensors)):
+        return None
+
+    def results(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        changed = example.with_tensors([*map(change, tensors)])
+        if not subject.is_valid(changed):
+            raise CannotCheck(REJECTED)
+        return probes.tensors_of(Call(subject.op, *changed).again())
+
+    try:
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        if len(shape) < 2:
+            shape = (2, *shape)
+        if 0 in shape:
+            return None
+        with torch.no_grad():
+            whole = results(lambda t: t.expand(shape).clone())
+            if any(result.shape != shape for result in whole):
+                return None
+            for dim, size in enumerate(shape):
+                part = results(lambda t, dim=dim, n=size - 1: t.expand(shape).narrow(dim, n, 1))
+                selected = [result.narrow(dim, size - 1, 1) for result in whole]
+                probes.assert_same(part, selected, "")
+    except Exception:
+        return None
+    return shape
+
+
+def _reduced(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the first elements of a tensor in a shape that broadcasts to the tensor's shape."""
+    missing = tensor.dim() - len(shape)
+    for _ in range(missing):
+        tensor = tensor[0]
+    for dim, size in enumerate(shape):
+        tensor = tensor.narrow(dim, 0, size)
+    return tensor.clone()
 
 
 def _indices_that_may_repeat(example: Example) -> list[int]:

@@ -177,6 +177,44 @@ def gradients_of_each_are_the_same(call: Call) -> None:
         probes.assert_same([actual], [expected], what)
 
 
+def gradients_are_made_anew(call: Call) -> None:
+    """Check that a backward neither changes the gradients of an earlier one, nor depends on it."""
+    function, inputs = call.function()
+
+    def backward(scale: float) -> Sequence[Any]:
+        seed_torch(0)
+        results = [result for result in function(*inputs) if result.requires_grad]
+        given = [incoming_gradient(result) * scale for result in results]
+        return torch.autograd.grad(results, inputs, given, allow_unused=True)
+
+    first = backward(1.0)
+    expected = probes.copies([grad for grad in first if grad is not None])
+    for scale in (-3.0, 1.0):
+        again = backward(scale)
+        now = [grad for grad in first if grad is not None]
+        try:
+            probes.assert_same(now, expected, "the gradient, after a later backward")
+        except AssertionError as error:
+            raise AssertionError(
+                f"{error} Backward returns memory that it writes again in its next call. Return a "
+                "fresh tensor."
+            ) from None
+    try:
+        probes.assert_same(again, first, "the gradient in an equal backward")
+    except AssertionError as error:
+        raise AssertionError(
+            f"{error} Backward adds to values that it keeps from call to call. Start from zeros."
+        ) from None
+
+
+def grad_memory(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does each backward return gradients in fresh memory, whatever was called before?"""
+    needs_formula(subject)
+    subject.needs_fixed_results()
+    for example in subject.trainable_examples[:2]:
+        yield gradient_case("two backward calls", example, probe=gradients_are_made_anew)
+
+
 def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients and second derivatives the same if other arguments require no grad?"""
     needs_formula(subject)

@@ -12,14 +12,21 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchop.testing import probes
-from torchop.testing._check.calls import Call, CannotCheck, Example, ForkError, reason
+from torchop.testing._check.calls import (
+    Call,
+    CannotCheck,
+    Example,
+    ForkError,
+    filled_memory,
+    reason,
+)
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import same_gradients, trainable_example
 from torchop.testing._check.sizes import each_resized, sizes
@@ -177,10 +184,25 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # In the first run, memory may also grow because caches are filled. So report a leak only if
-    # memory also grows in a second run.
-    if _growths(once, calls // 4) and (growths := _growths(once, calls // 4)):
-        raise AssertionError(f"memory grows with every {calls // 4} calls: {growths}.")
+    # Memory may also grow because a cache or a pool of memory is filled. So report a leak only if
+    # the same counter grows in several runs, most of them with more calls than all runs before.
+    leaking: set[str] | None = None
+    for each in (calls // 4, calls // 4, calls // 2, 2 * calls):
+        started = time.perf_counter()
+        growths = _growths(once, each)
+        is_first, leaking = leaking is None, growths.keys() & (leaking or growths.keys())
+        if not leaking:
+            return
+        # More calls could exceed the limits of files and threads, and would prove nothing more.
+        # If a run takes long, do not make a longer one.
+        is_over = time.perf_counter() - started > _SECONDS_OF_RUN
+        if not is_first and (is_over or leaking & {"open files", "threads"}):
+            break
+    kept = {name: growth for name, growth in growths.items() if name in leaking}
+    raise AssertionError(f"memory grows with every {each} calls: {kept}.")
+
+
+_SECONDS_OF_RUN = 1.0
 
 
 def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
@@ -224,6 +246,58 @@ def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
         if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
             growths[what] = growth
     return growths
+
+
+# Values that switch a feature on or off. None means that the variable is not set.
+_ENVIRONMENT = ("1", "0", "", "on", None)
+
+
+def ignores_environment(call: Call) -> None:
+    """Check that results do not depend on the environment variables that the kernel reads.
+
+    Only variables that Python code reads through `os.environ` or `os.getenv` are noticed.
+    """
+    read: list[str] = []
+    lookup = type(os.environ).__getitem__
+
+    def noticed(environment: Any, key: Any) -> Any:
+        if environment is os.environ and key not in read:
+            read.append(key)
+        return lookup(environment, key)
+
+    type(os.environ).__getitem__ = noticed  # type: ignore[method-assign]
+    try:
+        expected = call.again()
+    finally:
+        type(os.environ).__getitem__ = lookup  # type: ignore[method-assign]
+    for name in read:
+        before = os.environ.get(name)
+        for value in _ENVIRONMENT:
+            if value == before:
+                continue
+            _set_variable(name, value)
+            try:
+                actual = call.again()
+            except Exception:  # the kernel rejects this value
+                continue
+            finally:
+                _set_variable(name, before)
+            try:
+                probes.assert_same(actual, expected, f"if {name}={value!r}")
+            except AssertionError as error:
+                raise AssertionError(
+                    f"the kernel reads the environment variable {name}. With {name} "
+                    f"{'deleted' if value is None else f'set to {value!r}'}, {error} Compiled "
+                    "programs and caches do not notice such a change. Make it an argument, or "
+                    "read the variable when the module is imported."
+                ) from None
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def leaves_process_alone(call: Call, draws: bool = False) -> None:
@@ -354,17 +428,51 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", example)
 
 
+def environment(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are results independent of the environment variables that a call reads?"""
+    subject.needs_fixed_results()
+    for example in subject.accepted(most=2):
+        yield Case("environment variables", example, probe=ignores_environment)
+
+
 # --------------------------------------------------------------------------------------------------
 # Threads
 
 
+def _run_once(call: Call, arguments: Any, expected: Any, what: str, tolerances: Any) -> None:
+    args, kwargs = probes.copies(arguments)
+    result = probes.leaves(call.op(*args, **kwargs))
+    right = expected[: len(result)]  # without the arguments, which follow the results
+    # Allow for rounding, because the call in another thread affects the number of OpenMP threads,
+    # which in turn affects the order of additions.
+    probes.assert_same(result, right, what, **tolerances)
+
+
+def _is_steady(call: Call, pairs: Sequence[tuple[Any, Any]], tolerances: Any) -> bool:
+    """Return whether alternating calls in this thread give the results in `pairs`."""
+    try:
+        for number in range(20):
+            # In half of the calls, `torch.empty` returns NaN.
+            with filled_memory() if number % 2 else contextlib.nullcontext():
+                for arguments, expected in pairs:
+                    _run_once(call, arguments, expected, "in one thread", tolerances)
+    except Exception:
+        return False
+    return True
+
+
 def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None:
     """Check that two threads that call the operator at the same time get the right results."""
-    calls = [tuple(call.example), tuple(call.other_values())]
-    try:
-        pairs = [(each, call.again(each)) for each in calls]
-    except Exception:  # the operator refuses the other values
-        pairs = [(calls[0], call.again())] * 2
+    own = (tuple(call.example), call.again())
+    pairs = [own, own]
+    with contextlib.suppress(Exception):  # the operator refuses the other values
+        others = tuple(call.other_values())
+        pairs = [own, (others, call.again(others))]
+    # A kernel that reads out of bounds for the other values returns arbitrary values.
+    if not _is_steady(call, pairs, tolerances):
+        pairs = [own, own]
+        if not _is_steady(call, pairs, tolerances):
+            raise CannotCheck("equal calls give different results in one thread too")
     problems: list[BaseException] = []
     start = threading.Barrier(2)
 
@@ -375,12 +483,7 @@ def runs_in_threads(call: Call, seconds: float = 8.0, **tolerances: Any) -> None
             for number in itertools.count():
                 if number >= 25 and time.perf_counter() > end:
                     break
-                args, kwargs = probes.copies(arguments)
-                result = probes.leaves(call.op(*args, **kwargs))
-                right = expected[: len(result)]  # without the arguments, which follow the results
-                # Allow for rounding, because the call in the other thread affects the number of
-                # OpenMP threads, which in turn affects the order of additions.
-                probes.assert_same(result, right, "in two threads", **tolerances)
+                _run_once(call, arguments, expected, "in two threads", tolerances)
         except BaseException as error:
             problems.append(error)
 
