@@ -27,7 +27,8 @@ def observing_mode(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a mode that calls `note(name, args, kwargs)` before each operator call.
 
-    If `note` returns a function, the mode calls it after the operator has returned. The mode also observes the calls that Python kernels make. It does not affect `torch.compile`.
+    If `note` returns a function, the mode calls it after the operator has returned. The mode also
+    observes the calls that Python kernels make. It does not affect `torch.compile`.
     """
 
     class Observing(TorchDispatchMode):

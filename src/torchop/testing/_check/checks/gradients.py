@@ -403,7 +403,7 @@ def _broadcast_shape(subject: Subject, example: Example) -> tuple[int, ...] | No
         return probes.tensors_of(Call(subject.op, *changed).again())
 
     try:
-        shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+        shape: tuple[int, ...] = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
         if len(shape) < 2:
             shape = (2, *shape)
         if 0 in shape:
@@ -413,12 +413,16 @@ def _broadcast_shape(subject: Subject, example: Example) -> tuple[int, ...] | No
             if any(result.shape != shape for result in whole):
                 return None
             for dim, size in enumerate(shape):
-                part = results(lambda t, dim=dim, n=size - 1: t.expand(shape).narrow(dim, n, 1))
+                part = results(functools.partial(_last_of, shape, dim))
                 selected = [result.narrow(dim, size - 1, 1) for result in whole]
                 probes.assert_same(part, selected, "")
     except Exception:
         return None
-    return shape
+    return tuple(shape)
+
+
+def _last_of(shape: Sequence[int], dim: int, tensor: Tensor) -> Tensor:
+    return tensor.expand(shape).narrow(dim, shape[dim] - 1, 1).contiguous()
 
 
 def _reduced(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

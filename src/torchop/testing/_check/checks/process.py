@@ -186,17 +186,17 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
 
     # Memory may also grow because a cache or a pool of memory is filled. So report a leak only if
     # the same counter grows in several runs, most of them with more calls than all runs before.
-    leaking: set[str] | None = None
-    for each in (calls // 4, calls // 4, calls // 2, 2 * calls):
+    leaking: set[str] = set()
+    for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
         started = time.perf_counter()
         growths = _growths(once, each)
-        is_first, leaking = leaking is None, growths.keys() & (leaking or growths.keys())
+        leaking = leaking & growths.keys() if run else {*growths}
         if not leaking:
             return
         # More calls could exceed the limits of files and threads, and would prove nothing more.
         # If a run takes long, do not make a longer one.
         is_over = time.perf_counter() - started > _SECONDS_OF_RUN
-        if not is_first and (is_over or leaking & {"open files", "threads"}):
+        if run and (is_over or leaking & {"open files", "threads"}):
             break
     kept = {name: growth for name, growth in growths.items() if name in leaking}
     raise AssertionError(f"memory grows with every {each} calls: {kept}.")
