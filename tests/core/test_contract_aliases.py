@@ -1,3 +1,5 @@
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
@@ -170,3 +172,89 @@ def test_an_alias_error_names_the_shapes_of_the_call(namespace, shape, words):
     with pytest.raises(torchop.AliasError) as caught:
         op(torch.ones(shape))
     assert f"output 0 is input 'x' itself, in a call with {words}" in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory that tensors share through another library, so that their storages differ
+
+
+def through_numpy(tensor):
+    return torch.from_numpy(tensor.numpy())
+
+
+def through_dlpack(tensor):
+    return torch.from_dlpack(tensor.numpy())
+
+
+def through_a_buffer(tensor):
+    return torch.frombuffer(memoryview(tensor.numpy()), dtype=tensor.dtype)
+
+
+def through_an_address(tensor):
+    values = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return torch.frombuffer(values, dtype=tensor.dtype)
+
+
+SHARING = [through_numpy, through_dlpack, through_a_buffer, through_an_address]
+
+
+FOREIGN_ALIASES = {
+    "an input": (lambda share: lambda x, ys: share(x), None, "output 0 shares .* input 'x'"),
+    "a part": (lambda share: lambda x, ys: share(x)[1:], None, "output 0 shares .* input 'x'"),
+    "an input of a list": (
+        lambda share: lambda x, ys: share(ys[1]),
+        None,
+        r"output 0 shares .* input 'ys\[1\]'",
+    ),
+    "the second output": (
+        lambda share: lambda x, ys: (x + 1, share(x)),
+        TWO,
+        "output 1 shares memory with input 'x'",
+    ),
+    "two outputs": (
+        lambda share: lambda x, ys: (lambda y: (y, share(y)))(x + 1),
+        TWO,
+        "output 1 shares memory with output 0",
+    ),
+    "an output of a list": (
+        lambda share: lambda x, ys: [x + 1, share(x)],
+        LISTED,
+        r"output 0\[1\] shares memory with input 'x'",
+    ),
+    "two outputs of a list": (
+        lambda share: lambda x, ys: (lambda y: [share(y), share(y)])(x + 1),
+        LISTED,
+        r"output 0\[1\] shares memory with output 0\[0\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "schema", "words"), FOREIGN_ALIASES.values(), ids=FOREIGN_ALIASES)
+@pytest.mark.parametrize("share", SHARING)
+def test_memory_shared_through_another_library_is_an_alias(namespace, make, schema, words, share):
+    op = define(namespace, make(share), *filter(None, [schema]))
+    x, ys = torch.ones(4), [None, torch.ones(4)]
+    for call in (op, op.overload, getattr(torch.ops, namespace).op):
+        with pytest.raises(torchop.AliasError, match=words):
+            call(x, ys)
+
+
+@pytest.mark.parametrize("share", [through_numpy, through_dlpack])
+def test_fresh_memory_of_another_library_is_no_alias(namespace, share):
+    buffer = torch.arange(8.0).numpy()
+
+    def kernel(x, ys):
+        if not x.numel():
+            return [share(x), x.detach().clone()]
+        return [share(x * 2), share(x * 3), torch.from_numpy(buffer[4:])]
+
+    op = define(namespace, kernel, LISTED)
+    results = op(torch.from_numpy(buffer[:4]), [])
+    assert [result[1].item() for result in results] == [2, 3, 5]
+    assert [result.numel() for result in op(torch.ones(0), [])] == [0, 0]
+    assert [result.numel() for result in op(torch.ones(0, 3), [])] == [0, 0]
+
+
+def test_a_lazy_copy_is_no_alias(namespace):
+    op = define(namespace, lambda x, ys: torch._lazy_clone(x))
+    assert op(torch.ones(2), []).tolist() == [1, 1]

@@ -9,6 +9,28 @@ import torch
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Return the first and the last address of a tensor's storage plus one.
+
+    Return None for tensors without memory of their own, such as subclasses and empty, sparse or
+    meta tensors. Also return None for copy-on-write tensors, because PyTorch copies their memory
+    before a write.
+    """
+    has_memory = (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and torch._C._has_storage(tensor)
+        and not torch._is_functional_tensor(tensor)
+        and not torch._C._is_cow_tensor(tensor)
+    )
+    if not has_memory:
+        return None
+    storage = tensor.untyped_storage()
+    start, size = storage.data_ptr(), storage.nbytes()
+    return (start, start + size) if start and size else None
+
+
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether elements of `tensor` share memory with each other, as after `expand`."""
     # Check the layout first, because for every layout without strides, such as sparse layouts,

@@ -187,10 +187,10 @@ def alias_error(
     # If a tensor is passed twice, messages should name its first argument. `reversed` makes the
     # first argument overwrite the others.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
-    owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
+    others = [(tensor, where) for _, where, tensor in tensors]
     fault = "two outputs share memory, or an output and an input do"
     for where, tensor in named_outputs(result):
-        storage = storage_of(tensor)
+        owner = next((place for other, place in others if share_memory(tensor, other)), None)
         if id(tensor) in inputs:
             fault = f"{where} is {inputs[id(tensor)]} itself"
             if id(tensor) in outputs:
@@ -203,10 +203,10 @@ def alias_error(
                     "it, torch.Tag.out if it mutates an out= argument."
                 )
             break
-        if storage in owner:
-            fault = f"{where} shares memory with {owner[storage]}"
+        if owner is not None:
+            fault = f"{where} shares memory with {owner}"
             break
-        owner[storage] = where
+        others.append((tensor, where))
     return AliasError(
         f"{name}: {fault}{_shapes(tensors)}. Every output of an operator must be a fresh tensor: "
         "it may not alias an input or another output, because compilers rely on it. Return a copy, "
@@ -235,6 +235,20 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same storage, or storages with overlapping memory.
+
+    Different storages overlap if code outside of PyTorch shares the memory, for example with
+    `torch.from_numpy` or DLPack.
+    """
+    if storage_of(one) == storage_of(other):
+        return True
+    memory, others = aliasing.memory_of(one), aliasing.memory_of(other)
+    if memory is None or others is None:
+        return False
+    return memory[0] < others[1] and others[0] < memory[1]
+
+
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
 
@@ -252,6 +266,11 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # `any_alias` compares storages, but sparse tensors have none, so compare the tensor objects.
-    unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
-    return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))
+    # `any_alias` compares storages, but sparse tensors have none, so compare the tensor objects. And
+    # different storages may have the same memory.
+    inputs, seen = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
+    return any(
+        share_memory(output, other)
+        for index, output in enumerate(seen)
+        for other in (*inputs, *seen[:index])
+    )

@@ -82,6 +82,7 @@ PyObject* is_plain_kernel(PyObject*, PyObject* args) {
 }
 
 PyObject* is_evidently_fresh(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  HANDLE_TH_ERRORS
   if (given < 3 || given > 4 || !PyTuple_Check(args[0]) || !PyDict_Check(args[1])) {
     PyErr_SetString(PyExc_TypeError, "is_evidently_fresh expects arguments and a result");
     return nullptr;
@@ -89,6 +90,7 @@ PyObject* is_evidently_fresh(PyObject*, PyObject* const* args, Py_ssize_t given)
   return PyBool_FromLong(
       torchop::is_evidently_fresh(args[0], args[1], args[2]) &&
       (given == 3 || have_same_metadata(args[2], args[3])));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {

@@ -9,6 +9,8 @@
 
 #include <vector>
 
+#include <c10/core/impl/COW.h>
+
 #include "arguments.h"
 #include "dispatch.h"
 
@@ -26,7 +28,7 @@ struct Returns {
 
 namespace detail {
 
-inline const void* storage_of(PyObject* tensor) {
+inline c10::StorageImpl* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
@@ -34,16 +36,43 @@ inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
 
+// Returns whether a storage refers to memory that PyTorch did not allocate, such as the memory of a
+// NumPy array. Two such storages, or one and a storage of PyTorch, may share memory. PyTorch's
+// allocators use the address of the memory as the context of its deleter.
+inline bool is_borrowed(c10::StorageImpl* storage) {
+  const c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+  return data.get() != data.get_context();
+}
+
+// Compares the memory of two different storages. Does not detect copy-on-write storages, because
+// PyTorch copies their memory before a write.
+__attribute__((noinline)) inline bool overlap(c10::StorageImpl* one, c10::StorageImpl* other) {
+  const c10::DataPtr &first = one->_mutable_data_ptr_no_checks(),
+                     &second = other->_mutable_data_ptr_no_checks();
+  const auto *start = static_cast<const char*>(first.get()),
+             *other_start = static_cast<const char*>(second.get());
+  if (start == nullptr || other_start == nullptr)
+    return false; // a meta tensor, or an empty one
+  return start < other_start + other->nbytes() && other_start < start + one->nbytes() &&
+      !c10::impl::cow::is_cow_data_ptr(first) && !c10::impl::cow::is_cow_data_ptr(second);
+}
+
+// Both values must be plain tensors. A tensor without a storage shares no memory.
+inline bool share_memory(PyObject* one, PyObject* other) {
+  c10::StorageImpl *first = storage_of(one), *second = storage_of(other);
+  return first == second || (first != nullptr && second != nullptr && overlap(first, second));
+}
+
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // not dense, so Python must check whether it aliases an argument
   // The fast path. If nothing else references the tensor, it is not an input. If nothing else
-  // references the storage, the tensor is not a view of an input.
-  if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
+  // references the storage, and PyTorch allocated it, the tensor is not a view of an input.
+  if (C10_LIKELY(
+          Py_REFCNT(tensor) == 1 && has_own_storage(tensor) && !is_borrowed(storage_of(tensor))))
     return true;
-  const void* storage = storage_of(tensor);
   bool fresh = true;
-  values.each_tensor([&](PyObject* input) { fresh &= storage_of(input) != storage; });
+  values.each_tensor([&](PyObject* input) { fresh &= !share_memory(input, tensor); });
   return fresh;
 }
 
@@ -67,10 +96,12 @@ inline bool have_same_metadata(PyObject* one, PyObject* other) {
 inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
   if (!is_plain_tensor(result) || !impl_of(result)->has_storage())
     return false;
-  const void* storage = detail::storage_of(result);
   bool is_input = false;
   auto compare = [&](PyObject* value) {
-    is_input |= is_tensor(value) && detail::storage_of(value) == storage;
+    if (is_plain_tensor(value))
+      is_input |= detail::share_memory(value, result);
+    else // do not read the memory of a subclass, because it may have none
+      is_input |= is_tensor(value) && detail::storage_of(value) == detail::storage_of(result);
   };
   auto compare_all = [&](PyObject* value) {
     compare(value);
@@ -93,15 +124,30 @@ namespace detail {
 // nothing else references it, because the caller must receive a list of its own, as from the
 // dispatcher.
 __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
-    PyObject* result, const Returns& returns) {
+    PyObject* result, const Returns& returns, const Values& values) {
   const bool is_tuple = returns.count > 1;
   if (is_tuple &&
       (!PyTuple_CheckExact(result) || Py_REFCNT(result) != 1 ||
        PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count)))
     return false;
+  std::vector<PyObject*> borrowed; // the tensors so far whose memory PyTorch did not allocate
   auto is_valid_tensor = [&](PyObject* tensor) {
-    return is_plain_tensor(tensor) &&
-        (!returns.are_fresh || (has_own_storage(tensor) && Py_REFCNT(tensor) == 1));
+    if (!is_plain_tensor(tensor))
+      return false;
+    if (!returns.are_fresh)
+      return true;
+    // NumPy arrays reference the tensor that owns their memory, so only two tensors with borrowed
+    // memory can share it if nothing else references them.
+    if (!has_own_storage(tensor) || Py_REFCNT(tensor) != 1)
+      return false;
+    if (C10_LIKELY(!is_borrowed(storage_of(tensor))))
+      return true;
+    for (PyObject* before : borrowed) {
+      if (share_memory(before, tensor))
+        return false;
+    }
+    borrowed.push_back(tensor);
+    return is_fresh(tensor, values);
   };
   bool valid = true;
   for (size_t index = 0; valid && index < returns.count; ++index) {
@@ -132,7 +178,7 @@ C10_ALWAYS_INLINE bool is_valid_result(
     return false;
   if (C10_UNLIKELY(returns.has_lists_or_ints))
     return returns.parameters.empty() &&
-        detail::is_valid_result_with_lists_or_ints(result, returns);
+        detail::is_valid_result_with_lists_or_ints(result, returns, values);
   if (returns.count == 1) {
     if (!returns.parameters.empty())
       return result == values[returns.parameters[0]];
@@ -159,7 +205,7 @@ C10_ALWAYS_INLINE bool is_valid_result(
       return false;
     for (size_t other = 0; other < index; ++other) {
       PyObject* before = PyTuple_GET_ITEM(result, other);
-      if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))
+      if (before != Py_None && detail::share_memory(before, item))
         return false;
     }
   }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchop import _hooks
 from torchop._compat import autograd
 from torchop._core.call import tensors_in
-from torchop._core.contract import storage_of
+from torchop._core.contract import share_memory
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
 from torchop._schema.schema import Argument
@@ -175,10 +175,10 @@ def in_fresh_memory(
         if strided and not is_like:
             is_like = gradient.stride() == torch.empty_like(like, device="meta").stride()
         # `is_evidently_fresh` is fast but may return False for a fresh tensor. In this case,
-        # compare the storages.
+        # compare the memory.
         if (strided and not is_like) or not (
             _hooks.extension.is_evidently_fresh(tuple(taken), {}, gradient)
-            or storage_of(gradient) not in map(storage_of, taken)
+            or not any(share_memory(gradient, other) for other in taken)
         ):
             gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
         taken.append(gradient)

@@ -26,7 +26,7 @@ from torchop._core.call import (
     passed,
     returned_result,
 )
-from torchop._core.contract import storage_of
+from torchop._core.contract import share_memory
 from torchop._core.definition import Definition
 from torchop._errors import AliasError
 from torchop._rules.mutation.writable import Placed, check_memory, check_overlap, check_version
@@ -123,9 +123,9 @@ def _check_shared_memory(
     overwrite the values that the kernel wrote to the other argument.
     """
     schema = definition.schema
-    memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]
+    mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     for view, _ in copies:
-        if memory.count(storage_of(view)) > 1:
+        if sum(share_memory(view, tensor) for tensor in mutated) > 1:
             raise AliasError(
                 f"{definition} was called with a conjugate or negated view among the mutated "
                 f"arguments ({', '.join(schema.mutated)}), and another of them has the same "

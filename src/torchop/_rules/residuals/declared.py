@@ -9,7 +9,7 @@ from typing import Any
 from torchop import _hooks
 from torchop._core import checking
 from torchop._core.call import as_tuple, named_inputs, named_outputs, tensors_in
-from torchop._core.contract import result_check, storage_of
+from torchop._core.contract import result_check, share_memory
 from torchop._errors import AliasError, ResultError, SchemaError, short_repr
 from torchop._rules.residuals.handover import (
     Request,
@@ -130,14 +130,14 @@ class Declared:
             for tensor in tensors
         ):
             return
-        taken = {storage_of(tensor): where for _, where, tensor in named_inputs(of, args, kwargs)}
-        taken |= {storage_of(tensor): where for where, tensor in named_outputs(output)}
+        taken = [(tensor, where) for _, where, tensor in named_inputs(of, args, kwargs)]
+        taken += [(tensor, where) for where, tensor in named_outputs(output)]
         for tensor in tensors:
-            where = taken.get(storage_of(tensor))
+            where = next((place for other, place in taken if share_memory(tensor, other)), None)
             if where is not None:
                 raise AliasError(
                     f"{self.op}: a residual shares memory with {where}, but compilers rely on "
                     "fresh tensors. Return a copy, .clone(), or drop the residual: setup_context "
                     "receives the inputs and the output anyway."
                 )
-            taken[storage_of(tensor)] = "another one"
+            taken.append((tensor, "another one"))
