@@ -275,3 +275,67 @@ def test_none_for_a_tensor_that_is_not_optional_is_refused(namespace: str) -> No
     assert isinstance(both.ours, RuntimeError)
     assert "argument 'x' is None" in str(both.ours)
     assert "Optional[Tensor]" in str(both.ours)
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels that run in inference mode
+
+
+# In each of them, the first tensor is the sine of `x`.
+SINES = {
+    "(Tensor x) -> Tensor": lambda x: x.sin(),
+    "(Tensor x) -> (Tensor, Tensor?)": lambda x: (x.sin(), None),
+    "(Tensor x) -> (Tensor, Tensor)": lambda x: (x.sin(), x.cos()),
+    "(Tensor x) -> Tensor[]": lambda x: [x.sin(), x.cos()],
+}
+
+
+def first_of(result):
+    return result if isinstance(result, Tensor) else result[0]
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", "inductor"])
+@pytest.mark.parametrize("schema", SINES)
+def test_results_made_in_inference_mode_keep_gradients(namespace, schema, backend):
+    kernel = torch.inference_mode()(SINES[schema])
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
+    op.register_fake(SINES[schema])
+    op.register_autograd(
+        lambda ctx, grad, *others: first_of(grad) * ctx.saved_tensors[0].cos(),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+
+    def call(x, weight):
+        return first_of(op(x)) * weight
+
+    x, weight = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    run = call if backend is None else torch.compile(call, backend=backend, fullgraph=True)
+    run(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, (x.cos() * weight).detach())
+    torch.testing.assert_close(weight.grad, x.detach().sin())
+
+
+def sine(namespace, kernel):
+    return torchop.custom_op(
+        f"{namespace}::op", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+
+
+def test_results_in_the_callers_inference_mode_stay_inference_tensors(namespace):
+    op = sine(namespace, torch.sin)
+    with torch.inference_mode():
+        assert op(torch.ones(1)).is_inference()
+    assert not op(torch.ones(1)).is_inference()
+
+
+def test_the_replacement_of_an_inference_tensor_has_its_memory(namespace):
+    made = []
+
+    @torch.inference_mode()
+    def kernel(x):
+        made.append(x.repeat(2, 2).T)
+        return made[0]
+
+    result = sine(namespace, kernel)(torch.ones(3))
+    assert result.data_ptr() == made[0].data_ptr()
+    assert result.stride() == made[0].stride() == (1, 6)

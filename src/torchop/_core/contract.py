@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop import _hooks
-from torchop._compat import aliasing, functorch
+from torchop._compat import aliasing, dispatch, functorch
 from torchop._core.call import named_inputs, named_outputs, returned_arguments, tensors_in
 from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
@@ -42,7 +42,7 @@ class ResultCheck:
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
-                return result
+                return without_inference(result)
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
                 return self(list(result), name, what)  # PyTorch accepts iterators too
         elif not checks:
@@ -53,11 +53,34 @@ class ResultCheck:
             and len(result) == len(checks)
             and all(check(item) for check, item in zip(checks, result, strict=True))
         ):
-            return tuple(result)
+            return tuple(map(without_inference, result))
         raise ResultError(
             f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
             f"but returned {spell_result(result)}.{_fix_of_result(self._returns, result)}"
         )
+
+
+def without_inference(result: Any) -> Any:
+    """Replace inference tensors in a result by normal tensors that share their memory.
+
+    A kernel that runs under `torch.inference_mode()` returns inference tensors. Autograd ignores
+    them without an error, so the gradients of all tensors would be lost that the caller combines
+    with the result.
+    """
+    if isinstance(result, list):
+        return list(map(without_inference, result))
+    if not isinstance(result, Tensor) or torch.is_inference_mode_enabled():
+        return result
+    with dispatch.plain_tensors():  # bypass Tensor subclasses and modes
+        is_inference = result.is_inference()
+    if not is_inference:
+        return result
+    if type(result) is not Tensor or result.layout is not torch.strided:
+        return result.clone()
+    with dispatch.plain_tensors():
+        normal = torch.empty(0, dtype=result.dtype, device=result.device)
+        place = result.storage_offset(), result.shape, result.stride()
+        return normal.set_(result.untyped_storage(), *place)
 
 
 @functools.cache
@@ -266,7 +289,7 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # `any_alias` compares storages, but sparse tensors have none, so compare the tensor objects. And
+    # `any_alias` compares storages. But sparse tensors have none, so compare the tensor objects, and
     # different storages may have the same memory.
     inputs, seen = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
     return any(

@@ -9,6 +9,7 @@
 
 #include <vector>
 
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/COW.h>
 
 #include "arguments.h"
@@ -61,6 +62,13 @@ __attribute__((noinline)) inline bool overlap(c10::StorageImpl* one, c10::Storag
 inline bool share_memory(PyObject* one, PyObject* other) {
   c10::StorageImpl *first = storage_of(one), *second = storage_of(other);
   return first == second || (first != nullptr && second != nullptr && overlap(first, second));
+}
+
+// Returns whether a result is a plain tensor that autograd can record. An inference tensor made by
+// a kernel outside of the caller's inference mode is not, so Python code must replace it.
+C10_ALWAYS_INLINE bool is_plain_result(PyObject* value) {
+  return is_plain_tensor(value) &&
+      (C10_LIKELY(!impl_of(value)->is_inference()) || c10::InferenceMode::is_enabled());
 }
 
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
@@ -132,7 +140,7 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
     return false;
   std::vector<PyObject*> borrowed; // the tensors so far whose memory PyTorch did not allocate
   auto is_valid_tensor = [&](PyObject* tensor) {
-    if (!is_plain_tensor(tensor))
+    if (!is_plain_result(tensor))
       return false;
     if (!returns.are_fresh)
       return true;
@@ -184,7 +192,8 @@ C10_ALWAYS_INLINE bool is_valid_result(
       return result == values[returns.parameters[0]];
     if (result == Py_None)
       return returns.are_optional[0];
-    return is_plain_tensor(result) && (!returns.are_fresh || detail::is_fresh(result, values));
+    return detail::is_plain_result(result) &&
+        (!returns.are_fresh || detail::is_fresh(result, values));
   }
   if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count))
     return false;
@@ -197,7 +206,7 @@ C10_ALWAYS_INLINE bool is_valid_result(
     }
     if (item == Py_None && returns.are_optional[index])
       continue;
-    if (!is_plain_tensor(item))
+    if (!detail::is_plain_result(item))
       return false;
     if (!returns.are_fresh)
       continue;
