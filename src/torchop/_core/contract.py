@@ -289,7 +289,7 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # `any_alias` compares storages. But sparse tensors have none, so compare the tensor objects, and
+    # `any_alias` compares storages. Sparse tensors have none, so compare the tensor objects. And
     # different storages may have the same memory.
     inputs, seen = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
     return any(
