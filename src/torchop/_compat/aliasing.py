@@ -22,7 +22,7 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
         and not tensor.is_meta
         and torch._C._has_storage(tensor)
         and not torch._is_functional_tensor(tensor)
-        and not torch._C._is_cow_tensor(tensor)
+        and not torch._C._is_cow_tensor(tensor)  # type: ignore[attr-defined]  # not in its stubs
     )
     if not has_memory:
         return None
