@@ -10,11 +10,12 @@ from typing import Any, cast
 import torch
 from torch._higher_order_ops.auto_functionalize import get_base, is_alias, try_use_slice
 from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphAutogradOp
+from torch._library.fake_class_registry import FakeScriptObject, maybe_to_fake_obj
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
 
-from torchop._compat import fake_tensors, inductor_writes
+from torchop._compat import fake_tensors, inductor_writes, schemas
 from torchop._compat.classes import EffectType
 
 
@@ -48,6 +49,42 @@ def is_functionalizing() -> bool:
     """Return whether AOTAutograd is tracing a graph with functional tensors in this thread."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
     return mode is not None
+
+
+def records_graph() -> bool:
+    """Return whether AOTAutograd or `make_fx` is tracing a graph in this thread."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return is_functionalizing() or torch._C._get_dispatch_mode(key) is not None
+
+
+def without_attributes(value: Any) -> Any:
+    """Replace opaque objects with the stand-in that PyTorch uses for opaque inputs of a graph.
+
+    Reading an attribute of the
+    stand-in raises. If it is passed to an operator, the trace records the original object.
+    `value` may be a tuple, list or dict that contains opaque objects.
+    """
+    if type(value) in (tuple, list):
+        return type(value)(map(without_attributes, value))
+    if type(value) is dict:
+        return {key: without_attributes(item) for key, item in value.items()}
+    if isinstance(value, torch.Tensor) or not schemas.is_returnable_custom_class(type(value)):
+        return value
+    stand_in = maybe_to_fake_obj(fake_tensors.active_fake_mode(), value)
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is not None:
+        # PyTorch tracks the results of operators by their identity (`set_proxy_slot` in
+        # torch/fx/experimental/proxy_tensor.py), so track the stand-in too.
+        proxy: Any = proxy_tensor.get_proxy_slot(value, mode.tracer, None)
+        if proxy is not None:
+            proxy_tensor.set_proxy_slot(stand_in, mode.tracer, proxy)
+    return stand_in
+
+
+def attribute_without_value(error: Exception) -> str | None:
+    """Return the attribute of an opaque object that code tried to read in a trace, or None."""
+    is_read = isinstance(error, AttributeError) and isinstance(error.obj, FakeScriptObject)
+    return error.name if is_read else None  # type: ignore[attr-defined]
 
 
 def is_traceable_type(cls: type) -> bool:

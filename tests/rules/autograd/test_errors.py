@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.testing._internal.two_tensor import TwoTensor
 
 import torchop
+from tests._support.opaque_types import Reference
 from tests.rules.support import save_inputs
 from tests.rules.user.sharding import ranks
 from torchop import TracingError
@@ -231,3 +232,73 @@ def test_the_lines_can_be_registered(namespace, function, backward, args, parame
     names[__name__.partition(".")[0]] = __import__(__name__.partition(".")[0])
     exec(lines, names)
     assert hasattr(getattr(torch.ops, namespace), "op__backward_kernel")
+
+
+# --------------------------------------------------------------------------------------------------
+# Attributes of opaque objects
+
+
+def maximum(x: Tensor) -> tuple[Tensor, Reference]:
+    return x * x.max().item(), Reference(int(x.max()))
+
+
+def times(x: Tensor, factor: Reference) -> Tensor:
+    return x * factor.number
+
+
+def with_opaque_result(namespace, backward, setup_context):
+    op = torchop.custom_op(f"{namespace}::maximum", maximum, mutates_args=())
+    op.register_fake(lambda x: (torch.empty_like(x), Reference(0)))
+    op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
+def save_object(ctx, inputs, output):
+    ctx.factor = output[1]
+
+
+def save_number(ctx, inputs, output):
+    ctx.number = output[1].number
+
+
+ATTRIBUTE_READERS = {
+    "backward formula": (lambda ctx, grad, _: grad * ctx.factor.number, save_object),
+    "setup_context": (lambda ctx, grad, _: grad * ctx.number, save_number),
+}
+
+
+@pytest.mark.parametrize("part", ATTRIBUTE_READERS)
+def test_attributes_of_opaque_results_have_no_value_in_a_trace(namespace: str, part: str) -> None:
+    op = with_opaque_result(namespace, *ATTRIBUTE_READERS[part])
+    x = torch.full((2,), 3.0, requires_grad=True)
+    op(x)[0].sum().backward()
+    assert_close(x.grad, torch.full((2,), 3.0))
+    message = f"{namespace}::maximum: the {part} .* the attribute 'number' of an opaque object"
+    with pytest.raises(BackendCompilerFailed, match=message):
+        torch.compile(op, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_formulas_can_pass_opaque_results_to_operators_in_a_trace(namespace: str) -> None:
+    multiply = torchop.custom_op(f"{namespace}::times", times, mutates_args=())
+    multiply.register_fake(lambda x, factor: torch.empty_like(x))
+    op = with_opaque_result(namespace, lambda ctx, grad, _: multiply(grad, ctx.factor), save_object)
+    compiled = torch.compile(lambda x: op(x)[0], backend="aot_eager", fullgraph=True)
+    for value in (3.0, 5.0):  # the second call runs the same graph
+        x = torch.full((2,), value, requires_grad=True)
+        compiled(x).sum().backward()
+        assert_close(x.grad, torch.full((2,), value))
+
+
+def test_attributes_of_opaque_arguments_have_no_value_in_a_trace(namespace: str) -> None:
+    multiply = torchop.custom_op(f"{namespace}::times", times, mutates_args=())
+    multiply.register_fake(lambda x, factor: torch.empty_like(x))
+
+    def save_factor(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    multiply.register_autograd(
+        lambda ctx, grad: (grad * ctx.factor.number, None), setup_context=save_factor
+    )
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(BackendCompilerFailed, match=f"{namespace}::times: .*'number'"):
+        torch.compile(multiply, backend="aot_eager", fullgraph=True)(x, Reference(3))

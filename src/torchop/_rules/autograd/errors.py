@@ -52,6 +52,23 @@ def raise_if_data_was_read(
     ) from error
 
 
+def raise_if_attribute_was_read(definition: Definition, part: str, error: Exception) -> None:
+    """Raise TracingError if a user's function failed because it read an opaque object's attribute.
+
+    In a trace, an opaque result is the object that the fake kernel returned, so the graph would
+    contain the value of the fake kernel's object as a constant.
+    """
+    attribute = tracing.attribute_without_value(error)
+    if attribute is None:
+        return
+    raise TracingError(
+        f"{definition}: the {part} cannot run in a compiler's trace, because it read the attribute "
+        f"{attribute!r} of an opaque object, whose value is only known when the graph runs. Pass "
+        f"the object to an operator that reads it. Or, if all objects have the same "
+        f"{attribute!r}, name it in register_opaque_type(members=...)."
+    ) from error
+
+
 def _place(tensor: Tensor) -> str:
     if tracing.is_traced(tensor):
         return "in a compiler's trace"

@@ -24,7 +24,11 @@ from torchop._core.definition import Definition
 from torchop._errors import add_note
 from torchop._rules.autograd import forward_mode, gradients
 from torchop._rules.autograd.contiguous_grads import CONTIGUOUS_CODE
-from torchop._rules.autograd.errors import missing_formula, raise_if_data_was_read
+from torchop._rules.autograd.errors import (
+    missing_formula,
+    raise_if_attribute_was_read,
+    raise_if_data_was_read,
+)
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import Layout, flatten, input_layout, layout_of, unflatten
 from torchop._schema.forms import Form
@@ -126,11 +130,15 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                 ctx._torchop_dual = call, result
             if rule.save is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+                saved: Any = (inputs, keywords, result, *seen)
+                if tracing.records_graph():
+                    saved = tracing.without_attributes(saved)
                 try:
-                    rule.save(ctx, inputs, keywords, result, *seen)
+                    rule.save(ctx, *saved)
                 except Exception as error:
                     values = (*inputs, *keywords.values(), result)
                     raise_if_data_was_read(definition, "setup_context", values, error)
+                    raise_if_attribute_was_read(definition, "setup_context", error)
                     if compilers.dynamo_is_tracing():
                         # Dynamo's error does not show this frame, so name the operator in a note.
                         add_note(error, f"in setup_context of {definition}")
@@ -173,6 +181,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             raise missing_formula(definition)
         saved = autograd.raw_saved_tensors(ctx)
         raise_if_data_was_read(definition, "backward formula", (*grads, saved), error)
+        raise_if_attribute_was_read(definition, "backward formula", error)
         _add_hint(definition, rule, ctx, error)
 
     def flatten_and_check(ctx: Any, result: Any, *, fits: bool = False) -> tuple[Any, ...]:
