@@ -75,7 +75,10 @@ def without_inference(result: Any) -> Any:
         is_inference = result.is_inference()
     if not is_inference:
         return result
-    if type(result) is not Tensor or result.layout is not torch.strided:
+    # A mode for torch functions, such as the one that finds dependencies in derived formulas, sees
+    # that a copy depends on `result`, but not that `set_` does.
+    is_followed = dispatch.has_function_mode()
+    if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()
     with dispatch.plain_tensors():
         normal = torch.empty(0, dtype=result.dtype, device=result.device)

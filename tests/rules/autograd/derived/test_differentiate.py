@@ -107,7 +107,7 @@ def tensors(values):
 
 def test_a_body_whose_second_run_has_another_shape_is_refused(namespace):
     """Without this error, autograd would sum the gradient as if the result had been broadcast."""
-    sizes = [3, 1]
+    sizes = [3, 1, 1]
 
     def changing(x: Tensor) -> Tensor:
         return x.sum() * torch.ones(sizes.pop(0))

@@ -13,6 +13,7 @@ from torchop._core.call import as_tuple
 from torchop._core.contract import storage_of, version_of
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, MissingFormulaError
+from torchop._rules.autograd.derived.repeats import check_repeats
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
@@ -86,6 +87,7 @@ class Rerun(NamedTuple):
         inputs, outputs = differentiable(
             self.definition, lambda: self.in_saved_state(lambda inputs: (inputs, run(inputs)))
         )
+        check_repeats(self.definition, self.call, outputs, lambda: self.in_saved_state(run))
         sources = list(itertools.compress(inputs, self.needed))
         recorded, unrecorded = by_history(outputs, grad_outputs)
         self.check_unrecorded(unrecorded, run)
