@@ -21,7 +21,7 @@ import torch.library
 from typing_extensions import TypedDict, Unpack  # Python 3.10 has no Unpack
 
 from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
-from torchop._compat import dispatch
+from torchop._compat import compilers, dispatch
 from torchop._core.library import check_callers_library
 from torchop._define.declare import declare, define_operator
 from torchop._errors import users_place
@@ -53,6 +53,7 @@ class _Registration(NamedTuple):
 _registrations: dict[OpName, _Registration] = {}
 
 
+@compilers.eager_only
 def direct_register_custom_op(
     op_name: str,
     op_func: Callable[..., Any],
@@ -135,6 +136,7 @@ def register_custom_op(
 ) -> Callable[[Callable[..., Any]], CustomOp[..., Any]]: ...
 
 
+@compilers.eager_only
 def register_custom_op(
     fn: Callable[..., Any] | str | None = None,
     *,

@@ -14,7 +14,7 @@ from torchop._accelerate.patterns import (
     is_match,
     why_nothing_to_accelerate,
 )
-from torchop._compat import foreign_operators, logs, registries
+from torchop._compat import compilers, foreign_operators, logs, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import find_schema
 from torchop._native import switch
@@ -142,6 +142,7 @@ class Acceleration:
         return sorted(name for name in names if self._matches(name))
 
 
+@compilers.eager_only
 def accelerate(*patterns: str) -> Acceleration:
     """Make calls to operators of other packages native, so that they bypass PyTorch's dispatcher.
 

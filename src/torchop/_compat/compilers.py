@@ -42,6 +42,19 @@ def constant_in_traces(function: _Function) -> _Function:
     return function
 
 
+def eager_only(function: _Function) -> _Function:
+    """Make Dynamo break the graph at calls to `function`, which registers something.
+
+    If Dynamo traced a registration, it would evaluate lookups in PyTorch's registries while it
+    traces, before the registration has changed them. Unlike `torch.compiler.disable`, this does not
+    import Dynamo and adds no overhead to calls.
+    """
+    inner: Any = function
+    inner._torchdynamo_disable = True
+    inner._torchdynamo_disable_msg = "torchop registers operators and rules only in eager code"
+    return never_traced(function)
+
+
 DYNAMO = "torch._dynamo"
 
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.library
 
-from torchop._compat import libraries, logs
+from torchop._compat import compilers, libraries, logs
 from torchop._compat.classes import OpOverload
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
@@ -209,6 +209,7 @@ class Rule(Generic[Value]):
     # ----------------------------------------------------------------------------------------------
     # Registration and lookup
 
+    @compilers.eager_only
     def register(
         self,
         op: OpLike,

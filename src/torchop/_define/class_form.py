@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch.library
 
+from torchop._compat import compilers
 from torchop._core.define import all_or_nothing
 from torchop._core.user_rule import rule_names
 from torchop._define.declare import declare, define_operator, new_name
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # creating a Protocol class is slow
         def __call__(self, cls: type[object], /) -> CustomOp[..., Any]: ...
 
 
+@compilers.eager_only
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
     """Define an operator with a class that has kernels and rules as members.
 
@@ -115,6 +117,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     place = users_place()
     op_name = new_name(name, lib)
 
+    @compilers.eager_only
     def decorate(cls: Any) -> CustomOp[..., Any]:
         plan = read_class(str(op_name), cls)
         devices = None if "forward" in plan.members else ()

@@ -47,6 +47,7 @@ def custom_op(
 def custom_op(name: str, fn: Callable[P, R], /, **options: Unpack[Options]) -> CustomOp[P, R]: ...
 
 
+@compilers.eager_only
 def custom_op(
     name: str = MISSING,
     fn: Callable[P, R] | None = None,
@@ -125,6 +126,7 @@ def custom_op(
     place = users_place()
     op_name = new_name(name, lib)
 
+    @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
         declaration = declare(
             op_name,
@@ -165,6 +167,7 @@ def triton_op(
 ) -> CustomOp[P, R]: ...
 
 
+@compilers.eager_only
 def triton_op(
     name: str = MISSING,
     fn: Callable[P, R] | None = None,
@@ -213,6 +216,7 @@ def triton_op(
     place = users_place()
     op_name = new_name(name, None)
 
+    @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
         # This calls into PyTorch and may raise. Call it before defining the operator, so that an
         # error leaves nothing registered.

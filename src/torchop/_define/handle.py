@@ -198,6 +198,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
     source: str | None = None
 
+    @compilers.eager_only
     def register(
         self, rule: str, value: Registered | Lambda | None = None, /, **options: Any
     ) -> Registered:
@@ -247,6 +248,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
     # In-place and out= forms
 
+    @compilers.eager_only
     def derive_inplace(
         self, name: str | None = None, /, *, lib: torch.library.Library | None = None
     ) -> CustomOp[..., Any]:
@@ -281,6 +283,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.inplace = derive_form(self._live(), Form.INPLACE, name, lib).handle
         return self.inplace
 
+    @compilers.eager_only
     def derive_out(
         self,
         name: str | None = None,

@@ -106,10 +106,12 @@ class Library(OwnLibrary):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @compilers.eager_only
     def close(self) -> None:
         """Deregister everything that was registered through this library."""
         self._destroy()
 
+    @compilers.eager_only
     def define(
         self, schema: str, alias_analysis: str = "", *, tags: Tag | Iterable[Tag] = ()
     ) -> str:
@@ -142,6 +144,7 @@ class Library(OwnLibrary):
             name = define_in(self, schema, define)
         return name.removeprefix(f"{self.ns}::")
 
+    @compilers.eager_only
     def impl(
         self,
         op_name: OpLike,
@@ -193,6 +196,7 @@ class Library(OwnLibrary):
             )
             libraries.follow(self)
 
+    @compilers.eager_only
     def fallback(
         self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
     ) -> None:

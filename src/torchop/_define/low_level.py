@@ -7,7 +7,7 @@ from typing import Any, cast, overload
 
 import torch.library
 
-from torchop._compat import dispatch
+from torchop._compat import compilers, dispatch
 from torchop._compat.classes import Tag
 from torchop._core.library import check_library, process_library
 from torchop._core.registry import OpLike, op_name
@@ -39,6 +39,7 @@ def define(
 def define(qualname: torch.library.Library, schema: str, alias_analysis: str = "") -> Decorator: ...
 
 
+@compilers.eager_only
 def define(
     qualname: str | torch.library.Library,
     schema: str,
@@ -119,6 +120,7 @@ def impl(
 ) -> Decorator: ...
 
 
+@compilers.eager_only
 def impl(
     qualname: OpLike | torch.library.Library,
     types: str | Sequence[str],

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
-from torchop._compat import torch_ops
+from torchop._compat import compilers, torch_ops
 from torchop._core.registry import OpLike, find_schema, op_name
 from torchop._define.forms.schemas import with_outputs
 from torchop._define.handle import CustomOp
@@ -23,6 +23,7 @@ def maybe_out(functional: CustomOp[P, R], out: OpLike, /) -> Callable[..., R]: .
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 
 
+@compilers.eager_only
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 

@@ -10,7 +10,7 @@ import torch.library
 from torch import Tensor
 from typing_extensions import ParamSpec, TypedDict, TypeVar, Unpack  # Python 3.12 lacks some
 
-from torchop._compat import libraries
+from torchop._compat import compilers, libraries
 from torchop._compat.classes import OpOverload
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
@@ -69,6 +69,7 @@ def out_op(
 ) -> OperatorFamily[P, R]: ...
 
 
+@compilers.eager_only
 def out_op(
     name: str,
     fn: Kernel | None = None,
@@ -373,6 +374,7 @@ class OperatorFamily(Generic[P, R]):
         names = ", ".join(member.name for member in members if member is not None)
         return f"<torchop.OperatorFamily {names}>"
 
+    @compilers.eager_only
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
     ) -> Function:
@@ -400,6 +402,7 @@ class OperatorFamily(Generic[P, R]):
                 own = inplace._live()
                 inplace.register_kernel(device_types, kernels.inplace(kernel, own.name, own.schema))
 
+    @compilers.eager_only
     def register_autograd(
         self,
         backward: Function | Lambda | None = None,

@@ -173,6 +173,7 @@ def register_autocast(
 ) -> None: ...
 
 
+@compilers.eager_only
 def register_autocast(
     op: OpLike,
     /,

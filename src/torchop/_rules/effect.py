@@ -235,6 +235,7 @@ def _effect_is_undeclared(op: OpOverload) -> bool:
     return definition is not None and definition.plan[EffectRule] is None
 
 
+@compilers.eager_only
 def register_effect(
     op: OpLike,
     effect: Effect,

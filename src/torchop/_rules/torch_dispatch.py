@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop._compat import libraries, registries
+from torchop._compat import compilers, libraries, registries
 from torchop._compat.classes import FunctionalTensorMode, TorchDispatchMode
 from torchop._core.contract import result_check
 from torchop._core.definition import NOTHING, CompiledRule, Definition
@@ -88,6 +88,7 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     return call
 
 
+@compilers.eager_only
 def register_torch_dispatch(
     op: OpLike,
     torch_dispatch_class: type,

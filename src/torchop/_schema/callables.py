@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast
 
 from typing_extensions import TypeVar  # typing.TypeVar has no defaults before Python 3.13
 
+from torchop._compat import compilers
 from torchop._errors import RuleSignatureError, short_repr, short_text
 from torchop._schema.schema import Schema
 from torchop._schema.signatures import method_hint, spell_function
@@ -183,6 +184,7 @@ def decorator_or_call(
 ) -> Registered:
     """Register `value` and return it. If `value` is None, return a decorator."""
 
+    @compilers.eager_only
     def decorate(decorated: Registered) -> Registered:
         register(decorated)
         return decorated

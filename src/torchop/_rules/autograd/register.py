@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch.library
 
+from torchop._compat import compilers
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import RuleSignatureError
@@ -31,6 +32,7 @@ from torchop._schema.callables import (
 
 
 @keyword_only
+@compilers.eager_only
 def register_autograd(
     op: OpLike,
     backward: Function | Lambda | None = None,
@@ -126,6 +128,7 @@ def register_autograd(
 
 
 @keyword_only
+@compilers.eager_only
 def register_jvp(
     op: OpLike,
     jvp: Function | Lambda | None = None,
@@ -229,6 +232,7 @@ def register(
         )
 
 
+@compilers.eager_only
 def derive_autograd(op: OpLike, /) -> None:
     """Derive the backward formula by differentiating the kernel with PyTorch's autograd.
 

@@ -319,6 +319,7 @@ def register_fake(
 ) -> None: ...
 
 
+@compilers.eager_only
 def register_fake(
     op: OpLike,
     func: Function | Lambda | None = None,
@@ -402,6 +403,7 @@ def register_fake(
     return None
 
 
+@compilers.eager_only
 def impl_abstract(
     qualname: OpLike,
     func: Function | Lambda | None = None,

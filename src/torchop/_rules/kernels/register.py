@@ -8,12 +8,14 @@ from typing import Any
 
 import torch.library
 
+from torchop._compat import compilers
 from torchop._core.registry import OpLike, resolve
 from torchop._rules.kernels.devices import DeviceTypes, device_list
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 
 
+@compilers.eager_only
 def register_kernel(
     op: OpLike,
     device_types: DeviceTypes,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat import libraries
+from torchop._compat import compilers, libraries
 from torchop._core.call import Call
 from torchop._core.definition import Definition
 from torchop._core.library import check_library
@@ -41,6 +41,7 @@ from torchop._rules.providers.tuned import Buckets, Tuning
 from torchop.extend import OpLike
 
 
+@compilers.eager_only
 def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTypes = None) -> None:
     """Set the default order of an operator's providers.
 
@@ -91,6 +92,7 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
         rule.update(providers=provider_table(rule).ordered(names, devices))
 
 
+@compilers.eager_only
 def set_tuning(
     op: OpLike, table: str | os.PathLike[str] | None = None, /, *, buckets: Buckets | None = None
 ) -> None:

@@ -201,6 +201,7 @@ def register_vmap(
 ) -> Function: ...
 
 
+@compilers.eager_only
 def register_vmap(
     op: OpLike,
     /,
