@@ -1,5 +1,6 @@
 import inspect
 import re
+import textwrap
 
 import pytest
 import torch
@@ -324,3 +325,51 @@ def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(names
     with pytest.raises(torchop.ResultError, match="must return 2 values"):
         packet(namespace)(T.clone().requires_grad_())
     library._destroy()
+
+
+DEFINITIONS = {
+    "Library": """
+        library = torchop.Library(namespace, "FRAGMENT")
+        library.define("sine(Tensor x) -> Tensor")
+        library.impl("sine", lambda x: x.sin(), "CPU")
+        torchop.register_fake(f"{namespace}::sine", torch.empty_like)
+    """,
+    "define": """
+        torchop.define(f"{namespace}::sine", "(Tensor x) -> Tensor")
+        torchop.impl(f"{namespace}::sine", "cpu")(lambda x: x.sin())
+        torchop.register_fake(f"{namespace}::sine")(lambda x: torch.empty_like(x))
+    """,
+    "custom_op": """
+        @torchop.custom_op(f"{namespace}::sine", mutates_args=())
+        def sine(x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+        sine.register_fake(lambda x: torch.empty_like(x))
+    """,
+    "operator": """
+        @torchop.operator(f"{namespace}::sine")
+        class sine:
+            @staticmethod
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                return x.sin()
+            @staticmethod
+            def fake(x):
+                return torch.empty_like(x)
+    """,
+}
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS.values(), ids=DEFINITIONS)
+def test_operators_are_defined_inside_a_compiled_function(namespace, definition):
+    body = textwrap.indent(textwrap.dedent(definition), "    ")
+    scope = {"torch": torch, "torchop": torchop, "namespace": namespace}
+    exec(f"def make():\n    global library\n{body}", scope)
+    defined = []
+
+    def call(x):
+        if not defined:
+            scope["make"]()
+            defined.append(True)
+        return getattr(torch.ops, namespace).sine(x * 2) + 1
+
+    x = torch.ones(3)
+    torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), (x * 2).sin() + 1)

@@ -255,12 +255,34 @@ def test_the_guard_of_a_call_stays_as_long_as_some_library_declares_the_effect(n
     def guarded():
         return registries.torch_dispatch_rule(f"{namespace}::log", FunctionalTensorMode) is not None
 
-    with torchop.Library(namespace, "DEF") as owner:
-        owner.define("log(Tensor x) -> ()")
-        with torchop.Library(namespace, "FRAGMENT") as first:
-            torchop.register_effect(f"{namespace}::log", ORDERED, lib=first)
-            with torchop.Library(namespace, "FRAGMENT") as second:
-                torchop.register_effect(f"{namespace}::log", ORDERED, lib=second)
-                assert guarded()
+    owner = torch.library.Library(namespace, "DEF")
+    owner.define("log(Tensor x) -> ()")
+    with torchop.Library(namespace, "FRAGMENT") as first:
+        torchop.register_effect(f"{namespace}::log", ORDERED, lib=first)
+        with torchop.Library(namespace, "FRAGMENT") as second:
+            torchop.register_effect(f"{namespace}::log", ORDERED, lib=second)
             assert guarded()
-        assert not guarded()
+        assert guarded()
+    assert not guarded()
+    owner._destroy()
+
+
+def test_closing_the_older_of_two_libraries_keeps_the_effect_of_the_other(namespace):
+    torchop.define(f"{namespace}::log", "(Tensor x) -> ()")
+    first, second = (torchop.Library(namespace, "FRAGMENT") for _ in range(2))
+    for library in (first, second):
+        torchop.register_effect(f"{namespace}::log", ORDERED, lib=library)
+    first.close()
+    assert registries.effect_of(f"{namespace}::log") is ORDERED
+    second.close()
+    assert registries.effect_of(f"{namespace}::log") is None
+
+
+def test_the_rule_of_define_stays_after_an_effect_is_withdrawn(namespace):
+    def guarded():
+        return registries.torch_dispatch_rule(f"{namespace}::log", FunctionalTensorMode) is not None
+
+    torchop.define(f"{namespace}::log", "(Tensor x) -> ()")
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        torchop.register_effect(f"{namespace}::log", ORDERED, lib=library)
+    assert guarded()

@@ -198,3 +198,35 @@ def test_rules_of_torch_library_replace_our_default_rules(namespace, kind):
             torch.compile(op, backend="aot_eager", fullgraph=True)(x)
     assert x.tolist() == [1, 1]
     assert set(calls) == {op.default}
+
+
+@pytest.mark.parametrize("is_accelerated", [False, True])
+def test_rules_of_a_definition_outlive_what_is_undone(namespace, is_accelerated):
+    # Both `accelerate` and the user's rule find the rule that `define` has installed.
+    torchop.define(f"{namespace}::reverse", "(Tensor(a!) y, Tensor x) -> ()")
+    torchop.register_fake(f"{namespace}::reverse", lambda y, x: None)
+
+    @torchop.impl(f"{namespace}::reverse", "cpu")
+    def _(y, x):
+        for i in range(len(x)):
+            y[i] = x[len(x) - 1 - i]
+
+    def rule(mode, func, types, args, kwargs):
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+
+    if is_accelerated:
+        torchop.accelerate(f"{namespace}::reverse").undo()
+    else:
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            torchop.register_torch_dispatch(
+                f"{namespace}::reverse", FunctionalTensorMode, rule, lib=library
+            )
+
+    def f(x):
+        x = x * 2
+        y = x.clone()
+        getattr(torch.ops, namespace).reverse(y, x)
+        return y
+
+    x = torch.arange(4.0)
+    torch.testing.assert_close(torch.compile(f, fullgraph=True)(x), f(x))

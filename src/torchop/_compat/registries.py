@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.library
@@ -110,26 +110,49 @@ class DefaultRule(functools.partial[Any]):
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Register a function that handles an operator's calls in a mode or for a Tensor subclass.
 
-    The function replaces a default rule. If the same function is registered already, nothing
-    changes.
+    The function replaces a default rule until it is withdrawn. If the same function is registered
+    already, nothing changes.
     """
-    remove_default_rules(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
-    if rules.find(cls) is not function:
+    before = rules.find(cls)
+    if isinstance(before, DefaultRule):
+        _replaced[qualname, cls] = before
+        del rules._data[cls]
+    if before is not function:
         rules.register(cls, function)
 
 
-def register_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a default rule for a mode, unless the operator has a rule for this mode."""
+# The default rules that a user's rule replaces, by the operator's name and the mode.
+_replaced: dict[tuple[str, type], DefaultRule] = {}
+
+
+def register_default_torch_dispatch(
+    qualname: str, cls: type, function: Callable[..., Any]
+) -> RegistrationHook:
+    """Register a default rule for a mode, unless the operator has a rule for this mode.
+
+    Returns a function that removes only the rule that this call has registered.
+    """
+    rule = DefaultRule(function)
     if torch_dispatch_rule(qualname, cls) is None:
-        register_torch_dispatch(qualname, cls, DefaultRule(function))
+        _rules_registry.find(qualname).torch_dispatch_rules.register(cls, rule)
 
-
-def remove_default_rules(qualname: str, *classes: type) -> None:
-    rules = _rules_registry.find(qualname).torch_dispatch_rules._data
-    for cls in classes or tuple(rules):
-        if isinstance(rules.get(cls), DefaultRule):
+    def undo() -> None:
+        rules = _rules_registry.find(qualname).torch_dispatch_rules._data
+        if rules.get(cls) is rule:
             del rules[cls]
+        if _replaced.get((qualname, cls)) is rule:
+            del _replaced[qualname, cls]
+
+    return undo
+
+
+def remove_default_rules(qualname: str) -> None:
+    rules = _rules_registry.find(qualname).torch_dispatch_rules._data
+    for cls in [cls for cls, rule in rules.items() if isinstance(rule, DefaultRule)]:
+        del rules[cls]
+    for key in [key for key in _replaced if key[0] == qualname]:
+        del _replaced[key]
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
@@ -138,24 +161,50 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove the rule that calls `function`, unless another rule has replaced it."""
-    rules = _rules_registry.find(qualname).torch_dispatch_rules
-    rule = rules.find(cls)
+    """Remove the rule that calls `function`, unless another rule has replaced it.
+
+    If the rule has replaced a default rule, the default rule applies again.
+    """
+    rules, key = _rules_registry.find(qualname).torch_dispatch_rules, (qualname, cls)
+    rule, replaced = rules.find(cls), _replaced.get(key)
     if rule is function or (isinstance(rule, DefaultRule) and rule.func is function):
         del rules._data[cls]
+        if replaced is not None:
+            rules.register(cls, _replaced.pop(key))
+    elif replaced is not None and replaced.func is function:
+        del _replaced[key]
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
-    """Register an operator's effect for functionalization, and return a function to undo this."""
+    """Register an operator's effect for functionalization, and return a function to undo this.
+
+    Several libraries may register an effect for the same operator. After `undo`, the latest of the
+    remaining effects applies, or the effect from before the first registration.
+    """
     holder = _rules_registry.find(qualname).effect
-    previous = holder.effect
+    rows = _effects.setdefault(qualname, [_Effect(holder.effect)])
+    row = _Effect(effect)
+    rows.append(row)
     holder.register(effect)
 
     def undo() -> None:
+        if not any(each is row for each in rows):
+            return
+        rows[:] = [each for each in rows if each is not row]
         if holder.effect is effect:
-            holder.register(previous)
+            holder.register(rows[-1].effect)
+        if len(rows) == 1 and _effects.get(qualname) is rows:
+            del _effects[qualname]
 
     return undo
+
+
+class _Effect(NamedTuple):
+    effect: EffectType | None
+
+
+# The effects of each operator in the order of their registration, after the effect from before.
+_effects: dict[str, list[_Effect]] = {}
 
 
 def effect_of(qualname: str) -> EffectType | None:

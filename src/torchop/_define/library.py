@@ -255,8 +255,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         is_mutable = "!" in schema
         if is_mutable:
             inductor_writes.register_lowerings(str(name))
-        misread_views.install_low_level(str(name), is_mutable=is_mutable)
-        remove = functools.partial(misread_views.remove_low_level, str(name), is_mutable=is_mutable)
+        remove = misread_views.install_low_level(str(name), is_mutable=is_mutable)
         libraries.on_close(library, remove)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))

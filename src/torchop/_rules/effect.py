@@ -38,13 +38,15 @@ class EffectRule(CompiledRule[Declared]):
     """
 
     declared: Declared = None
-    restore_effect: Callable[[], object] | None = None
+    remove_effect: Callable[[], object] | None = None
+    remove_watch: Callable[[], object] | None = None
     remove_vmap_guard: Callable[[], object] | None = None
 
     def watch(self) -> None:
         """Install a check that raises if a compiler traces a call that it would silently remove."""
-        if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            registries.register_default_torch_dispatch(
+        schema = self.definition.schema
+        if self.remove_watch is None and not (schema.is_mutable or schema.is_view):
+            self.remove_watch = registries.register_default_torch_dispatch(
                 str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
             )
 
@@ -67,15 +69,11 @@ class EffectRule(CompiledRule[Declared]):
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
-            restore = registries.register_effect(str(definition), _kind(declared))
-            if self.restore_effect is None:
-                libraries.on_close(definition.library, restore)
-                if not definition.is_ours:
-                    # When the library closes, remove only the rule that `watch` registered. Keep
-                    # the checkpointing rule, because a checkpoint policy may need it. Without an
-                    # effect or a policy, the checkpointing rule changes nothing.
-                    libraries.on_close(definition.library, self._withdraw_watch)
-            self.restore_effect = restore
+            if self.remove_effect is None:
+                libraries.on_close(definition.library, self._withdraw)
+            else:
+                self.remove_effect()
+            self.remove_effect = registries.register_effect(str(definition), _kind(declared))
             self.update(self._install, declared=declared)
 
     def _install(self) -> None:
@@ -101,10 +99,16 @@ class EffectRule(CompiledRule[Declared]):
             "operator outside vmap."
         )
 
-    def _withdraw_watch(self) -> None:
-        """Undo `watch`, unless another library has declared an effect in the meantime."""
-        if registries.effect_of(str(self.definition)) is None:
-            registries.remove_default_rules(str(self.definition), FunctionalTensorMode)
+    def _withdraw(self) -> None:
+        """Remove the effect, and the rule of `watch` unless another library declares an effect.
+
+        The checkpointing rule stays, because a checkpoint policy may need it. Without an effect or
+        a policy, it changes nothing.
+        """
+        if self.remove_effect is not None:
+            self.remove_effect()
+        if self.remove_watch is not None and registries.effect_of(str(self.definition)) is None:
+            self.remove_watch()
 
 
 def install(definition: Definition) -> Callable[[], None] | None:

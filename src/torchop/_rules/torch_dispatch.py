@@ -41,7 +41,9 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
     def retract(self) -> None:
         # Remove only the default rules here. Rules that users registered are removed when the
         # libraries that own them close.
-        registries.remove_default_rules(str(self.definition))
+        # A definition for another package's operator has registered no default rules.
+        if self.definition.is_ours:
+            registries.remove_default_rules(str(self.definition))
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
         definition = self.definition

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,13 +56,14 @@ _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDicti
 
 
 class TableCalls(NativeCalls):
-    __slots__ = ("__weakref__", "_library", "_overload", "problem")
+    __slots__ = ("__weakref__", "_library", "_overload", "_remove_rule", "problem")
 
     def __init__(self, native: Any, name: OpName, overload: OpOverload) -> None:
         super().__init__(native, name, find_schema(name))
         self.problem: str | None = None  # why the latest plan has no kernel
         self._overload = overload
         self._library: torch.library.Library | None = None
+        self._remove_rule: Callable[[], object] = _nothing  # undoes `install_low_level`
         _calls[name] = self
         self._take_calls(overload)
 
@@ -84,7 +86,8 @@ class TableCalls(NativeCalls):
             if accelerated.get(self.name) is not self:
                 return
             del accelerated[self.name]
-            misread_views.remove_low_level(str(self.name), is_mutable=True)
+            self._remove_rule()
+            self._remove_rule = _nothing
             foreign_operators.forget_exchange(self._overload)
             if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
                 operator = self._native.Operator
@@ -125,6 +128,10 @@ class TableCalls(NativeCalls):
         if kernels.pairs and plan.unknown_parameter is not None:
             self.problem = unknown_type(schema, plan)
         return plan
+
+
+def _nothing() -> None:
+    """Do nothing. The default value of functions that undo something."""
 
 
 def has_own_kernels(native: Any, name: OpName) -> bool:
@@ -169,7 +176,7 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
         calls.accelerate(library)
         if overload._schema.is_mutable:
             inductor_writes.register_lowerings(str(name))
-            misread_views.install_low_level(str(name), is_mutable=True)
+            calls._remove_rule = misread_views.install_low_level(str(name), is_mutable=True)
         return None
 
 

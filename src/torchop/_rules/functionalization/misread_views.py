@@ -33,25 +33,17 @@ from torchop._schema.schema import Argument, Schema
 TensorPairs = list[tuple[Tensor, Tensor]]
 
 
-def install_low_level(qualname: str, *, is_mutable: bool) -> None:
+def install_low_level(qualname: str, *, is_mutable: bool) -> Callable[[], object]:
     """Install the rule for FunctionalTensorMode of a low-level operator.
 
     A low-level operator is one that `Library.define` or another package defined. If it mutates
     arguments, the rule copies misread views and hidden aliases. Operators of `custom_op` have a
     rule that does more (see `trace`).
+
+    Returns a function that removes the rule if this call has installed it.
     """
-    registries.register_default_torch_dispatch(
-        qualname, FunctionalTensorMode, _low_level_rule(is_mutable)
-    )
-
-
-def remove_low_level(qualname: str, *, is_mutable: bool) -> None:
-    """Undo `install_low_level`."""
-    registries.withdraw_torch_dispatch(qualname, FunctionalTensorMode, _low_level_rule(is_mutable))
-
-
-def _low_level_rule(is_mutable: bool) -> Callable[..., Any]:
-    return _functionalize_low_level if is_mutable else functionalize_unless_dropped
+    rule = _functionalize_low_level if is_mutable else functionalize_unless_dropped
+    return registries.register_default_torch_dispatch(qualname, FunctionalTensorMode, rule)
 
 
 def _functionalize_low_level(
