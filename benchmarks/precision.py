@@ -1,4 +1,4 @@
-"""Measure calls to operators that declare the precision of their inputs.
+"""Measure calls to operators that declare the precision or the layout of their inputs.
 
 In an autocast region, a call casts two small float32 tensors, or gets tensors of the right dtype:
 
@@ -6,9 +6,14 @@ In an autocast region, a call casts two small float32 tensors, or gets tensors o
 - wrapper: a function written by hand casts the inputs and disables autocast.
 
 PyTorch copies the tensors in both variants, so the variants differ only in the remaining time.
+
+In the row "two layouts", the operator of torchop declares that two arguments are contiguous, and
+the operator "none" declares nothing. Both get contiguous tensors, so no call copies anything.
 """
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -19,10 +24,17 @@ from harness import Benchmark, Limit, Settings, Tables, Variant
 
 TABLE = "calls"
 CAST, RIGHT = "autocast, two casts", "autocast, no casts"
-TORCHOP, WRAPPER = "torchop", "wrapper"
+LAYOUTS = "two layouts"
+TORCHOP, WRAPPER, NONE = "torchop", "wrapper", "none"
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def add_contiguous(
+    x: Annotated[Tensor, torchop.contiguous], y: Annotated[Tensor, torchop.contiguous]
+) -> Tensor:
     return torch.empty_like(x)
 
 
@@ -45,7 +57,11 @@ def measure(settings: Settings) -> Tables:
             row: {TORCHOP: Variant(op, args), WRAPPER: Variant(wrapper, args)}
             for row, args in ((CAST, inputs), (RIGHT, lower))
         }
-        return {TABLE: {row: harness.measure(of, settings["rounds"]) for row, of in rows.items()}}
+        found = {row: harness.measure(of, settings["rounds"]) for row, of in rows.items()}
+    layouts = torchop.custom_op("bench_precision::layouts", add_contiguous, mutates_args=())
+    variants = {TORCHOP: Variant(layouts, inputs), NONE: Variant(plain, inputs)}
+    with torch.no_grad():
+        return {TABLE: {**found, LAYOUTS: harness.measure(variants, settings["rounds"])}}
 
 
 BENCHMARK = Benchmark(
@@ -56,6 +72,7 @@ BENCHMARK = Benchmark(
     limits=(
         Limit(TABLE, CAST, TORCHOP, 1.15, WRAPPER),
         Limit(TABLE, RIGHT, TORCHOP, 1.15, WRAPPER),
+        Limit(TABLE, LAYOUTS, TORCHOP, 1.05, NONE),
     ),
 )
 

@@ -326,6 +326,15 @@ MUTANTS = {
         "route.reason = is_autocast ? Reason::Autocast : Reason::Native;",
         "route.reason = Reason::Native;",
     ),
+    "autocast of a formula, forward": Mutant(
+        "autograd.cpp", "C10_UNLIKELY(autocast_is_enabled()) &&", "false &&"
+    ),
+    "autocast of a formula, backward": Mutant(
+        "backward.cpp", "C10_UNLIKELY(may_need_other_autocast(args[0]))", "false"
+    ),
+    "declared layouts": Mutant(
+        "call.cpp", "!plan.layouts.empty() && !has_declared_layouts(plan, values)", "false"
+    ),
     "own kernel": Mutant(
         "call.cpp",
         "decision.kernel = kernel_for(plan, decision.route.kernel);",
@@ -563,7 +572,7 @@ MUTANTS = {
         "ambient_state.cpp", "at::impl::PythonTorchFunctionTLS::stack_len() == 0", "true"
     ),
     "ambient state: autocast": Mutant(
-        "ambient_state.cpp", "local.excluded_.has_all(c10::autocast_dispatch_keyset)", "true"
+        "ambient_state.cpp", "return !autocast_is_enabled() && c10::get", "return c10::get"
     ),
     "backward: gradient of no tensor": Mutant(
         "backward.cpp", "PyTuple_GET_ITEM(hold_tensors, index) == Py_True ||", "true ||"

@@ -29,6 +29,7 @@ from torchop._rules.effect import register_effect
 from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.register import register_kernel
+from torchop._rules.layout import register_layout
 from torchop._rules.providers.priority import priority, set_priority
 from torchop._rules.residuals import Residuals, records_gradient, residuals
 from torchop._rules.torch_dispatch import register_torch_dispatch
@@ -36,6 +37,7 @@ from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
+from torchop._schema.layouts import channels_last, contiguous
 
 # `__getattr__` imports these names on first use, to keep `import torchop` fast.
 if typing.TYPE_CHECKING:
@@ -112,6 +114,9 @@ __all__ = [
     "records_gradient",
     "register_vmap",
     "register_autocast",
+    "register_layout",
+    "contiguous",
+    "channels_last",
     "register_torch_dispatch",
     "register_effect",
     "EffectType",

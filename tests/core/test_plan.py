@@ -34,6 +34,7 @@ REGISTRATIONS = {
         "TorchDispatchRule",
         lambda op: op.register_torch_dispatch(Mode, lambda *args: None),
     ),
+    "layout": ("LayoutRule", lambda op: op.register_layout(x=torchop.contiguous)),
     "effect": ("EffectRule", lambda op: op.register_effect(torchop.EffectType.ORDERED)),
 }
 

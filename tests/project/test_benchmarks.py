@@ -185,7 +185,7 @@ def test_precision_measures_each_variant(tmp_path: Path) -> None:
     run = Run(run_forked, "precision", tmp_path / "results.json", rounds=1)
     for row in run.tables["calls"].values():
         assert len(row) == 2
-    assert run.limits == 2
+    assert run.limits == 3
 
 
 def test_residuals_measures_each_variant(tmp_path: Path) -> None:

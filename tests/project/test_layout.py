@@ -110,7 +110,7 @@ EXCEPTIONS = {
     ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, "
-        "and stores measurements in the cache folder",
+        "reads declared layouts, and stores measurements in the cache folder",
         {
             "_compat",
             "_core.blocks",
@@ -118,6 +118,7 @@ EXCEPTIONS = {
             "_core.contract",
             "_core.lock",
             "_native.extension",
+            "_rules.layout",
             "_rules.residuals.handover",
         },
     ),

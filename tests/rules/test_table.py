@@ -21,7 +21,7 @@ from torchop._rules import RULES
 TESTS = Path(__file__).parents[1]
 # Some rules are named differently as a method than as a member of an operator's class: the method
 # `register_kernel` registers the member `forward`.
-MEMBERS_OF = {"kernel": "forward", "autograd": "backward", "effect": "effects"}
+MEMBERS_OF = {"kernel": "forward", "autograd": "backward", "effect": "effects", "layout": "layouts"}
 
 
 def subclasses(cls: type) -> Iterator[type]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -133,3 +133,15 @@ def test_function_with_a_graph_break_raises(write: Any) -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         copied_bytes(broken, *_inputs())
     assert copied_bytes(lambda: None) == {}
+
+
+def test_copies_into_a_declared_layout_are_counted(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Annotated[Tensor, torchop.contiguous]) -> Tensor:
+        return x.clone()
+
+    op.register_fake(torch.empty_like)
+    x = torch.ones(4, 8)
+    assert copied_bytes(lambda x: op(x) + 1, x) == {}
+    assert copied_bytes(lambda x: op(x) + 1, x.t()) == {"x": 128}
+    assert copied_bytes(lambda x: op(x.sin().t()) + 1, x) == {f"{namespace}::op.x": 128}

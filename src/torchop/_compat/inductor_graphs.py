@@ -132,15 +132,22 @@ def is_copy_back(node: Node) -> bool:
 
 
 def written(node: Node) -> Iterator[tuple[str, Node]]:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
+    if isinstance(node.target, torch._ops.OpOverload):
+        infos = {a.name: a.alias_info for a in node.target._schema.arguments}
+        for name, value in passed(node):
+            if (info := infos[name]) is not None and info.is_write:
+                yield name, value
+
+
+def passed(node: Node) -> Iterator[tuple[str, Node]]:
+    """Yield the names of the arguments of a call to an operator, with the nodes passed for them."""
+    assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
-    passed = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    values = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
     for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in torch.utils._pytree.tree_leaves(passed.get(argument.name)):
-                if isinstance(value, Node):
-                    yield argument.name, value
+        for value in torch.utils._pytree.tree_leaves(values.get(argument.name)):
+            if isinstance(value, Node):
+                yield argument.name, value
 
 
 def size_in_bytes(node: Node) -> int:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchop._compat.classes import Tag
 from torchop._errors import Place
 from torchop._schema.convention import FLAT, Convention
+from torchop._schema.layouts import Layout
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -58,6 +60,7 @@ class Declaration(NamedTuple):
         residuals: the declared residuals (kernel outputs that only the backward uses), as a
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
+        layouts: the declared layouts of arguments, by name; see `_rules.layout`.
         is_helper: True for an operator that replaces another one in compiled graphs.
         is_lenient: True for operators of `torchop.compat`. They may return aliases of inputs, and
             use PyTorch's autograd fallback if no formula is registered, because the operators that
@@ -77,5 +80,6 @@ class Declaration(NamedTuple):
     launch: Callable[..., Any] | None = None
     residuals: Any = None
     convention: Convention = FLAT
+    layouts: Mapping[str, Layout] = MappingProxyType({})
     is_helper: bool = False
     is_lenient: bool = False

@@ -68,6 +68,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `contiguous_grads`: True if `backward` or `backward_kernel` ignores strides, so it must
       receive contiguous gradients.
     - `autocast`: a dtype, a policy such as `"low_precision"`, or a dict of these by device type.
+    - `layouts`: a dict from arguments to layouts; see `register_layout`.
     - `torch_dispatch`: a dict from modes or Tensor subclasses to functions.
     - `inplace`, `out`: True, or a name, to also define the in-place or the out= form; see
       `derive_inplace` and `derive_out`.

@@ -21,6 +21,7 @@ from torchop._rules.residuals import declare_residuals
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import form_tags
+from torchop._schema.layouts import check_layouts, declared_layouts
 from torchop._schema.naming import OpName
 
 
@@ -55,11 +56,14 @@ def declare(
     check_callable(what, function)
     devices = known_devices(name, device_types)
     saved = declare_residuals(name, function, residuals)
+    written = declared_layouts(function)
     if saved is not None:
         function = saved.wrap(function)
     all_tags = checked_tags(name, tags)
     parsed, kernel, convention = declared_schema(name, function, schema, mutates_args, all_tags)
     check_no_generator(what, function, parsed)
+    layouts = convention.of_tensors(written)
+    check_layouts(name, parsed, layouts)
     effect = declared_effect(name, effects, parsed)
     inlined = declared_inlining(name, compile, effect, launches=launches)
     if saved is not None:
@@ -81,6 +85,7 @@ def declare(
         launch=convention.kernel(_launching(function)) if launches else None,
         residuals=saved,
         convention=convention,
+        layouts=layouts,
         is_lenient=is_lenient,
     )
 

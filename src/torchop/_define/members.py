@@ -132,6 +132,11 @@ MEMBERS: Mapping[str, Member] = {
         'a dtype, a policy such as "low_precision", or a dict of these by device type',
         lambda value: isinstance(value, (torch.dtype, Mapping)) or value in POLICIES,
     ),
+    "layouts": Member(
+        lambda op, layouts, members: op.register_layout(**layouts),
+        "a dict of layouts by argument",
+        lambda value: isinstance(value, Mapping),
+    ),
     "providers": Member(
         _register_providers,
         "a dict with a dict of the arguments of register_kernel for each provider",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torchop._core.registry import Handle
-from torchop._rules import autocast, effect, providers, torch_dispatch
+from torchop._rules import autocast, effect, layout, providers, torch_dispatch
 from torchop._rules.autograd import register as autograd
 from torchop._rules.fake import rule as fake
 from torchop._rules.kernels import register as kernels
@@ -55,6 +55,8 @@ class Registrations(Handle):
 
     @SameAs(autocast.register_autocast)
     def register_autocast(self) -> None: ...
+
+    register_layout = layout.register_layout
 
     @SameAs(torch_dispatch.register_torch_dispatch)
     def register_torch_dispatch(self) -> None: ...

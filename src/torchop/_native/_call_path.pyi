@@ -66,6 +66,8 @@ class Plan:
         convert: Callable[[Any], Any] | None = ...,
         # The result of `Declared.in_plan`; None for operators without residuals.
         residuals: tuple[Any, ...] | None = ...,
+        # Pairs of a parameter's index, and whether it must be channels_last and not contiguous.
+        layouts: tuple[tuple[int, bool], ...] = ...,
     ) -> Plan: ...
     @property
     def unknown_parameter(self) -> int | None: ...  # index of a parameter of an unsupported type

@@ -17,6 +17,7 @@ from torchop._core.registry import own_definition
 from torchop._native.extension import recipe
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.layout import LayoutRule
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Argument, Schema
@@ -170,6 +171,8 @@ class OwnCalls(NativeCalls):
         if self._schema.spelled_devices:
             return  # the kernels must convert device names to devices before a mode runs
         for key in ("Autograd", "ADInplaceOrView"):
+            if key == "Autograd" and definition.rule(LayoutRule).layouts:
+                continue  # the kernel copies arguments
             kernel = definition.dispatcher_kernels.get(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
             if remove is not None:
@@ -206,6 +209,11 @@ class OwnCalls(NativeCalls):
             gradient=gradient_of(definition, plan),
             finish=converting(functools.partial(kernels.finish, definition), schema),
             residuals=declared and declared.in_plan(self._native, plan[AutogradRule]),
+            layouts=tuple(
+                (index, layout.is_channels_last)
+                for index, argument in enumerate(schema.arguments)
+                if (layout := definition.rule(LayoutRule).layouts.get(argument.name)) is not None
+            ),
         )
 
 

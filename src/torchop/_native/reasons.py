@@ -41,4 +41,5 @@ class Reason(enum.IntEnum):
     MUTATION = "it mutates {why}"
     ANOMALY = "anomaly detection records where the call was made"
     GRADIENT = "it records a gradient: {why}"
+    LAYOUT = "an argument must be copied into the layout that the operator declares"
     CAPTURE = "a device graph is being captured, and a derived formula must take that into account"

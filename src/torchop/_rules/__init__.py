@@ -26,6 +26,8 @@ from torchop._rules.inlining import InliningRule
 from torchop._rules.inlining import install as install_inlining
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.kernels.rule import install as install_kernels
+from torchop._rules.layout import LayoutRule
+from torchop._rules.layout import install as install_layouts
 from torchop._rules.mutation.kernels import install as install_mutation
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap.rule import VmapRule
@@ -39,10 +41,12 @@ RULES: tuple[type[CompiledRule[Any]], ...] = (
     TorchDispatchRule,
     EffectRule,
     InliningRule,
+    LayoutRule,
 )
 INSTALLERS: tuple[Installer, ...] = (
     install_kernels,
     install_fake,
+    install_layouts,
     install_autograd,
     install_mutation,
     install_inlining,

@@ -209,7 +209,7 @@ def register_autocast(
     Example:
         >>> import torch, torchop
         >>> @torchop.custom_op("docs::plus_one", mutates_args=())
-        ... def plus_one(x: Tensor) -> Tensor:
+        ... def plus_one(x: torch.Tensor) -> torch.Tensor:
         ...     return x + 1
         >>> torchop.register_autocast("docs::plus_one", "low_precision")
         >>> with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -9,7 +9,8 @@ because a process may load a graph from a cache or a file without tracing it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch.library
@@ -23,6 +24,7 @@ from torchop._core.registry import registration_site
 from torchop._core.user_rule import follow_origin
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
+from torchop._schema.layouts import Layout
 from torchop._schema.schema import Schema
 
 
@@ -38,6 +40,7 @@ def define_helper_operator(
     origin: Definition | None = None,
     convention: Convention = FLAT,
     inlined: Any = None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
 ) -> Definition:
     """Define the helper operator `name__kind` of the operator `name`.
 
@@ -63,6 +66,7 @@ def define_helper_operator(
         fake=fake,
         inlined=inlined,
         convention=convention,
+        layouts=layouts,
         is_helper=True,
     )
 

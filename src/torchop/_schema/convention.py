@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ class Convention:
 
     def torch_dispatch(self, function: Function, /) -> Function:
         return function
+
+    def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
+        """Convert values by parameter to values by tensor argument of the schema."""
+        return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
         return backward, setup_context

@@ -75,6 +75,16 @@ def written_result(function: Callable[..., Any]) -> Any:
     return _Namespace(function).evaluate(written, None) if isinstance(written, str) else written
 
 
+def written_parameters(function: Callable[..., Any]) -> dict[str, Any]:
+    """Return the evaluated annotations of the parameters, including `Annotated` metadata."""
+    annotations = {n: a for n, a in annotations_of(function).items() if n != "return"}
+    namespace = _Namespace(function)
+    return {
+        name: namespace.evaluate(each, name) if isinstance(each, str) else each
+        for name, each in annotations.items()
+    }
+
+
 def method_hint(function: Callable[..., Any]) -> str:
     """Return advice for error messages if a function is a method, otherwise an empty string."""
     owner = getattr(function, "__self__", None)

@@ -5,21 +5,26 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.fx import Node
 
 from torchop._compat import inductor_graphs
 from torchop._compat.inductor_graphs import Lowered
+from torchop._rules.layout import layouts_of
+from torchop.extend import OpOverload
 
 
 def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Return the bytes that a compiled function copies because operators mutate their arguments.
+    """Return the bytes that a compiled function copies because of operators' declarations.
+
+    An operator may declare that it mutates an argument, or the layout of an argument.
 
     If the previous value of a mutated argument may be read later, Inductor passes a copy of the
     argument to the operator. If the argument is an input of the graph, Inductor also copies the new
-    value back. For a large cache, these copies can take longer than the operator.
+    value back. For a large cache, these copies can take longer than the operator. If an argument
+    does not have the declared layout (see `register_layout`), its copy is counted too.
 
     The function is compiled with `fullgraph=True`, but not run. Copies in the backward pass, and in
     the bodies of branches, loops and nested regions, are not counted.
@@ -76,6 +81,8 @@ def copied_bytes(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> 
             # A functional helper operator clones the argument before it writes the new value, so
             # count this clone in addition to the copy back.
             copied[name] = copied.get(name, 0) + size * (1 if is_cloned else 2)
+    for node, name in _copies_of_layouts(lowered):
+        copied[name] = copied.get(name, 0) + inductor_graphs.size_in_bytes(node)
     return {_parameter(function, name): size for name, size in copied.items()}
 
 
@@ -98,6 +105,17 @@ def _clones(lowered: Lowered) -> dict[Node, str]:
                 name = clones.get(origin) or lowered.inputs.get(origin)
                 clones[root] = name or f"{node.target._schema.name}.{argument}"
     return clones
+
+
+def _copies_of_layouts(lowered: Lowered) -> Iterator[tuple[Node, str]]:
+    """Yield the copies into declared layouts, with the names of the copied tensors."""
+    for node in lowered.graph.nodes:
+        if isinstance(node.target, OpOverload) and (layouts := layouts_of(node.target)):
+            for argument, value in inductor_graphs.passed(node):
+                if argument in layouts and inductor_graphs.is_clone(value):
+                    origin = inductor_graphs.view_root(value.all_input_nodes[0])
+                    name = lowered.inputs.get(origin)
+                    yield value, name or f"{node.target._schema.name}.{argument}"
 
 
 def _is_written_copy(node: Node) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+import torchop
 from tests.testing.zoo.specimen import (
     define,
     like,
@@ -355,6 +356,23 @@ wrong(
     "subsystems.compiled_autocast",
     lambda: [(torch.randn(3, 4),)],
 )
+
+
+# A kernel that torch.library registers gets no copies in inference mode
+def _running_sums(x: Annotated[Tensor, torchop.contiguous]) -> Tensor:
+    return x.as_strided((x.numel(),), (1,)).cumsum(0)
+
+
+wrong(
+    define(
+        "sums_through_torch_library",
+        _running_sums,
+        fake=lambda x: x.new_empty(x.numel(), dtype=torch.cumsum(x.view(-1), 0).dtype),
+    ),
+    "memory.declared",
+    one,
+)
+torch.library.impl("zoo::sums_through_torch_library", "CPU", _running_sums)
 
 
 def asks_for_inference(x: Tensor) -> Tensor:

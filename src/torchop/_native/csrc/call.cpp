@@ -47,6 +47,21 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
+// Returns whether all arguments have the layouts that the operator declares. If not, the Python
+// kernels copy them.
+bool has_declared_layouts(const Plan& plan, const Values& values) {
+  bool fits = true;
+  for (const Plan::Layout& layout : plan.layouts) {
+    values.each_tensor_of(layout.parameter, [&](PyObject* tensor) {
+      const at::TensorImpl& impl = *impl_of(tensor);
+      const auto last =
+          impl.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+      fits &= impl.is_contiguous(layout.channels_last ? last : at::MemoryFormat::Contiguous);
+    });
+  }
+  return fits;
+}
+
 // For in-place and out= operators, returns whether no other argument shares memory with the mutated
 // argument at index `written`. An argument that the kernel only reads may be the very same tensor.
 // If arguments share memory in another way, the result depends on the order of reads and writes in
@@ -169,6 +184,8 @@ Decision decide(
     return stop(Reason::ArgumentType);
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
+  if (C10_UNLIKELY(!plan.layouts.empty() && !has_declared_layouts(plan, values)))
+    return stop(Reason::Layout);
 
   // Compute the same key set as the dispatcher (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;

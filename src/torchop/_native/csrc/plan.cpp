@@ -136,6 +136,17 @@ bool read_sources(PyObject* sources, Plan& plan) {
   return true;
 }
 
+bool read_layouts(PyObject* items, Plan& plan) {
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(items); ++index) {
+    Py_ssize_t parameter;
+    int channels_last;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(items, index), "np", &parameter, &channels_last))
+      return false;
+    plan.layouts.push_back({size_t(parameter), channels_last != 0});
+  }
+  return true;
+}
+
 bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns& returns) {
   returns.count = size_t(PyTuple_GET_SIZE(kinds));
   returns.are_fresh = are_fresh;
@@ -192,16 +203,17 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       "as_dispatched",
       "convert",
       "residuals",
+      "layouts",
       nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
-  PyObject *sources = nullptr, *convert = Py_None, *residuals = Py_None;
+  PyObject *sources = nullptr, *convert = Py_None, *residuals = Py_None, *layouts = nullptr;
   int are_fresh, is_foreign = 0, as_dispatched = 0;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "ssO!O!O!(OOO)O!O!pOO|O!ppOO",
+          "ssO!O!O!(OOO)O!O!pOO|O!ppOOO!",
           const_cast<char**>(names),
           &name,
           &overload,
@@ -226,7 +238,9 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           &is_foreign,
           &as_dispatched,
           &convert,
-          &residuals))
+          &residuals,
+          &PyTuple_Type,
+          &layouts))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -254,7 +268,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     return nullptr;
   if (!read_parameters(parameters, keyword_names, plan) ||
       !read_returns(returns, returned, are_fresh != 0, plan.returns) ||
-      (sources != nullptr && !read_sources(sources, plan)))
+      (sources != nullptr && !read_sources(sources, plan)) ||
+      (layouts != nullptr && !read_layouts(layouts, plan)))
     return nullptr;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(kernels); ++index) {
     Plan::Kernel& kernel = plan.kernels.emplace_back();

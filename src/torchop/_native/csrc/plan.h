@@ -36,6 +36,12 @@ struct Plan {
   // The mutated arguments, as indices into `parameters.all`.
   std::vector<size_t> mutated;
   OwnKernels own;
+  // A parameter whose argument must be contiguous, or channels_last.
+  struct Layout {
+    size_t parameter;
+    bool channels_last;
+  };
+  std::vector<Layout> layouts;
   // A kernel in the dispatch table, and the function that native calls run instead. The kernel in
   // the table is a wrapper by torchop or torch.library around the author's function. Native calls
   // do not need the wrapper, because they do the same checks in C++.

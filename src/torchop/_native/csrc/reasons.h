@@ -24,6 +24,7 @@ enum class Reason : uint8_t {
   Mutation,     // a mutated tensor needs a check, such as one that requires grad or overlaps itself
   Anomaly,      // anomaly detection must record a stack trace for the node
   Gradient,     // a gradient is needed, but native calls cannot record it for this operator
+  Layout,       // an argument must be copied into the layout that the operator declares
   Capture,      // a CUDA graph is being captured, and the gradient formula may draw random numbers
   Count,        // the number of reasons
 };

@@ -1,14 +1,17 @@
-"""The `contiguous_grads` option of `register_autograd`, for kernels that ignore strides."""
+"""The layouts of gradients: annotations of formulas, and the option `contiguous_grads`."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from types import FunctionType
 from typing import Any, cast
 
-import torch
 from torch import Tensor
+
+from torchop._schema.layouts import Layout, contiguous, declared_layouts
 
 
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
@@ -19,26 +22,39 @@ def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     """
 
     @functools.wraps(backward)
-    def contiguous(ctx: Any, *grads: Any) -> Any:
-        return backward(ctx, *map(_contiguous, grads))
+    def with_copies(ctx: Any, *grads: Any) -> Any:
+        return backward(ctx, *(_arranged(grad, contiguous) for grad in grads))
 
-    return cast(FunctionType, contiguous)
+    return cast(FunctionType, with_copies)
+
+
+def with_declared_grads(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a formula so that it receives gradients in the layouts that its annotations declare."""
+    layouts = declared_layouts(backward)
+    if not layouts:
+        return backward
+    each = [layouts.get(name) for name in [*inspect.signature(backward).parameters][1:]]
+    if all(layout is contiguous for layout in each):
+        return with_contiguous_grads(backward)
+
+    @functools.wraps(backward)
+    def arranged(ctx: Any, *grads: Any) -> Any:
+        pairs = zip_longest(grads, each[: len(grads)])
+        return backward(ctx, *[_arranged(grad, layout) for grad, layout in pairs])
+
+    return arranged
+
+
+def _arranged(grad: Any, layout: Layout | None) -> Any:
+    if layout is None or grad is None:
+        return grad
+    if isinstance(grad, Tensor):
+        # `copied` does not resolve lazy conjugation and negation. Kernels that ignore strides also
+        # ignore these bits, so resolve them too.
+        return layout.copied(grad).resolve_conj().resolve_neg()
+    return [_arranged(item, layout) for item in grad]
 
 
 # All wrapped formulas share this code object, so the C++ implementation of the backward can
 # recognize them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__
-
-
-def _contiguous(grad: Any) -> Any:
-    if isinstance(grad, Tensor):
-        # `contiguous` raises for sparse layouts, because they have no strides.
-        if grad.layout not in _WITH_STRIDES:
-            return grad
-        # `contiguous` does not resolve lazy conjugation and negation. Kernels that ignore strides
-        # also ignore these bits, so resolve them too.
-        return grad.contiguous().resolve_conj().resolve_neg()
-    return grad if grad is None else [_contiguous(each) for each in grad]
-
-
-_WITH_STRIDES = (torch.strided, torch.jagged)

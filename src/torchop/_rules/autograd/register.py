@@ -17,7 +17,7 @@ from torchop._rules.autograd.checks import (
     check_has_gradient,
     check_no_autograd_function,
 )
-from torchop._rules.autograd.contiguous_grads import with_contiguous_grads
+from torchop._rules.autograd.contiguous_grads import with_contiguous_grads, with_declared_grads
 from torchop._rules.autograd.formula import Formula, SetupContext
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
@@ -212,7 +212,9 @@ def register(
 
         backward, setup_context = BackwardKernel(definition, backward).formula()
     else:
-        backward, setup_context = definition.convention.formula(backward, setup_context)
+        backward, setup_context = definition.convention.formula(
+            with_declared_grads(backward), setup_context
+        )
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))

@@ -157,8 +157,9 @@ def install(definition: Definition) -> None:
     Operators of `torchop.compat` (`is_lenient`) get the kernel when a formula is registered. Until
     then, PyTorch's autograd fallback handles their calls.
     """
-    if not definition.declaration.is_lenient:
-        definition.rule(AutogradRule).install()
+    rule = definition.rule(AutogradRule)
+    if not definition.declaration.is_lenient and not rule.installed:
+        rule.install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

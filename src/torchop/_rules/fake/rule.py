@@ -22,6 +22,7 @@ from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
+from torchop._rules.layout import LayoutRule, arranged
 from torchop._rules.residuals.handover import not_recording
 from torchop._schema.callables import Function, Lambda, decorator_or_call
 from torchop._schema.defaults import bind, fitted
@@ -236,6 +237,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     fake, schema = definition.plan[FakeRule], definition.schema
+    args, kwargs = arranged(definition.plan[LayoutRule], args, kwargs)
     if fake.function is None:
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)

@@ -25,6 +25,7 @@ from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.devices import DeviceTypes, device_key, device_list
 from torchop._rules.kernels.missing import EVERY_DEVICE, RaisingKernels, raise_missing_kernel
+from torchop._rules.layout import Arrange, LayoutRule, arranged
 from torchop._rules.mutation import kernels as mutation
 from torchop._rules.residuals.handover import not_recording
 from torchop._schema.callables import check_no_generator
@@ -48,6 +49,7 @@ class Kernels(NamedTuple):
     accept_alias: Callable[[AliasError], None] | None
     returns_arguments: bool
     required_tensors: tuple[int, ...]
+    arrange: Arrange | None = None
 
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -149,6 +151,7 @@ class KernelRule(CompiledRule[Kernels]):
             accept_alias=self._accept_alias if definition.declaration.is_lenient else None,
             returns_arguments=definition.schema.form is not Form.PLAIN,
             required_tensors=definition.schema.required_tensors if definition.is_ours else (),
+            arrange=definition.rule(LayoutRule).compile(),
         )
 
     def _accept_alias(self, error: AliasError) -> None:
@@ -331,6 +334,8 @@ class KernelRule(CompiledRule[Kernels]):
                 raise _missing_tensor(definition, position)
         if definition.schema.has_defaults:  # pass default values, as calls that run in C++ do
             args, kwargs = definition.schema.fill_defaults(args, kwargs)
+        # The kernel of the layout rule does not run in inference mode.
+        args, kwargs = arranged(kernels.arrange, args, kwargs)
         if definition.schema.is_mutable:
             mutation.check_arguments(definition, args, kwargs)
         function = not_recording(definition, function)

@@ -20,11 +20,13 @@ from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
 from torchop._rules.helper_operators import define_helper_operator
 from torchop._rules.kernels.register import register_kernel
+from torchop._rules.layout import LayoutRule
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 from torchop._schema import signatures, types
 from torchop._schema.callables import check_callable
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
+from torchop._schema.layouts import check_layouts, declared_layouts
 from torchop._schema.schema import Argument
 
 KIND = "backward_kernel"
@@ -106,6 +108,8 @@ class BackwardKernel:
             self.schema, self.kernel, self.convention = declared_schema(name, kernel, None, (), ())
         except SchemaError as error:
             raise RuleSignatureError(f"{self.what}: {error}") from None
+        self.layouts = self.convention.of_tensors(declared_layouts(function))
+        check_layouts(self.what, self.schema, self.layouts)
         returns = self.definition.schema.returns
         grads = [argument.kind for argument in self.schema.positional[: self.count]]
         if not all(map(_is_gradient_of, grads, (returns[place] for place in self.results))):
@@ -133,6 +137,8 @@ class BackwardKernel:
         before = kernels.get(str(definition))
         if before is not None and self._can_replace(before.convention.of):
             register_kernel(before.overload, None, self.kernel)
+            if self.layouts:
+                before.rule(LayoutRule).register(self.layouts)
             return typing.cast(Definition, before)
         if before is not None:
             before.deregister(f"{definition} has another backward kernel.")
@@ -151,6 +157,7 @@ class BackwardKernel:
             self._fake,
             origin=origin,
             convention=typing.cast(Convention, _ZeroFillingConvention(self)),
+            layouts=self.layouts,
         )
         helper.rule(VmapRule).register(SEQUENTIAL)  # a default that the user can replace
         return helper

@@ -7,7 +7,7 @@ them in functions that take and return the values of the flat schema.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchop._errors import GradientError, OperatorGoneError
@@ -36,6 +36,15 @@ class StructuredConvention(Convention):
             return function
         self._check(f"{structure.op}: a kernel", function)
         return structure.kernel(function)
+
+    def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for parameter in self.structure.parameters:
+            if parameter.name in values:
+                leaves = [leaf for leaf in parameter.node.leaves() if "Tensor" in leaf.schema_type]
+                names = [leaf.name for leaf in leaves] or [parameter.name]
+                found.update(dict.fromkeys(names, values[parameter.name]))
+        return found
 
     def fake(self, function: Function, /) -> Function:
         if getattr(function, "is_declared", False):  # from register_fake(like=...), so already flat

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchop import ProviderError
 from torchop._compat import dispatch, fake_tensors
+from torchop._rules.layout import layouts_of
 from torchop._rules.providers.provider import Provider
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop.extend import Form, Operator, OpLike, named_inputs
@@ -30,6 +31,7 @@ from torchop.testing._check.calls import (
     reason,
 )
 from torchop.testing._check.cases import Case, Variant
+from torchop.testing._check.layouts import in_layout
 from torchop.testing.process_state import restored
 
 
@@ -247,6 +249,22 @@ class Subject:
         """Return the indices in `example.tensors` of the tensors that the operator writes to."""
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
+
+    def excluded_places(self, layout: str, example: Example) -> set[int]:
+        """Return the indices of the tensors whose declared layout excludes another layout.
+
+        The kernel never receives these tensors in the other layout.
+        """
+        declared, excluded = layouts_of(self.op), set()
+        for place, (name, _, _) in enumerate(named_inputs(self.schema, *example)):
+            if name in declared:
+                try:
+                    tensor = in_layout(layout, [place])(example).tensors[place]
+                    if not declared[name].fits(tensor):
+                        excluded.add(place)
+                except Exception:  # the tensor cannot have one of the layouts
+                    excluded.add(place)
+        return excluded
 
     def names(self, example: Example) -> list[str]:
         return probes.argument_names(self.op, *example)

@@ -230,6 +230,12 @@ CHECKS: tuple[CheckKind, ...] = (
         odd_strides="Does it ignore the strides of dimensions of size 1?",
         zero_dim="Is it right for tensors without dimensions?",
     ),
+    *_of(
+        "memory.declared",
+        {"probe": results.has_declared_layouts},
+        "undeclared",
+        "Does the kernel get the layouts that the operator declares, also in inference mode?",
+    ),
     *_each("memory", _REFUSED, written_expanded="Does it refuse to write expanded tensors?"),
     *_of(
         "memory.blocks",

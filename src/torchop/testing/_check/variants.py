@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchop._rules.layout import layouts_of
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
@@ -76,6 +77,9 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         places -= subject.written_places(example)
         if not places:
             raise CannotCheck("every tensor is written, and cannot be expanded")
+    places -= subject.excluded_places(layout, example)
+    if not places:
+        raise CannotCheck("the operator declares other layouts")
     in_layout(layout, places)(example)  # raises if no tensor can have the layout
     for chosen in each_and_all(places):
         try:
@@ -87,6 +91,22 @@ def laid_out(layout: str, subject: Subject, example: Example) -> Cases:
         if subject.schema.is_mutable:
             arrange = in_layout(layout, chosen, finite=True)
             yield Case(f"{label}, surrounded by 3", example, arrange)
+
+
+def undeclared(subject: Subject, example: Example) -> Cases:
+    """Give each tensor with a declared layout another layout."""
+    if not layouts_of(subject.op):
+        raise CannotCheck("the operator declares no layouts")
+    written = subject.written_places(example)
+    for layout in ("contiguous", "channels_last", "transposed", "gaps"):
+        for place in sorted(subject.excluded_places(layout, example) - written):
+            arrange = in_layout(layout, [place])
+            try:
+                arrange(example)
+            except CannotCheck:
+                continue
+            label = f"{subject.names(example)[place]} {_WORDS.get(layout, layout)}"
+            yield Case(label, example, arrange)
 
 
 def conjugate(subject: Subject, example: Example) -> Cases:
@@ -396,6 +416,7 @@ _LAID_OUT = [name for name in LAYOUTS if name not in ("odd_strides", "conjugate"
 VARIANTS: dict[str, Variant] = {
     **_group("plain", plain=plain, given=original),
     **_group("layout", **{name: functools.partial(laid_out, name) for name in _LAID_OUT}),
+    **_group("layout", undeclared=undeclared),
     **_group("layout", conjugate=conjugate),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
     **_group("size", longer=longer, uneven=uneven),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -40,6 +41,17 @@ def same_as_contiguous(
     except AssertionError:
         writes_every_element(call, what)  # raises a clearer error if elements are uninitialized
         raise
+
+
+def has_declared_layouts(call: Call) -> None:
+    """Check that the result does not depend on the strides of an argument with a declared layout.
+
+    In inference mode, the dispatcher skips the keys of autograd, and so more of an operator's code.
+    """
+    expected = call.contiguous
+    for what, mode in (("", contextlib.nullcontext), (" in inference mode", torch.inference_mode)):
+        with mode():
+            probes.assert_same(call.again(), expected, f"with other strides{what}")
 
 
 def same_or_refused(call: Call, what: str) -> None:

@@ -1,0 +1,115 @@
+"""The memory layouts that a kernel may require of its arguments."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from torchop._errors import ArgumentError, SchemaError
+from torchop._schema import signatures
+from torchop._schema.schema import Schema
+
+
+class Layout:
+    """A memory layout that a kernel requires of an argument, `contiguous` or `channels_last`.
+
+    Write it in the annotation of the parameter, as in `Annotated[Tensor, torchop.contiguous]`, or
+    pass it to `torchop.register_layout`. If the argument of a call has other strides, the kernel
+    receives a copy.
+
+    Example:
+        >>> import torch, torchop
+        >>> from typing import Annotated
+        >>> @torchop.custom_op("docs::flat_sum", mutates_args=())
+        ... def flat_sum(x: Annotated[torch.Tensor, torchop.contiguous]) -> torch.Tensor:
+        ...     return x.view(-1).sum()
+        >>> flat_sum(torch.ones(2, 3).t())
+        tensor(6.)
+    """
+
+    __slots__ = ("formats", "name")
+
+    def __init__(self, name: str, formats: Mapping[int, torch.memory_format]) -> None:
+        self.name = name
+        self.formats = formats  # by number of dimensions; empty if all have the same
+
+    def __repr__(self) -> str:
+        return f"torchop.{self.name}"
+
+    def __reduce__(self) -> str:
+        return self.name  # pickle looks the name up in this module
+
+    @property
+    def is_channels_last(self) -> bool:
+        return bool(self.formats)
+
+    def format_of(self, tensor: Tensor) -> torch.memory_format:
+        found = self.formats.get(tensor.dim()) if self.formats else torch.contiguous_format
+        if found is None:
+            raise ArgumentError(
+                f"{self!r} needs a tensor with 4 or 5 dimensions, got the shape "
+                f"{tuple(tensor.shape)}."
+            )
+        return found
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has the layout. Tensors without strides have every layout."""
+        if tensor.layout not in _WITH_STRIDES:
+            return True
+        return tensor.is_contiguous(memory_format=self.format_of(tensor))
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself if it has the layout, otherwise a copy that has it."""
+        if tensor.layout not in _WITH_STRIDES:
+            return tensor
+        return tensor.contiguous(memory_format=self.format_of(tensor))
+
+
+_WITH_STRIDES = (torch.strided, torch.jagged)
+contiguous = Layout("contiguous", {})
+channels_last = Layout("channels_last", {4: torch.channels_last, 5: torch.channels_last_3d})
+
+
+def declared_layouts(function: Callable[..., object]) -> dict[str, Layout]:
+    """Return the layouts in the annotations of a function's parameters, by parameter."""
+    try:
+        annotations = signatures.written_parameters(function)
+    except SchemaError:  # schema inference will raise the same error
+        return {}
+    found: dict[str, Layout] = {}
+    for name, annotation in annotations.items():
+        layouts = list(dict.fromkeys(_layouts_in(annotation)))
+        if len(layouts) > 1:
+            raise SchemaError(
+                f"{signatures.spell_function(function)}: parameter {name!r} declares the layouts "
+                f"{', '.join(map(repr, layouts))}. Keep one."
+            )
+        if layouts:
+            found[name] = layouts[0]
+    return found
+
+
+def _layouts_in(annotation: object) -> typing.Iterator[Layout]:
+    if isinstance(annotation, Layout):
+        yield annotation
+    for item in typing.get_args(annotation):
+        yield from _layouts_in(item)
+
+
+def check_layouts(op: object, schema: Schema, layouts: Mapping[str, object]) -> None:
+    kinds = {argument.name: argument for argument in schema.arguments}
+    for name, layout in layouts.items():
+        if not isinstance(layout, Layout):
+            raise SchemaError(
+                f"{op}: the layout of {name!r} is {layout!r}. Pass torchop.contiguous or "
+                "torchop.channels_last."
+            )
+        if name not in kinds or not kinds[name].holds_tensors:
+            tensors = ", ".join(n for n, argument in kinds.items() if argument.holds_tensors)
+            raise SchemaError(
+                f"{op}: a layout is declared for {name!r}, which is not a tensor argument. The "
+                f"tensor arguments are {tensors or '(none)'}."
+            )
