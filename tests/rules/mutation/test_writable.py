@@ -166,8 +166,14 @@ def test_an_operator_in_another_form_writes_nothing_that_requires_grad(store: An
 
 
 def test_buffer_without_grad_accepts_a_value_with_grad(store: Any) -> None:
+    """The gradient of the value is lost, so the first such call warns."""
     out = torch.zeros(4)
-    store(grown(), out)
+    with torch.no_grad():
+        store(grown(), torch.zeros(4))
+    store(grown().detach(), torch.zeros(4))
+    with pytest.warns(UserWarning, match=rf"^{store.name}: input 'x' requires grad.*x\.detach\(\)"):
+        store(grown(), out)
+    store(grown(), out)  # warnings are errors here
     assert torch.equal(out, torch.full((4,), 2.0))
     assert not out.requires_grad
 

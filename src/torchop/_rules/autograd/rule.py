@@ -15,7 +15,7 @@ from torchop._core import checking
 from torchop._core.call import tensors_in
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
-from torchop._errors import MissingFormulaError, RuleSignatureError
+from torchop._errors import MissingFormulaError, RuleSignatureError, warn
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import check_replaces_no_gradient
 from torchop._rules.autograd.formula import NO_FORMULA, Formula, SetupContext
@@ -37,6 +37,8 @@ class AutogradRule(CompiledRule[Formula]):
     # The `autograd.Function` of the operator. The first call that needs a gradient creates it,
     # because creating a class is slow.
     cached_function: Any = None
+    # Whether the user was warned that the operator writes values whose gradients are lost.
+    has_warned_of_lost_gradients = False
 
     def install(self) -> None:
         """Install the kernel at the Autograd key.
@@ -136,6 +138,9 @@ class AutogradRule(CompiledRule[Formula]):
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
+            if schema.is_mutable and self.formula.backward is None:
+                # Later calls may be native, but the first call that records a gradient never is.
+                self._warn_of_lost_gradients(args, kwargs)
             formula = definition.plan[AutogradRule]
             if is_dual and formula.training is not None:
                 raise forward_mode.residuals_unsupported(definition)
@@ -149,6 +154,31 @@ class AutogradRule(CompiledRule[Formula]):
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)
+
+    def _warn_of_lost_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Warn once if the call writes values that require grad into a tensor that does not.
+
+        This is no error, because many operators only collect statistics in the tensor.
+        """
+        definition, form = self.definition, self.definition.schema.form
+        if self.has_warned_of_lost_gradients or form is not Form.PLAIN:
+            return
+        named = mutation.read(definition, args, kwargs)
+        sources = [where for where, tensor in named if tensor.requires_grad]
+        written = [where for where, _ in mutation.written(definition, args, kwargs)]
+        if not sources or not written:
+            return
+        self.has_warned_of_lost_gradients = True
+        detach = ", ".join(
+            f"{where.partition(' ')[2].strip(chr(39))}.detach()" for where in sources
+        )
+        warn(
+            f"{definition}: {' and '.join(sources)} requires grad, and the operator writes into "
+            f"{', '.join(written)} without a gradient formula, so no gradient flows back through "
+            f"the written values. If that is intended, pass {detach}. Otherwise, make the operator "
+            "an in-place form (torch.Tag.inplace) with a formula, or return the new values.",
+            UserWarning,
+        )
 
 
 def install(definition: Definition) -> None:
