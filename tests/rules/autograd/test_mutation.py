@@ -317,3 +317,65 @@ def test_an_input_that_is_overwritten_is_not_saved(namespace: str) -> None:
     with torch.no_grad():
         mul_(y, y.detach())
     assert_close(y.detach(), X * X)
+
+
+OVERLAPPING = {
+    "detached": lambda buffer: buffer.detach(),
+    "a part": lambda buffer: buffer.detach()[1:],
+    "through NumPy": lambda buffer: torch.from_numpy(buffer.numpy()),
+}
+
+
+@pytest.fixture
+def square(namespace: str) -> Any:
+    """An operator that saves `x` and writes to `buffer`."""
+
+    @torchop.custom_op(f"{namespace}::square", mutates_args=("buffer",))
+    def square(x: Tensor, buffer: Tensor) -> Tensor:
+        result = x * x
+        buffer.add_(10)
+        return result
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    square.register_fake(lambda x, buffer: torch.empty_like(x))
+    square.register_autograd(
+        lambda ctx, grad: (2 * ctx.saved_tensors[0] * grad, None), setup_context=save
+    )
+    return square
+
+
+@pytest.mark.parametrize("make", OVERLAPPING.values(), ids=OVERLAPPING)
+def test_an_input_that_overlaps_a_buffer_is_not_saved(square: Any, make: Any) -> None:
+    square(leaf(torch.ones(2)), torch.zeros(2))  # later calls may be native
+    for call in (square, square._opoverload):
+        buffer = torch.tensor([3.0, 4.0])
+        x = make(buffer).requires_grad_()
+        with pytest.raises(torchop.MutationError, match=r"'buffer' and input 'x': they share"):
+            call(x, buffer)
+        assert buffer.tolist() == [3.0, 4.0]
+        with torch.no_grad():
+            call(x, buffer)
+        assert buffer.tolist() == [13.0, 14.0]
+
+
+def test_an_input_next_to_a_buffer_is_saved(square: Any) -> None:
+    for _ in range(2):
+        memory = torch.tensor([3.0, 4.0, 5.0])
+        x = memory.detach()[:1].requires_grad_()
+        square(x, memory[1:]).sum().backward()
+        assert x.grad.item() == 6
+        assert memory.tolist() == [3, 14, 15]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_call_saves_no_overwritten_input(
+    square: Any, backend: str, compiling: None
+) -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x * 1
+        return square(x, x.detach())
+
+    with pytest.raises(Exception, match=r"'buffer' and input 'x': they share memory"):
+        torch.compile(step, backend=backend, fullgraph=True)(leaf(torch.ones(2)))

@@ -62,21 +62,23 @@ bool has_declared_layouts(const Plan& plan, const Values& values) {
   return fits;
 }
 
-// For in-place and out= operators, returns whether no other argument shares memory with the mutated
+// Returns whether no other argument shares memory with `tensor`, which belongs to the mutated
 // argument at index `written`. An argument that the kernel only reads may be the very same tensor.
-// If arguments share memory in another way, the result depends on the order of reads and writes in
-// the kernel, so the Python kernels must check the call.
-bool has_no_alias(size_t written, const Plan& plan, const Values& values) {
-  PyObject* tensor = values[written];
+// If arguments share memory in another way, the result of an in-place or out= operator depends on
+// the order of reads and writes in the kernel, so the Python kernels must check the call. Other
+// operators may mutate several tensors that share memory. But if a formula saves an input that
+// shares memory with a mutated tensor, the formula would save the new value.
+bool has_no_alias(PyObject* tensor, size_t written, const Plan& plan, const Values& values) {
   bool alone = true;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
     if (index == written || !values.parameters().all[index].kind.holds_tensors())
       continue;
     const bool is_input =
         std::find(plan.mutated.begin(), plan.mutated.end(), index) == plan.mutated.end();
+    if (!is_input && plan.returns.parameters.empty())
+      continue;
     values.each_tensor_of(index, [&](PyObject* other) {
-      alone &=
-          (is_input && other == tensor) || detail::storage_of(other) != detail::storage_of(tensor);
+      alone &= (is_input && other == tensor) || !detail::share_memory(other, tensor);
     });
   }
   return alone;
@@ -90,11 +92,13 @@ __attribute__((noinline)) bool mutation_is_plain(
   // Operators that were defined with torch.library.custom_op may mutate a tensor that requires
   // grad, because PyTorch does not record such a mutation in the tensor's history.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
+  const bool may_save = keeps_history && plan.gradient.setup_context != nullptr;
+  const bool must_be_alone = may_save || !plan.returns.parameters.empty();
   for (size_t index : plan.mutated) {
-    values.each_tensor_of(
-        index, [&](PyObject* tensor) { plain &= may_write(tensor, route, keeps_history); });
-    if (!plan.returns.parameters.empty())
-      plain &= has_no_alias(index, plan, values);
+    values.each_tensor_of(index, [&](PyObject* tensor) {
+      plain &= may_write(tensor, route, keeps_history) &&
+          (!must_be_alone || has_no_alias(tensor, index, plan, values));
+    });
   }
   return plain;
 }

@@ -199,10 +199,8 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
     if functorch.is_active():
         raise _mutation_in_transform(definition)
     written = mutation.written(definition, args, kwargs)
-    if definition.schema.form is not Form.INPLACE:
-        check_no_grad(definition, written)
-        return
-    check_history(definition, written)
+    check = check_history if definition.schema.form is Form.INPLACE else check_no_grad
+    check(definition, written)
     if definition.plan[AutogradRule].save is not None:
         check_saved(definition, written, mutation.read(definition, args, kwargs))
 

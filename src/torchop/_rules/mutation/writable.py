@@ -11,8 +11,8 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from torchop._compat import aliasing, dispatch
-from torchop._core.contract import share_memory
+from torchop._compat import aliasing, dispatch, tracing
+from torchop._core.contract import share_memory, storage_of
 from torchop._errors import MutationError
 
 # A tensor, and its description for error messages, such as "argument 'x'" or "input 'xs[2]'"
@@ -43,14 +43,14 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
-    """Raise if a mutated tensor shares memory with an input that `setup_context` may save.
+    """Raise if a mutated tensor overlaps an input that `setup_context` may save.
 
     `setup_context` runs after the kernel, so it would save the overwritten value. PyTorch only
     detects writes that happen after a tensor was saved.
     """
     for where, tensor in written:
         for place, other in read:
-            if share_memory(other, tensor):
+            if _may_overlap(tensor, other):
                 raise _error(
                     operator,
                     f"{where} and {place}",
@@ -146,6 +146,29 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
         return False
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _may_overlap(one: Tensor, other: Tensor) -> bool:
+    """Like `_share_memory`, but return True for interleaved tensors, such as different columns."""
+    if not (one.layout is other.layout is torch.strided):
+        return one is other
+    if tracing.is_traced(one) and tracing.is_traced(other):
+        return tracing.may_overlap(one, other)
+    if storage_of(one) == storage_of(other):  # a subclass may have no addresses
+        start = one.storage_offset() * one.itemsize - other.storage_offset() * other.itemsize
+    elif share_memory(one, other):
+        start = one.data_ptr() - other.data_ptr()
+    else:
+        return False
+    return start < _span(other) and -start < _span(one)
+
+
+def _span(tensor: Tensor) -> int:
+    """Return the number of bytes from the start of the first element to the end of the last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * step for size, step in steps) + 1) * tensor.itemsize
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
