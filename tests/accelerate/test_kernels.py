@@ -56,6 +56,30 @@ def test_kernels_of_a_list_of_devices(namespace, accelerated):
     assert torch.equal(handle(T), T + 3)
 
 
+@pytest.mark.parametrize("has_formula", [True, False])
+def test_a_kernel_that_a_library_put_in_place_of_a_custom_ops_runs(
+    namespace, accelerated, op, has_formula
+):
+    if has_formula:
+        op.register_autograd(lambda ctx, grad: grad * 3)
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.impl("op", lambda x: x + 2, BACKEND)
+    assert accelerated().operators[0].accelerated
+    x = T.clone().requires_grad_()
+    for call in (op, getattr(torch.ops, namespace).op):
+        assert torch.equal(call(T), T + 2)
+        y = call(x)
+        assert torch.equal(y, T + 2)
+        if has_formula:
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.full_like(T, 3))
+        else:
+            with pytest.raises(RuntimeError, match="no autograd formula"):
+                y.sum().backward()
+    assert torchop.native.counters(op) == {"native": 4}
+    library._destroy()
+    assert torch.equal(op(T), T + 1)
+
+
 @pytest.mark.parametrize("is_older", [True, False])
 def test_override_runs_before_and_after_acceleration(namespace, accelerated, op, is_older):
     if not is_older:

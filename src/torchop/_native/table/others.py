@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from torchop._compat import dispatch, foreign_operators, libraries, stock_kernels, torch_ops
+from torchop._compat import (
+    devices,
+    dispatch,
+    foreign_operators,
+    libraries,
+    stock_kernels,
+    torch_ops,
+)
 from torchop._compat.classes import OpOverload
 from torchop._core.library import process_library
 from torchop._native.plan import Finish
@@ -39,23 +46,30 @@ def find_kernels(
     plain: list[Any] = []
     seen: list[Any] = []
     problem = None
+    is_stock_used = False
+    types = {"cpu", *(device.type for device in devices.accelerators(devices.accelerator_count()))}
+    of_devices = {dispatch.dispatch_key_name(device_type) for device_type in types}
     for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None and dispatch.has_kernel(str(name), backend):
             problem = (
                 problem or f"its kernel for {dispatch.format_key(backend)} is not a Python function"
             )
+        is_stock_used |= backend in of_devices and any(kernel is other for other, _ in stock)
         if kernel is None or any(other is kernel for other in seen):
             continue
         seen.append(kernel)
         recognized = stock_kernels.recognize(kernel, overload)
         if recognized is not None:
             stock.append((kernel, recognized))
+            is_stock_used |= backend in of_devices
         elif (reason := _why_not(native, name, backend, kernel)) is not None:
             problem = problem or reason
         else:
             plain.append(kernel)
-    if stock:
+    # If libraries have replaced the kernels of `torch.library.custom_op` for all devices of this
+    # process, serve the replacements instead.
+    if stock and (is_stock_used or not plain):
         # Leave out kernels that were not created by `torch.library.custom_op`, because they need a
         # different check of results, and a call plan can have only one.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD

@@ -175,7 +175,7 @@ class AutogradRule(CompiledRule[Formula]):
         warn(
             f"{definition}: {' and '.join(sources)} requires grad, and the operator writes into "
             f"{', '.join(written)} without a gradient formula, so no gradient flows back through "
-            f"the written values. If that is intended, pass {detach}. Otherwise, make the operator "
+            f"the written values. If that is intended, pass {detached}. Otherwise, make the operator "
             "an in-place form (torch.Tag.inplace) with a formula, or return the new values.",
             UserWarning,
         )
