@@ -169,14 +169,14 @@ class AutogradRule(CompiledRule[Formula]):
         if not sources or not written:
             return
         self.has_warned_of_lost_gradients = True
-        detach = ", ".join(
-            f"{where.partition(' ')[2].strip(chr(39))}.detach()" for where in sources
-        )
+        names = [where.removeprefix("input ").strip("'") for where in sources]
+        detached = ", ".join(f"{name}.detach()" for name in names)
         warn(
             f"{definition}: {' and '.join(sources)} requires grad, and the operator writes into "
             f"{', '.join(written)} without a gradient formula, so no gradient flows back through "
-            f"the written values. If that is intended, pass {detached}. Otherwise, make the operator "
-            "an in-place form (torch.Tag.inplace) with a formula, or return the new values.",
+            f"the written values. If that is intended, pass {detached}. Otherwise, make the "
+            "operator an in-place form (torch.Tag.inplace) with a formula, or return the new "
+            "values.",
             UserWarning,
         )
 
