@@ -379,3 +379,16 @@ def test_operator_without_the_tag_may_read_its_written_argument(namespace):
         out.add_(x)
 
     torchop.opcheck(op, (torch.ones(2), torch.zeros(2)), test_utils="test_schema")
+
+
+def test_setup_context_may_call_functions_that_pytorch_cannot_inspect(namespace: str) -> None:
+    """PyTorch's check of the schema raised "Cannot inspect value of type Device"."""
+    op = torchop.custom_op(f"{namespace}::op", double, mutates_args=())
+
+    @op.register_autograd(
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "a", inputs[0].detach().numpy())
+    )
+    def _(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+    torchop.opcheck(op, (torch.ones(2, requires_grad=True),), test_utils="test_schema")

@@ -251,17 +251,20 @@ def kernel_table(qualname: str) -> dict[str, str]:
 
 # The dispatch keys that torch.func and torch.export need. While a TorchDispatchMode handles a call,
 # PyTorch excludes these keys (see `pythonFallback` in aten/src/ATen/core/PythonFallbackKernel.cpp).
-_TRANSFORM_KEYS = (
-    DispatchKey.PythonTLSSnapshot,
+_FUNC_KEYS = (
     DispatchKey.FuncTorchDynamicLayerFrontMode,
     DispatchKey.FuncTorchDynamicLayerBackMode,
     DispatchKey.FuncTorchBatched,
     DispatchKey.FuncTorchVmapMode,
     DispatchKey.FuncTorchGradWrapper,
+)
+_EXPORT_KEYS = (
+    DispatchKey.PythonTLSSnapshot,
     DispatchKey.Functionalize,
     DispatchKey.PreDispatch,
 )
-_TRANSFORMS = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _TRANSFORM_KEYS))
+_FUNC = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _FUNC_KEYS))
+_EXPORT = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _EXPORT_KEYS))
 _FUNCTIONALIZE = DispatchKeySet(DispatchKey.Functionalize)
 
 
@@ -289,10 +292,22 @@ def with_transforms() -> Any:
     called for the first time, because PyTorch runs that call under the mode
     `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    included_again = _TRANSFORMS
+    included_again = _FUNC | _EXPORT
     if torch._C._meta_in_tls_dispatch_include():
         # FakeTensorMode called the kernel. A compiler's trace includes Functionalize and excludes
         # it around the kernel, so without this a new tensor of the kernel would be functional.
         included_again -= _FUNCTIONALIZE
-    excluded = torch._C._dispatch_tls_local_exclude_set() - included_again
+    return _including(included_again)
+
+
+def with_func_transforms() -> Any:
+    """Let a fake kernel use torch.func in a `with` block, even if FakeTensorMode called it.
+
+    The other keys of `with_transforms` would make a compiler record the fake kernel's calls.
+    """
+    return _including(_FUNC)
+
+
+def _including(keys: DispatchKeySet) -> Any:
+    excluded = torch._C._dispatch_tls_local_exclude_set() - keys
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)

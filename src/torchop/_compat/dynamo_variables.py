@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from torchop._compat import compilers, import_hooks
 
 # Some handles take different arguments than their OpOverload, for example objects that contain
@@ -61,6 +63,7 @@ def _connect() -> None:
 
 def _handle_builder() -> Any:
     """Return the function that creates Dynamo's variable (a VariableTracker) for a handle."""
+    from torch._dynamo.exc import raise_observed_exception  # imports Dynamo
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -77,6 +80,9 @@ def _handle_builder() -> Any:
                 if flat is None:
                     return super().call_function(tx, args, kwargs)
                 args, kwargs = flat
+            refused = _refusal_of_tensors(handle, args, kwargs)
+            if refused is not None:
+                raise_observed_exception(TypeError, tx, args=[str(refused)])
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
             # The traced graph is valid only while these attributes have their current values, so
             # install guards that compile the function again if the values change.
@@ -91,6 +97,24 @@ def _handle_builder() -> Any:
         return builder.tx.output.side_effects.track_object_existing(handle, variable)
 
     return build
+
+
+# Stands for each tensor of a traced call.
+_TENSOR = torch.empty(0)
+
+
+def _refusal_of_tensors(handle: Any, args: Any, kwargs: Any) -> Exception | None:
+    """Return an error if a traced call passes a tensor for a number."""
+    from torch._dynamo.variables import TensorVariable  # imports Dynamo
+
+    def stand_in(value: Any) -> Any:
+        return _TENSOR if issubclass(type(value.realize()), TensorVariable) else None
+
+    if not handle._definition.schema.numbers:
+        return None
+    keywords = {name: stand_in(value) for name, value in kwargs.items()}
+    refused: Exception | None = handle._refusal_of_tensors(list(map(stand_in, args)), keywords)
+    return refused
 
 
 class _Trace:

@@ -34,6 +34,24 @@ def active_fake_mode() -> Any | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
+    """Discard the unbacked symbols that a fake kernel creates, instead of requiring their use."""
+    shape_env = mode.shape_env
+    if shape_env is None:
+        return contextlib.nullcontext()
+    ignore: contextlib.AbstractContextManager[None] = shape_env.ignore_fresh_unbacked_symbols()
+    return ignore
+
+
+def is_unbacked(size: Any) -> bool:
+    """Return whether a size depends on data, so that only the program's run determines it."""
+    if not isinstance(size, torch.SymInt):
+        return False
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy
+
+    return bool(free_unbacked_symbols(size))
+
+
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether a call to `op` in `mode` would do nothing but run the fake kernel."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)

@@ -145,7 +145,7 @@ class RaisingFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise OperatorGoneError(self._reason())
 
-    def _explain_refusal(self, error: RuntimeError) -> OperatorGoneError | None:
+    def _explain_refusal(self, error: RuntimeError, keywords: Any) -> OperatorGoneError | None:
         # The extension calls this with the error of a call that was running while the operator was
         # deregistered. PyTorch's message complains about a missing schema, which does not help the
         # user.

@@ -3,13 +3,59 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from torchop._compat import dtensor
+from torchop._core.call import values_by_name
 from torchop._errors import ArgumentError, nearest, short_text
 from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
 
 
-def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
+def tensor_for_number(
+    name: OpName,
+    schema: Schema,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    others: Sequence[Schema] = (),
+) -> ArgumentError | None:
+    """Return an error if a call passes a tensor for a number.
+
+    The dispatcher would convert the tensor. This would drop the tensor's gradient, and the fraction
+    if the schema says int. In compiled code, the dispatcher would raise an error.
+
+    `others` are the schemas of other overloads that PyTorch may select for the call.
+    """
+    values = values_by_name(schema, args, kwargs)
+    for argument in schema.numbers:
+        value = values.get(argument.name)
+        is_list = isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value)
+        if any(a.name == argument.name and a not in o.numbers for o in others for a in o.arguments):
+            continue
+        if is_list or isinstance(value, Tensor):
+            return ArgumentError(
+                f"{name.packet}() Expected a value of type '{argument.kind}' for argument "
+                f"'{argument.name}' but instead found type '{type(value).__name__}'"
+                f"{' with a Tensor' * is_list}. Schema: {schema.text}. Pass "
+                + (
+                    f"numbers: {argument.name}=[tensor.item(), ...]."
+                    if is_list
+                    else f"a number: {argument.name}=tensor.item()."
+                )
+            )
+    return None
+
+
+def argument_error(
+    name: OpName, error: RuntimeError, keywords: Iterable[str] = ()
+) -> ArgumentError | None:
+    """Return an error that adds a fix to the dispatcher's error, or None for other errors.
+
+    `keywords` are the names of the call's keyword arguments.
+    """
     if type(error) is not RuntimeError:
         return None
     if dtensor.is_mixed(error):
@@ -21,6 +67,13 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
+        # The dispatcher reports a missing argument first, although its name may be misspelled.
+        known = _PARAMETER.findall(counted["schema"])
+        for keyword in keywords:
+            if keyword not in known:
+                sentence = f"Unknown keyword argument '{keyword}' for operator '{name}'"
+                close = nearest(keyword, known)
+                return ArgumentError(f"{sentence}{close}. Schema: {counted['schema']}.")
         return _count_error(**counted.groupdict())
     if (unknown := _UNKNOWN.match(text)) and unknown["name"] == str(name):
         close = nearest(unknown["keyword"], _PARAMETER.findall(unknown["schema"]))

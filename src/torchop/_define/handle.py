@@ -3,7 +3,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
@@ -11,12 +11,12 @@ import torch.library
 
 from torchop._compat import compilers, dynamo_variables, registries, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
-from torchop._core.argument_errors import argument_error
+from torchop._core.argument_errors import argument_error, tensor_for_number
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import get_rule, registered_rules, rule_names
 from torchop._define.forms.derive import derive_form
 from torchop._define.registrations import Registrations
-from torchop._errors import OperatorNotFoundError, short_repr
+from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
 from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
@@ -111,17 +111,32 @@ class CustomOp(Registrations, Generic[P, R]):
     else:
 
         def __call__(self, /, *args, **kwargs):
+            # Dynamo cannot trace the lock of a cached property, so `HandleVariable` checks the
+            # arguments of traced calls (_compat/dynamo_variables.py).
+            if not torch.compiler.is_compiling():
+                refused = self._refusal_of_tensors(args, kwargs)
+                if refused is not None:
+                    raise refused
             try:
                 return self._opoverload(*args, **kwargs)
             except RuntimeError as error:
-                explained = self._explain_refusal(error)
+                explained = self._explain_refusal(error, kwargs)
                 if explained is None:
                     raise
                 raise explained from None
 
-    def _explain_refusal(self, error: RuntimeError) -> RuntimeError | None:
+    def _refusal_of_tensors(self, args: Any, kwargs: Any) -> ArgumentError | None:
+        definition = self._definition
+        schema = definition.schema
+        return tensor_for_number(definition.name, schema, args, kwargs) if schema.numbers else None
+
+    def _explain_refusal(
+        self, error: RuntimeError, keywords: Iterable[str] | None
+    ) -> RuntimeError | None:
         # `explain_refusal` in csrc/entry.cpp calls this method too.
-        return argument_error(self._definition.name, error) or missing_rule_error(self.name, error)
+        return argument_error(self._definition.name, error, keywords or ()) or missing_rule_error(
+            self.name, error
+        )
 
     def __repr__(self) -> str:
         definition = self._definition

@@ -6,14 +6,22 @@ import functools
 import logging
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import autograd, libraries, logs, overload_functions, torch_ops
+from torchop._compat import (
+    autograd,
+    libraries,
+    logs,
+    operators,
+    overload_functions,
+    torch_ops,
+)
 from torchop._compat.classes import OpOverload
+from torchop._core.argument_errors import tensor_for_number
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
-from torchop._core.registry import own_definition
+from torchop._core.registry import find_schema, own_definition
 from torchop._native.extension import recipe
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
@@ -163,6 +171,21 @@ class OwnCalls(NativeCalls):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and isinstance(other.follower, OwnCalls):
                     other.follower.attach()
+
+    def check_call(self, /, *args: Any, **kwargs: Any) -> None:
+        """Raise an error if a call passes a tensor for a number. C++ calls this if it found one."""
+        self._check(args, kwargs, [])
+
+    def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
+        """Like `check_call`, but accept a tensor that another overload of the packet takes."""
+        names = operators.overload_names(self.name.packet)
+        others = [self.name._replace(overload=name) for name in names if name != self.name.overload]
+        self._check(args, kwargs, [find_schema(name) for name in others])
+
+    def _check(self, args: Any, kwargs: Any, others: Sequence[Schema]) -> None:
+        error = tensor_for_number(self.name, self._schema, args, kwargs, others)
+        if error is not None:
+            raise error
 
     def _bypass_kernels(self) -> None:
         """Make the dispatcher skip Python kernels of torchop that would only redispatch."""

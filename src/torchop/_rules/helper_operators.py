@@ -22,10 +22,11 @@ from torchop._core.define import all_or_nothing, define, deregister_with
 from torchop._core.definition import Definition
 from torchop._core.registry import registration_site
 from torchop._core.user_rule import follow_origin
+from torchop._errors import SchemaError
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
 from torchop._schema.layouts import Layout
-from torchop._schema.schema import Schema
+from torchop._schema.schema import MAX_ARGUMENTS, Schema
 
 
 def define_helper_operator(
@@ -87,6 +88,13 @@ def define_derived(
     `"inplace"`. Deregistering `owner`, or closing `lib`, also deregisters the derived operator.
     """
     name, owner = declaration.name, owner or origin
+    count = len(declaration.schema.arguments)
+    if count > MAX_ARGUMENTS:
+        raise SchemaError(
+            f"{owner}: this needs an operator {name} with {count} arguments, but PyTorch takes at "
+            f"most {MAX_ARGUMENTS}. Pass values of one type as a list, or write a formula with "
+            "register_autograd."
+        )
     owners_name, reference = str(owner), weakref.ref(owner)
 
     def reason() -> str:

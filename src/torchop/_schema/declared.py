@@ -13,14 +13,10 @@ from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
 from torchop._schema.naming import OpName
 from torchop._schema.optional_out import check_maybe_out
-from torchop._schema.schema import Schema
+from torchop._schema.schema import MAX_ARGUMENTS, Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher keeps one bit per argument in a bit set of this size, so it rejects schemas with
-# more arguments. torchop checks the number earlier, before it deregisters an operator that already
-# has the same name.
-MAX_ARGUMENTS = 64
 # All operators get this tag, which promises torch.compile that the schema and the fake kernel are
 # correct. torchop checks both.
 _CONTRACT = (Tag.pt2_compliant_tag,)

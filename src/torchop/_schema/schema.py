@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -50,6 +51,11 @@ class Argument(NamedTuple):
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
+# The dispatcher keeps one bit per argument in a bit set of this size, so it rejects schemas with
+# more arguments. torchop checks the number earlier, before it deregisters an operator that already
+# has the same name.
+MAX_ARGUMENTS = 64
+_NUMBER = re.compile(r"(Optional\[)?(List\[)?(int|float|bool|complex|number)\]*")
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
 
@@ -168,6 +174,11 @@ class Schema:
     @functools.cached_property
     def positional(self) -> tuple[Argument, ...]:
         return self.arguments[: len(self.arguments) - len(self.keyword_only)]
+
+    @functools.cached_property
+    def numbers(self) -> tuple[Argument, ...]:
+        """The arguments that are numbers or lists of numbers."""
+        return tuple(a for a in self.arguments if _NUMBER.fullmatch(a.kind))
 
     @property
     def parameters(self) -> tuple[list[str], list[str]]:

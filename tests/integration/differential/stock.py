@@ -47,6 +47,7 @@ def _has_history(example: Example) -> bool:
 
 DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate("A kernel never gets None for a Tensor.", ours="is None, but the schema says"),
+    Deliberate("A tensor is no number.", ours=r"instead found type 'Tensor'"),
     Deliberate("No silent zero tangents.", ours="does not support forward-mode"),
     Deliberate(
         "No result without data of tensors with data.", ours="made the fake kernel run, but"

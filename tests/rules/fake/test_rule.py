@@ -474,3 +474,64 @@ def test_a_rule_for_the_mode_is_run_instead(namespace):
     op.register_fake(lambda x: x.new_empty(7))
     assert on_fake(op).shape == (9,)
     assert calls == []
+
+
+@EVERYWHERE
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda x: torch.func.vjp(torch.sin, x)[1](x)[0],
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        lambda x: torch.vmap(torch.sin)(x),
+    ],
+    ids=["vjp", "jvp", "vmap"],
+)
+def test_fake_kernel_may_use_transforms(namespace, run, transform):
+    op = define(namespace)
+    op.register_fake(transform)
+    assert run(op).shape == run(torch.sin).shape
+
+
+ATTRIBUTES = {"requires_grad": False, "grad_fn": None, "is_leaf": True}
+
+
+@TRACED
+@pytest.mark.parametrize("attribute", ATTRIBUTES)
+def test_fake_kernel_must_not_depend_on_requires_grad(namespace, run, attribute):
+    op = define(namespace)
+    plain = ATTRIBUTES[attribute]
+
+    @op.register_fake
+    def _(x):
+        return torch.empty_like(x) if getattr(x, attribute) is plain else x.new_empty(())
+
+    assert run(op).dim() == run(torch.sin).dim()
+    expected = rf"{namespace}::op: the outputs of the fake kernel depend on {attribute} of an input"
+    with pytest.raises(torchop.FakeKernelError, match=expected):
+        run(lambda x: op(x.clone().requires_grad_().sin()))
+
+
+@TRACED
+def test_fake_kernel_may_read_requires_grad(namespace, run):
+    op, read = define(namespace), []
+
+    @op.register_fake
+    def _(x):
+        read.append(x.requires_grad)
+        return x.new_empty(x.shape[0] + 1)
+
+    assert run(lambda x: op(x.clone().requires_grad_())).dim() == 1
+    assert read[0]
+
+
+def test_new_sizes_of_a_fake_kernel_that_reads_requires_grad(namespace):
+    op = define(namespace)
+
+    @op.register_fake
+    def _(x):
+        assert x.requires_grad in (True, False)
+        return x.new_empty(torchop.get_ctx().new_dynamic_size())
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(lambda x: op(x) + 1, backend="eager", fullgraph=True)
+        assert compiled(torch.ones(3, requires_grad=True)).tolist() == [2, 2, 2]

@@ -100,3 +100,28 @@ def test_second_derivative_with_a_constant_incoming_gradient_is_checked(namespac
     result = run_check(planned)
     assert "if the incoming gradient requires no grad" in result.message
     assert f"torch.ops.{namespace}.op" in result.program
+
+
+@pytest.mark.parametrize("kept", ["array", "view", "list"])
+def test_memory_of_an_input_on_ctx_is_named(namespace, kept):
+    keep = {
+        "array": lambda x: x.detach().numpy(),
+        "view": lambda x: x.detach()[:],
+        "list": lambda x: [3, x.detach().numpy()],
+    }[kept]
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @op.register_autograd(
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "a", keep(inputs[0]))
+    )
+    def _(ctx, grad):
+        value = ctx.a[1] if kept == "list" else ctx.a
+        return grad * torch.as_tensor(value).cos()
+
+    report = check(op, (X.clone().requires_grad_(),), only="saved", raise_exception=False)
+    (failure,) = report.failures
+    assert "ctx.a keeps memory that the caller may write" in failure.message
+    assert "ctx.save_for_backward" in failure.message

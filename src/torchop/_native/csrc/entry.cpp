@@ -44,13 +44,14 @@ void raise_deregistered(Entry& entry) {
       entry.name);
 }
 
-void explain_refusal(PyObject* callee) {
+void explain_refusal(PyObject* callee, PyObject* keywords) {
   if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
     return;
   PyObject *type, *error, *traceback;
   PyErr_Fetch(&type, &error, &traceback);
   PyErr_NormalizeException(&type, &error, &traceback);
-  THPObjectPtr explained(PyObject_CallMethod(callee, "_explain_refusal", "O", error));
+  THPObjectPtr explained(PyObject_CallMethod(
+      callee, "_explain_refusal", "OO", error, keywords == nullptr ? Py_None : keywords));
   PyErr_Restore(type, error, traceback); // discards an exception from the method
   if (explained && explained.get() != Py_None)
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(explained.get())), explained.get());
@@ -82,6 +83,23 @@ void exchange_observer(PyObject* given) {
 }
 
 namespace {
+
+// Raises an error for a call that passes a tensor for a number, and returns false. The dispatcher
+// would convert the tensor, and thereby drop its gradient and the fraction of a float. In a
+// compiled function, it would fail. Returns true if another overload of the packet takes the
+// tensor.
+__attribute__((noinline, cold)) bool refuse_tensor(
+    Entry& entry, bool is_packet, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  if (entry.refresh == nullptr)
+    return true; // cleared by the garbage collector
+  WithoutDynamo frames;
+  THPObjectPtr check(
+      PyObject_GetAttrString(entry.refresh, is_packet ? "check_packet_call" : "check_call"));
+  THPObjectPtr result(
+      check ? PyObject_Vectorcall(check.get(), args, PyVectorcall_NARGS(nargsf), keywords)
+            : nullptr);
+  return result.get() != nullptr;
+}
 
 // Calls the observer for a call that is about to fall back to the dispatcher. If the observer
 // deregisters the operator, returns false with an OperatorGoneError set.
@@ -223,8 +241,14 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
       !call_observer(entry, args, nargsf, keywords))
     return nullptr;
+  // For operators of the low level and of other packages, calls mean the same as without torchop.
   if ((*plan).is_foreign)
     recompile_for_unknown_kernel(entry, reason);
+  else if (
+      passes_tensor_for_number((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords) &&
+      !refuse_tensor(
+          entry, dispatch != nullptr && dispatch != entry.dispatch, args, nargsf, keywords))
+    return nullptr;
   return dispatch_call(entry, dispatch, args, nargsf, keywords);
 }
 

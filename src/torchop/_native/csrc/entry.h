@@ -59,8 +59,8 @@ __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
 // If the current exception is a RuntimeError, asks the Python method `callee._explain_refusal` for
 // a better exception, and raises that one if it is not None. `callee` is a handle or an
-// OpOverloadPacket.
-__attribute__((noinline, cold)) void explain_refusal(PyObject* callee);
+// OpOverloadPacket. `keywords` contains the names of the call's keyword arguments, or is nullptr.
+__attribute__((noinline, cold)) void explain_refusal(PyObject* callee, PyObject* keywords);
 
 bool add_entry_type(PyObject* module);
 

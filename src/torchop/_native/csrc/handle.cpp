@@ -36,7 +36,7 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
       *reinterpret_cast<Entry*>(__atomic_load_n(&slot(self, entry_offset), __ATOMIC_ACQUIRE));
   PyObject* result = call_entry(entry, nullptr, nullptr, args, nargsf, keywords);
   if (C10_UNLIKELY(result == nullptr))
-    explain_refusal(self);
+    explain_refusal(self, keywords);
   return result;
 }
 

@@ -76,7 +76,7 @@ PyObject* call_counted(
     if (C10_LIKELY(all_exist(*op.overloads))) {
       PyObject* result = PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
       if (C10_UNLIKELY(result == nullptr) && !all_exist(*op.overloads))
-        explain_refusal(op.next);
+        explain_refusal(op.next, keywords);
       return result;
     }
   }

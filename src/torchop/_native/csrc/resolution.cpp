@@ -138,7 +138,35 @@ PyObject* keyword_value(PyObject* keywords, PyObject* const* values, PyObject* n
   return nullptr;
 }
 
+bool holds_tensor(PyObject* value) {
+  if (!PyList_Check(value) && !PyTuple_Check(value))
+    return false;
+  bool found = false;
+  Py_BEGIN_CRITICAL_SECTION(value);
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(value); ++index)
+    found |= is_tensor(PySequence_Fast_GET_ITEM(value, index));
+  Py_END_CRITICAL_SECTION();
+  return found;
+}
+
 } // namespace
+
+bool passes_tensor_for_number(
+    const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords) {
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    const Parameter& parameter = parameters.all[index];
+    const Base base = parameter.kind.base;
+    if (base != Base::Int && base != Base::Float && base != Base::Bool && base != Base::Number)
+      continue;
+    PyObject* value =
+        index < count ? args[index] : keyword_value(keywords, args + count, parameter.name);
+    if (value == nullptr)
+      continue;
+    if (is_tensor(value) || (parameter.kind.is_list && holds_tensor(value)))
+      return true;
+  }
+  return false;
+}
 
 bool is_skipped_overload(
     const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords) {

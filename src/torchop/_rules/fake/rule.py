@@ -21,6 +21,7 @@ from torchop._rules import in_autocast
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
+from torchop._rules.fake.gradient_reads import call_watched
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
 from torchop._rules.layout import LayoutRule, arranged
 from torchop._rules.residuals.handover import not_recording
@@ -245,10 +246,16 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if has_purpose and definition.schema.returns_nothing:
             return None
         raise missing_fake(definition)
+    function = not_recording(definition, fake.function)
     try:
-        result = not_recording(definition, fake.function)(*args, **kwargs)
+        if dispatch.is_handled_by_mode():  # FakeTensorMode called the fake kernel
+            with dispatch.with_func_transforms():
+                result = call_watched(definition, function, args, kwargs)
+        else:
+            result = call_watched(definition, function, args, kwargs)
     except Exception as error:
-        if isinstance(error, TracingError) or not reads_data(error, definition.overload):
+        is_clear = isinstance(error, (FakeKernelError, TracingError))
+        if is_clear or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)
             add_note(error, f"in the fake kernel of {definition}, {place}")
             raise

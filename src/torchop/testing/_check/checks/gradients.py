@@ -168,7 +168,40 @@ def saved_tensors_are_watched(call: Call) -> None:
             actual = torch.autograd.grad(total, leaves, allow_unused=True)
         except RuntimeError:
             continue  # autograd detected the write to a saved tensor
-        probes.assert_same(actual, expected, f"gradients after a write to the {what}")
+        try:
+            probes.assert_same(actual, expected, f"gradients after a write to the {what}")
+        except AssertionError as error:
+            raise AssertionError(f"{_unwatched(results, written)} {error}") from None
+
+
+def _unwatched(results: Sequence[Tensor], written: Sequence[Tensor]) -> str:
+    """Return which attributes of `ctx` share memory with tensors that were written."""
+    names = {
+        f"ctx.{name}"
+        for node in {result.grad_fn for result in results if result.grad_fn is not None}
+        for name, value in getattr(node, "__dict__", {}).items()
+        for part in (value if isinstance(value, (list, tuple)) else (value,))
+        if any(_shares_memory(part, tensor) for tensor in written)
+    }
+    kept = f"{', '.join(sorted(names))} keeps" if names else "the formula keeps"
+    return (
+        f"{kept} memory that the caller may write before the backward, and autograd does not "
+        "notice the write. In setup_context, pass the tensor to ctx.save_for_backward, and convert "
+        "it in the backward, from ctx.saved_tensors."
+    )
+
+
+def _shares_memory(value: Any, tensor: Tensor) -> bool:
+    if hasattr(value, "__array_interface__"):  # a NumPy array
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or not probes.is_plain(value) or not probes.is_plain(tensor):
+        return False
+    one, other = value.untyped_storage(), tensor.untyped_storage()
+    starts, ends = (
+        (one.data_ptr(), other.data_ptr()),
+        (one.data_ptr() + one.nbytes(), other.data_ptr() + other.nbytes()),
+    )
+    return max(starts) < min(ends)
 
 
 def incoming_gradients_are_kept(call: Call) -> None:
