@@ -26,6 +26,7 @@ from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
 from torchop._rules.autograd.register import register_autograd, register_jvp
 from torchop._rules.effect import register_effect
+from torchop._rules.fake import cache as _fake_cache
 from torchop._rules.fake.context import get_ctx
 from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.register import register_kernel
@@ -63,6 +64,9 @@ _families.plan_outputs = _planned_outputs.plan
 _compile_caches.identify_operators(
     lambda names: importlib.import_module("torchop._inspect.cache_key").identify(names)
 )
+_fake_cache.digest_of = lambda function: importlib.import_module(
+    "torchop._inspect.cache_key"
+).digest_of_function(function)
 
 _LATE = {
     "_accelerate.accelerate": ("AcceleratedOperator", "Acceleration", "accelerate"),

@@ -63,6 +63,13 @@ def identify(operators: Iterable[str] | None) -> tuple[str, list[types.CodeType]
     return digest.text() if digest.has_rules else "", digest.sources
 
 
+def digest_of_function(function: object) -> bytes:
+    """Return a digest of a function, and of the code, constants and operators that it uses."""
+    digest = _Digest()
+    digest.add_registered(function)
+    return digest.digest()
+
+
 class _Digest(CodeDigest):
     """A digest of operators' rules, including the rules of operators that these rules call."""
 

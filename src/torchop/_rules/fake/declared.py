@@ -72,6 +72,11 @@ class DeclaredFake(functools.partial[Any]):
 
     is_declared = True
 
+    @property
+    def shapes(self) -> tuple[Callable[..., Any], ...]:
+        """The user's functions that compute shapes."""
+        return tuple(output.shape for output in self.args[2] if output.shape is not None)
+
     def __repr__(self) -> str:
         return f"the declared outputs of {self.args[0]}"
 

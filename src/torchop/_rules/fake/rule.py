@@ -19,6 +19,7 @@ from torchop._core.registry import OpLike, resolve
 from torchop._errors import FakeKernelError, RuleSignatureError, TracingError, add_note, warn
 from torchop._rules import in_autocast
 from torchop._rules.effect import EffectRule
+from torchop._rules.fake.cache import FakeCache, cache_for
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
 from torchop._rules.fake.gradient_reads import call_watched
@@ -53,6 +54,8 @@ class FakeRule(CompiledRule[Fake]):
     # kernel that the operator's author wrote.
     is_installed = False
     registration: registries.FakeRegistration | None = None
+    # The outputs of the fake kernel, if they depend on the metadata of the arguments alone.
+    cache: FakeCache | None = None
     warned: tuple[str, ...] = ()
 
     def install(self) -> None:
@@ -103,9 +106,12 @@ class FakeRule(CompiledRule[Fake]):
     def repr_text(self) -> str | None:
         return None if self.function is None else "fake"
 
-    def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
+    def register(
+        self, function: Callable[..., Any], *, allow_override: bool = True, is_pure: bool = False
+    ) -> None:
         definition = self.definition
         schema = definition.schema
+        cache = cache_for(definition, function, is_pure=is_pure)
         if not getattr(function, "is_declared", False):  # a declared fake kernel needs no wrapper
             function = definition.authored(function)
         function = definition.convention.fake(function)
@@ -121,10 +127,10 @@ class FakeRule(CompiledRule[Fake]):
                     "and needs no fake kernel. The registered fake kernel is used anyway.",
                     UserWarning,
                 )
-            self.replace(function)
+            self.replace(function, cache)
 
-    def replace(self, function: Callable[..., Any]) -> None:
-        self.update(self._install, function=function)
+    def replace(self, function: Callable[..., Any], cache: FakeCache | None = None) -> None:
+        self.update(self._install, function=function, cache=cache)
 
     def _install(self) -> None:
         if not self.is_installed:
@@ -167,22 +173,33 @@ class FakeRule(CompiledRule[Fake]):
         tensors = tensors_in((*args, *kwargs.values()))
         if used is None or not used.is_used() or not fake_tensors.only_runs_fake(mode, op, tensors):
             return mode.__torch_dispatch__(op, types, args, kwargs)
-        with fake_tensors.stock_context(innermost), mode:
-            return self.fake_kernel(*args, **kwargs)
+
+        def run() -> Any:
+            with fake_tensors.stock_context(innermost), mode:
+                return self.fake_kernel(*args, **kwargs)
+
+        if self.cache is None:
+            return run()
+        self._warn_of_symbolic_arguments(mode)
+        return self.cache.outputs(mode, op, args, kwargs, run)
 
     @compilers.never_traced
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the fake kernel on fake tensors. FakeTensor calls this method."""
         definition, mode = self.definition, fake_tensors.active_fake_mode()
+        self._warn_of_symbolic_arguments(mode)
+        context = None if mode is None else FakeImplCtx(mode, definition.overload)
+        with running(context or NoContext(definition)), autocasting.in_state_of_kernel():
+            return _run(definition, args, kwargs)
+
+    def _warn_of_symbolic_arguments(self, mode: Any) -> None:
+        definition = self.definition
         constants = definition.plan[FakeRule].constants
         if len(constants) > len(self.warned) and mode is not None and mode.shape_env is not None:
             symbolic = symbolic_arguments(definition, constants)
             new = [name for name in symbolic if name not in self.warned]
             self.warned += tuple(new)
             warn_of_guards(definition, new)
-        context = None if mode is None else FakeImplCtx(mode, definition.overload)
-        with running(context or NoContext(definition)), autocasting.in_state_of_kernel():
-            return _run(definition, args, kwargs)
 
     def _check_override(self) -> None:
         name = str(self.definition)
@@ -310,6 +327,7 @@ def register_fake(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
+    pure: bool = False,
 ) -> Function: ...
 
 
@@ -325,6 +343,7 @@ def register_fake(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
+    pure: bool = False,
 ) -> None: ...
 
 
@@ -341,6 +360,7 @@ def register_fake(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
+    pure: bool = False,
 ) -> Function | None:
     """Register an operator's fake kernel, which computes the metadata of outputs without data.
 
@@ -368,6 +388,9 @@ def register_fake(
         lib: the library that owns the registration: closing it removes the registration. By
             default, the registration is permanent.
         allow_override: whether to replace an existing fake kernel.
+        pure: declares that the outputs depend only on the metadata of the tensors and on the other
+            arguments, and not, for example, on a file or a counter. Compilers then call the fake
+            kernel once for equal arguments. This has no effect for operators of other packages.
 
     Returns:
         `func`, a decorator if `func` is omitted, or None if the options declare the output.
@@ -397,7 +420,8 @@ def register_fake(
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
     if like is None and shape is None and dtype is None and memory_format is None:
         return decorator_or_call(
-            lambda function: rule.register(function, allow_override=allow_override), func
+            lambda function: rule.register(function, allow_override=allow_override, is_pure=pure),
+            func,
         )
     if func is not None:
         raise RuleSignatureError(
@@ -407,7 +431,9 @@ def register_fake(
     from torchop._rules.fake.declared import declared  # rarely used
 
     rule.register(
-        declared(rule.definition, like, shape, dtype, memory_format), allow_override=allow_override
+        declared(rule.definition, like, shape, dtype, memory_format),
+        allow_override=allow_override,
+        is_pure=pure,
     )
     return None
 

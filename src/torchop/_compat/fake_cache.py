@@ -1,0 +1,101 @@
+"""Cache the outputs of fake kernels, with the keys and entries of FakeTensorMode's own cache.
+
+`FakeTensorMode._cached_dispatch_impl` (torch/_subclasses/fake_tensor.py) only caches PyTorch's own
+operators, because the fake kernel of any other operator may depend on more than its arguments
+(`_validate_cache_key`). The functions here call the other parts of the implementation, which handle
+symbolic sizes and reject arguments and outputs that cannot be cached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses._fake_tensor_utils import _CacheKeyState
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchop._compat import autocasting
+from torchop._compat.classes import OpOverload
+
+_NAMES = (
+    "_cache_key",
+    "_validate_output_for_cache_entry",
+    "_get_output_info_for_cache_entry",
+    "_get_output_tensor_from_cache_entry",
+)
+_IS_SUPPORTED = all(hasattr(FakeTensorMode, name) for name in _NAMES)
+_MOST_ENTRIES = 10_000
+
+Cache = dict[Any, Any]
+
+
+def cached_outputs(
+    cache: Cache,
+    owner: object,
+    mode: Any,
+    op: OpOverload,
+    args: Any,
+    kwargs: Any,
+    run: Callable[[], Any],
+) -> Any:
+    """Return `run()`, or equal outputs that are created from an entry for the same metadata.
+
+    Entries for symbolic sizes are stored in the ShapeEnv, because they are valid only with the
+    guards there. All other entries are stored in `cache`. An entry is valid for one `owner`.
+    """
+    if not _IS_SUPPORTED or not mode.cache_enabled:
+        return run()
+    state = _CacheKeyState(mode.shape_env)
+    try:
+        metadata = mode._cache_key(state, op, args, kwargs)
+    except fake_tensor._BypassDispatchCache:
+        return run()
+    environment: Any = state.shape_env if state.cache_on_shape_env() else None
+    entries: Cache = cache if environment is None else environment.fake_tensor_cache
+    key = (owner, autocasting.state_of_kernel(), metadata)
+    entry = entries.get(key)
+    if entry is None:
+        output = run()
+        with contextlib.suppress(fake_tensor._BypassDispatchCache):
+            if len(cache) >= _MOST_ENTRIES:
+                cache.clear()
+            entry = _entry(mode, state, metadata, op, args, kwargs, output)
+            metadata.strip_shape_env()  # as in `_set_cache_key`, to avoid reference cycles
+            entries[key] = entry
+        return output
+    return entry(mode, state, metadata, op, args)
+
+
+def _entry(
+    mode: Any, state: Any, key: Any, op: OpOverload, args: Any, kwargs: Any, output: Any
+) -> Callable[..., Any]:
+    """Return a function that creates the outputs again.
+
+    Raise `_BypassDispatchCache` if that is not possible, for example because the fake kernel
+    created a symbol for a size that depends on data.
+    """
+    cls = type(output)
+    if not issubclass(cls, (torch.Tensor, tuple, list)):
+        raise fake_tensor._BypassDispatchCache("not a tensor")
+    is_single = issubclass(cls, torch.Tensor)
+    items = [output] if is_single else list(output)
+    for item in items:
+        if not isinstance(item, torch.Tensor):  # None, a number, or a list in a tuple
+            raise fake_tensor._BypassDispatchCache("not a tensor")
+        mode._validate_output_for_cache_entry(state, key, op, args, kwargs, item)
+    infos = [
+        mode._get_output_info_for_cache_entry(state, key, op, args, kwargs, item) for item in items
+    ]
+    if any(info.inplace_idx is not None for info in infos) or len(set(map(id, items))) < len(items):
+        raise fake_tensor._BypassDispatchCache("aliases")
+
+    def outputs(mode: Any, state: Any, key: Any, op: OpOverload, args: Any) -> Any:
+        made = [
+            mode._get_output_tensor_from_cache_entry(state, info, key, op, args) for info in infos
+        ]
+        return made[0] if is_single else cls(made)
+
+    return outputs

@@ -1,0 +1,145 @@
+"""Cache the outputs of fake kernels that depend on the metadata of their arguments alone.
+
+A compiler calls a fake kernel several times for each call in a graph. PyTorch's own cache skips all
+operators that are not built in.
+"""
+
+from __future__ import annotations
+
+import dis
+import math
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchop._compat import fake_cache
+from torchop._core.definition import Definition
+from torchop._schema.forms import Form
+from torchop._schema.signatures import closure_of, names_in
+
+# Returns a digest of functions, and of the code and constants that they use. `torchop` sets it,
+# because the code for digests is a tool.
+digest_of: Callable[[Any], object] = NotImplemented
+
+
+class FakeCache:
+    """The outputs of one fake kernel in this process.
+
+    `functions` are the user's functions that the fake kernel calls. If `is_pure` is true, the user
+    declared that they depend only on their arguments.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], *, is_pure: bool) -> None:
+        self._functions, self._is_pure = functions, is_pure
+        self._mode: Callable[[], Any] = lambda: None
+        self._version: object = None
+        self._entries: fake_cache.Cache = {}
+        self._owner = object()  # entries in a ShapeEnv have the owner in their keys
+
+    def outputs(self, mode: Any, op: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Return `run()`, or outputs with the same metadata as in an earlier call."""
+        if self._mode() is not mode:
+            # Each compilation has a FakeTensorMode of its own. The code may have changed since the
+            # last compilation.
+            version = self._current_version()
+            if version != self._version:
+                self._version, self._entries, self._owner = version, {}, object()
+            self._mode = weakref.ref(mode)
+        if self._version is None:
+            return run()
+
+        def run_and_update() -> Any:
+            output = run()
+            # The fake kernel may change a variable that the digest covers, such as a list of its
+            # calls. That is no change of the code.
+            self._version = self._current_version()
+            return output
+
+        return fake_cache.cached_outputs(
+            self._entries, self._owner, mode, op, args, kwargs, run_and_update
+        )
+
+    def _current_version(self) -> object:
+        """Return a value that changes with the code, or None if the outputs must not be cached."""
+        used = list(map(_constants, self._functions))
+        if None not in used:
+            return used, repr(used)  # 1, 1.0 and True are equal, but differ in their text
+        if self._is_pure or all(map(_depends_on_arguments, self._functions)):
+            return digest_of(self._functions)
+        return None
+
+
+def cache_for(
+    definition: Definition, function: Callable[..., Any], *, is_pure: bool
+) -> FakeCache | None:
+    """Return a cache for a new fake kernel, or None if the outputs must not be cached.
+
+    `is_pure` means that the user declared that the outputs depend only on metadata.
+    """
+    schema, declaration = definition.schema, definition.declaration
+    if (
+        not definition.is_ours
+        or declaration.is_lenient  # the outputs may be arguments
+        or declaration.residuals is not None  # a call may request residuals from the fake kernel
+        or schema.is_view
+        or schema.form is not Form.PLAIN
+        # Objects of custom classes and generators may change.
+        or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
+    ):
+        return None
+    # A declared fake kernel without a function for the shape takes less time than a look-up.
+    functions = getattr(function, "shapes", (function,) if is_pure else ())
+    return FakeCache(functions, is_pure=is_pure) if functions else None
+
+
+_CONSTANTS = (bool, int, float, str, bytes, type(None), torch.dtype, torch.memory_format)
+_MODULES = (torch, math)
+_CONTAINERS = (list, dict, set, frozenset)
+
+
+def _constants(function: Any) -> tuple[Any, ...] | None:
+    """Return a function's code and variables, or None if a variable may change its contents."""
+    used = _variables(function)
+    if used is None or not all(map(_is_constant, used.values())):
+        return None
+    return function.__code__, sorted(used.items())
+
+
+def _is_constant(value: Any) -> bool:
+    if type(value) is tuple:
+        return all(map(_is_constant, value))
+    return type(value) in _CONSTANTS or any(value is module for module in _MODULES)
+
+
+def _depends_on_arguments(function: Any, seen: tuple[Any, ...] = ()) -> bool:
+    """Return whether a function uses no modules and objects that may read anything else."""
+    if function in seen:
+        return True
+    used = _variables(function)
+    return used is not None and all(
+        _is_constant(value)
+        or type(value) in _CONTAINERS
+        or _depends_on_arguments(value, (*seen, function))
+        for value in used.values()
+    )
+
+
+def _variables(function: Any) -> dict[str, Any] | None:
+    """Return the values that a function reads by name, or None if they are not known."""
+    if not isinstance(function, types.FunctionType) or _imports(function.__code__):
+        return None
+    around, names = function.__globals__, names_in(function.__code__)
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return (
+        {name: around[name] for name in names if name in around}
+        | closure_of(function)
+        | {f"default {n}": value for n, value in enumerate(defaults)}
+    )
+
+
+def _imports(code: types.CodeType) -> bool:
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return dis.opmap["IMPORT_NAME"] in code.co_code[::2] or any(map(_imports, inner))
