@@ -17,6 +17,7 @@ State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
+_FIRST_NAMES = tuple(device_types())  # before a program renames a custom backend
 
 
 def is_available(device_type: str) -> bool:
@@ -30,10 +31,10 @@ def is_enabled_for(device_type: str) -> bool:
 
 def state() -> State:
     """Return the autocast state of this thread, without the autocast keys that it excludes."""
+    # Dynamo, which traces this function for compiled autograd, cannot call `device_types`.
+    names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
-        (name, torch.get_autocast_dtype(name))
-        for name in device_types()
-        if torch.is_autocast_enabled(name)
+        (name, torch.get_autocast_dtype(name)) for name in names if torch.is_autocast_enabled(name)
     )
 
 

@@ -1,7 +1,10 @@
 """A formula runs in the autocast state in which the kernel ran, in eager and compiled code."""
 
+import contextlib
+
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor
 
 import torchop
@@ -182,3 +185,31 @@ def test_a_backward_kernel_has_the_state_of_the_forward(namespace, backend):
     y.sum().backward()
     assert x.grad.dtype is w.grad.dtype is torch.float32
     assert x.grad.tolist() == [[3] * 3] * 3
+
+
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_compiled_autograd_restores_the_state_of_the_forward(namespace, has_rule):
+    def kernel(x: Tensor, w: Tensor) -> Tensor:
+        return torch.mm(x, w)
+
+    _, setup_context, _ = recording([])
+
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return torch.mm(grad, w.t()), torch.mm(x.t(), grad)
+
+    op = by_custom_op(namespace, (kernel, setup_context, backward))
+    if has_rule:
+        op.register_autocast("float32")
+    torch.manual_seed(0)
+    values = torch.randn(8, 8), torch.randn(8, 8)
+    compiler = torch.compile(backend="aot_eager", fullgraph=True)
+    found = []
+    for mode in (contextlib.nullcontext(), torch._dynamo.compiled_autograd._enable(compiler)):
+        x, w = (value.clone().requires_grad_() for value in values)
+        with torch.autocast(TYPE, dtype=LOWER):
+            y = op(x, w)
+        with mode:
+            y.sum().backward()
+        found.append((x.grad, w.grad))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
