@@ -7,6 +7,7 @@ only when a test needs it.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -63,6 +64,13 @@ def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
         from torchop.testing import pytest_plugin  # imports PyTorch
 
         pytest_plugin.report_crash(report, worker)
+
+
+def pytest_unconfigure() -> None:
+    """End the process that ran the checks, if any ran."""
+    plugin = sys.modules.get("torchop.testing.pytest_plugin")
+    if plugin is not None:
+        plugin.close_workers()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

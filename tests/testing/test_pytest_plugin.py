@@ -209,3 +209,21 @@ def test_workers_report_results_and_crashes(plugged: pytest.Pytester) -> None:
     done.stdout.fnmatch_lines(["plugged::crash: memory.gaps: *ended the process*"])
     done.stdout.fnmatch_lines(["*Call(torch.ops.plugged.crash.default, args)*"])
     assert "plugged::good(Tensor x) -> Tensor" in text
+
+
+CRASHES = """
+import plugged
+import pytest
+
+@pytest.mark.torchop("plugged::crash", only=["transposed", "contiguous"])
+def test_operators(torchop_check):
+    torchop_check()
+"""
+
+
+@pytest.mark.project  # slow, because it starts pytest and imports PyTorch
+def test_crash_without_xdist_is_a_failure(plugged: pytest.Pytester) -> None:
+    plugged.makepyfile(test_ops=CRASHES)
+    done = plugged.runpytest_subprocess("-p", "no:xdist", timeout=400)
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["*memory.transposed*the call ended the process by SIGABRT*"])

@@ -6,11 +6,11 @@ imports this module only when a test needs it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import faulthandler
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +27,10 @@ from torchop.testing._check.run import (
     Check,
     expected_failures,
     plan_checks,
-    program_of,
     run_check,
     shortened,
 )
+from torchop.testing._worker import CheckWorker, can_fork, crashed, noted
 
 # The arguments of `pytest.mark.torchop` that are passed to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")
@@ -148,6 +148,24 @@ def _checks(op: _Operator) -> Mapping[str, Check]:
     return {check.name: check for check in plan_checks(op.name, **op.options)}
 
 
+# The time limit of a check in a worker process, if pytest-timeout sets none.
+_LONGEST = 300.0
+_workers: dict[_Operator, CheckWorker] = {}
+
+
+def _worker(op: _Operator) -> CheckWorker:
+    """Return the worker process that checks an operator. Only one is kept."""
+    if op not in _workers:
+        close_workers()
+        _workers[op] = CheckWorker(functools.partial(_checks, op))
+    return _workers[op]
+
+
+def close_workers() -> None:
+    while _workers:
+        _workers.popitem()[1].close()
+
+
 def planned_check(request: pytest.FixtureRequest) -> PlannedCheck:
     if not hasattr(request, "param"):
         _fail(f"{request.node.nodeid} uses torchop_check. Mark it with pytest.mark.torchop.")
@@ -193,36 +211,14 @@ class PlannedCheck:
         report = CheckReport(op.name, str(check.subject.schema), (), check.subject.seed)
         file = getattr(self._config, "workerinput", {}).get("torchop_call")
         if file is not None:
-            check = self._written(check, report, file)
+            values = {"report": report.to_dict(), "check": check.name, "expected": self.expected}
+            check = noted(check, Path(file), started=self._started, **values)
+            os.ftruncate(_traceback_file(f"{file}.crash"), 0)
+        elif can_fork():
+            limit = self._config.getoption("timeout", None) or _LONGEST
+            result = _worker(op).run(check.name, limit, math.inf)
+            return dataclasses.replace(report, results=(result,))
         return dataclasses.replace(report, results=(run_check(check),))
-
-    def _written(self, check: Check, report: CheckReport, file: str) -> Check:
-        """Return a copy of the check that writes a reproducer to `file` before each call.
-
-        If the call crashes the process, `report_crash` prints the reproducer.
-        """
-        values = {
-            "report": report.to_dict(),
-            "check": check.name,
-            "expected": self.expected,
-            "started": self._started,
-        }
-
-        def write(label: str, program: str) -> None:
-            text = json.dumps({**values, "label": label, "program": program}, default=str)
-            Path(file).write_text(text, encoding="utf-8")
-
-        def cases(subject: Any, details: Any) -> Iterator[Any]:
-            for case in check.kind.cases(subject, details):
-                program = ""
-                with contextlib.suppress(Exception):  # if this fails, still run the check
-                    program = program_of(check, case)
-                write(case.label, program)
-                yield case
-
-        write("before the first call", "")
-        os.ftruncate(_traceback_file(f"{file}.crash"), 0)
-        return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
 
 
 def _in_words(op: str, result: Result) -> str:
@@ -288,14 +284,7 @@ def report_crash(report: Any, worker: Any) -> None:
     # pytest-timeout starts its clock a little before `started`, so compare with 95 % of its limit.
     hangs = limit is not None and time.time() - values["started"] > 0.95 * limit
     problem = f"took over {limit:g} seconds" if hangs else "ended the process"
-    message = f"{values['label']}: the call {problem}."
-    _, crash, traceback = file.with_name(f"{file.name}.crash").read_text().partition("error: ")
-    if crash:
-        innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
-        message += f" {' '.join([traceback.partition(chr(10))[0], *innermost])}"
-    result = Result(
-        values["check"], "failed", message, values["program"], cause=f"the call {problem}"
-    )
+    result = crashed(values["check"], file, problem)
     report.longrepr = _in_words(values["report"]["op"], result)
     if values["expected"]:
         result = _expected_failure(result, values["expected"])

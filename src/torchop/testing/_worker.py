@@ -1,0 +1,229 @@
+"""Run checks in a forked process, so that a kernel that crashes or hangs ends only this process.
+
+A fork has the operators that the program has defined, and starts in milliseconds. It runs the
+checks in a new thread, because OpenMP creates a pool of threads for each thread that uses it. The
+main thread of the fork would wait forever for the threads of its pool, which a fork does not copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torchop._compat import devices
+from torchop.testing._check.findings import Result
+from torchop.testing._check.run import Check, program_of, run_check, shortened
+
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
+
+
+def can_fork() -> bool:
+    """Return whether a fork can run kernels. A fork cannot use an accelerator that is in use."""
+    accelerator = devices.accelerator()
+    return hasattr(os, "fork") and (accelerator is None or not accelerator.is_in_use())
+
+
+class WorkerError(RuntimeError):
+    """The worker process crashed, hung, or raised an exception outside a check."""
+
+
+class Worker:
+    """A forked process that calls `answer(request)` for each request, and sends back the result.
+
+    If a request ends the process, `ask` raises WorkerError, and the next request starts a new one.
+
+    Args:
+        answer: the function to call in the process. Its results must be picklable.
+    """
+
+    def __init__(self, answer: Callable[[Any], Any]) -> None:
+        self._answer = answer
+        self._folder = tempfile.TemporaryDirectory(prefix="torchop-")
+        self.call_file = Path(self._folder.name, "call")
+        self._process = 0
+        self._pipe: Connection | None = None
+
+    def ask(self, request: Any, limit: float) -> Any:
+        """Return the answer to a request. Kill the process if it takes over `limit` seconds."""
+        if self._pipe is None:
+            self._start()
+        assert self._pipe is not None
+        try:
+            self._pipe.send(request)
+            if not self._pipe.poll(limit):
+                raise WorkerError(f"took over {limit:g} seconds")
+            answer, error = self._pipe.recv()
+        except (EOFError, OSError):
+            raise WorkerError(f"ended the process{self._end()}") from None
+        except BaseException:
+            self._end()
+            raise
+        if error is not None:
+            raise WorkerError(error)
+        return answer
+
+    def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def _start(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        with warnings.catch_warnings():
+            # Hide the warning of Python 3.12 about forks of programs that have several threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if not process:
+            with contextlib.suppress(BaseException):
+                ours.close()
+                _serve(theirs, self._answer, self.call_file)
+            os._exit(0)
+        theirs.close()
+        self._process, self._pipe = process, ours
+
+    def _end(self) -> str:
+        """Kill the process and all processes that it started. Return how it ended by itself."""
+        if self._pipe is None:
+            return ""
+        pipe, self._pipe = self._pipe, None
+        pipe.close()
+        process, status = os.waitpid(self._process, os.WNOHANG)
+        if not process:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self._process, signal.SIGKILL)
+            status = os.waitpid(self._process, 0)[1]
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process, signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return f" with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f" by {signal.Signals(-code).name}"
+        return ""
+
+
+def _serve(pipe: Connection, answer: Callable[[Any], Any], call_file: Path) -> None:
+    os.setpgid(0, 0)  # a new process group, which the parent kills
+    if sys.platform == "linux":  # end with the parent
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process = os.getpid()
+    # Let the parent print tracebacks, in case a kernel crashes.
+    crash = os.open(_crash_file(call_file), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+    faulthandler.enable(crash, all_threads=False)
+
+    def serve() -> None:
+        while True:
+            try:
+                request = pipe.recv()
+            except EOFError:
+                return
+            try:
+                message = answer(request), None
+            except BaseException as error:
+                message = None, f"{type(error).__name__}: {error}"
+            if os.getpid() != process:  # a child that a kernel forked must not continue here
+                os._exit(1)
+            pipe.send(message)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+
+
+def _crash_file(call_file: Path) -> Path:
+    return call_file.with_name(f"{call_file.name}.crash")
+
+
+# --------------------------------------------------------------------------------------------------
+# Checks
+
+
+def noted(check: Check, file: Path, /, **values: Any) -> Check:
+    """Return a copy of a check that writes each call to a file before it makes the call.
+
+    If the call crashes the process, `crashed` reads the file. `values` are written as well.
+    """
+
+    def write(label: str, program: str) -> None:
+        text = json.dumps({**values, "label": label, "program": program}, default=str)
+        file.write_text(text, encoding="utf-8")
+
+    def cases(subject: Any, details: Any) -> Iterator[Any]:
+        for case in check.kind.cases(subject, details):
+            program = ""
+            with contextlib.suppress(Exception):  # if this fails, still run the check
+                program = program_of(check, case)
+            write(case.label, program)
+            yield case
+
+    write("before the first call", "")
+    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
+
+
+def crashed(name: str, file: Path, problem: str) -> Result:
+    """Return the result of a check whose process ended. `problem` says how."""
+    values = json.loads(file.read_text(encoding="utf-8"))
+    message = f"{values['label']}: the call {problem}."
+    traceback_file = _crash_file(file)
+    text = traceback_file.read_text() if traceback_file.exists() else ""
+    _, crash, traceback = text.partition("error: ")
+    if crash:
+        innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
+        message += f" {' '.join([traceback.partition(chr(10))[0], *innermost])}"
+    return Result(
+        name, "failed", shortened(message), values["program"], cause=f"the call {problem}"
+    )
+
+
+class CheckWorker:
+    """Runs the checks of one operator in a worker process.
+
+    Args:
+        plan: a function that returns the checks by name. It is called in the worker process.
+    """
+
+    def __init__(self, plan: Callable[[], Mapping[str, Check]]) -> None:
+        self._plan = plan
+        self._checks: Mapping[str, Check] | None = None
+        self._worker = Worker(self._answer)
+
+    def names(self, limit: float) -> list[str]:
+        names: list[str] = self._worker.ask(None, limit)
+        return names
+
+    def run(self, name: str, limit: float, end: float) -> Result:
+        """Run a check. A crash, or a check that takes over `limit` seconds, is a failure."""
+        try:
+            result: Result = self._worker.ask((name, end), limit)
+        except WorkerError as error:
+            if not self._worker.call_file.exists():
+                return Result(name, "failed", f"preparing the check failed: {error}")
+            return crashed(name, self._worker.call_file, str(error))
+        return result
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _answer(self, request: tuple[str, float] | None) -> Any:
+        if self._checks is None:
+            self._checks = self._plan()
+        if request is None:
+            return list(self._checks)
+        name, end = request
+        result = run_check(noted(self._checks[name], self._worker.call_file), end=end)
+        # Details may hold values that cannot be pickled.
+        details = json.loads(json.dumps(dict(result.details), default=str))
+        return dataclasses.replace(result, details=details)
