@@ -7,6 +7,7 @@ only when a test needs it.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Generator
@@ -28,10 +29,38 @@ _FOLDER = pytest.StashKey[Path]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.getgroup("torchop", "checks of PyTorch operators").addoption(
+    group = parser.getgroup("torchop", "checks of PyTorch operators")
+    group.addoption(
         "--torchop-report",
         metavar="FILE",
         help="write the results of the checks of operators as JSON",
+    )
+    group.addoption(
+        "--torchop-check",
+        metavar="PATTERN",
+        action="append",
+        default=[],
+        help="after the tests, check the operators whose names match, such as 'mylib::*', with "
+        "the calls of the tests as examples (repeatable)",
+    )
+    group.addoption(
+        "--torchop-check-only",
+        metavar="CHECK",
+        action="append",
+        default=[],
+        help="run only these checks: a name, a family or a pattern (repeatable)",
+    )
+    group.addoption(
+        "--torchop-check-budget",
+        metavar="SECONDS",
+        type=float,
+        default=5.0,
+        help="the time limit of the checks of each operator (5 by default)",
+    )
+    group.addoption(
+        "--torchop-baseline",
+        metavar="FILE",
+        help="a JSON file of known failures; written if it does not exist",
     )
 
 
@@ -39,6 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARKER)
     if config.getoption("--torchop-report"):
         config.pluginmanager.register(_Results(config), "torchop-results")
+    if config.getoption("--torchop-check") and not config.getoption("collectonly"):
+        from torchop.testing._suite import Suite  # imports PyTorch
+
+        config.pluginmanager.register(Suite(config), "torchop-suite")
+    if "TORCHOP_RECORD_FOLDER" in os.environ and hasattr(config, "workerinput"):
+        from torchop.testing._suite import Recording  # imports PyTorch
+
+        config.pluginmanager.register(Recording(config), "torchop-recording")
 
 
 @pytest.hookimpl(optionalhook=True)

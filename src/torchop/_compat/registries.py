@@ -90,6 +90,15 @@ def fake_source(qualname: str) -> str | None:
     return kernel.source if kernel else None
 
 
+def formula_functions(qualname: str) -> list[Callable[..., Any]]:
+    """Return the backward function of an operator that `torch.library.custom_op` defined, if any.
+
+    PyTorch stores the formulas of other operators only inside of kernels.
+    """
+    function = getattr(published_handle(qualname), "_backward_fn", None)
+    return [] if function is None else [function]
+
+
 def fake_functions(qualname: str) -> list[Callable[..., Any]]:
     """Return an operator's fake kernels, the active one last."""
     entry = _rules_registry._data.get(qualname)  # `find` would create an entry

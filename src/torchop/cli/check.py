@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -85,6 +87,26 @@ def _seconds(ctx: Any, param: Any, value: float) -> float:
     show_default=True,
     help="The number of pytest-xdist workers.",
 )
+@click.option(
+    "--from-tests",
+    "from_tests",
+    multiple=True,
+    metavar="PATTERN",
+    help="Run a test suite, and check the operators that match, with its calls as examples. The "
+    "arguments after -- are the command, such as: -- pytest tests",
+)
+@click.option(
+    "--baseline",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="With --from-tests: a file of known failures, written if it does not exist.",
+)
+@click.option(
+    "--budget",
+    default=5.0,
+    callback=_seconds,
+    show_default=True,
+    help="With --from-tests: the time limit for each operator, in seconds.",
+)
 @file_to_write("--json", "json_path", help="Write JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
@@ -93,6 +115,9 @@ def check(
     timeout: float,
     jobs: int,
     verbose: bool,
+    from_tests: tuple[str, ...],
+    baseline: Path | None,
+    budget: float,
     **options: Any,
 ) -> None:
     """Check operators on generated inputs.
@@ -104,8 +129,15 @@ def check(
     --expected lists known failures with their reasons, by check, or by operator and check. A check
     in this list may fail, and is reported as a failure if it passes.
 
+    With --from-tests, the command runs a test suite, and uses its calls as examples:
+
+    python -m torchop check --from-tests "mylib::*" -- pytest tests
+
     The exit code is 0 if no check failed, and 1 if a check failed or no operator has examples.
     """
+    if from_tests:
+        only = options["only"]
+        sys.exit(_run_suite(from_tests, selection.operators, only, budget, baseline, json_path))
     for package in ("pytest", "xdist", "pytest_timeout"):
         require(package, "check", "check")
     options = {name: value for name, value in options.items() if value}
@@ -124,6 +156,37 @@ def check(
     if json_path is not None:
         write_json([each.to_dict() for each in reports], json_path)
     sys.exit(0 if reports and not failed and not missing else 1)
+
+
+def _run_suite(
+    patterns: tuple[str, ...],
+    command: tuple[str, ...],
+    only: tuple[str, ...],
+    budget: float,
+    baseline: Path | None,
+    json_path: Path | None,
+) -> int:
+    """Run pytest with the options of the plugin. Return its exit code."""
+    require("pytest", "check --from-tests", "check")
+    words = list(command)
+    if Path(words[0]).name.startswith("python") and words[1:2] == ["-m"]:
+        words = words[2:]
+    if Path(words[0]).name not in ("pytest", "py.test"):
+        raise click.UsageError(
+            f"check --from-tests runs pytest, but the command is {' '.join(command)}. Write: "
+            'check --from-tests "mylib::*" -- pytest tests'
+        )
+    installed = importlib.metadata.entry_points(group="pytest11")
+    has_plugin = any(point.value == "pytest_torchop" for point in installed)
+    arguments = [sys.executable, "-m", "pytest", *([] if has_plugin else ["-p", "pytest_torchop"])]
+    arguments += [*words[1:], f"--torchop-check-budget={budget:g}"]
+    arguments += [f"--torchop-check={pattern}" for pattern in patterns]
+    arguments += [f"--torchop-check-only={name}" for name in only]
+    if baseline is not None:
+        arguments.append(f"--torchop-baseline={baseline.absolute()}")
+    if json_path is not None:
+        arguments.append(f"--torchop-report={json_path}")
+    return subprocess.run(arguments).returncode
 
 
 def _with_examples(

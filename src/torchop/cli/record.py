@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import json
 import os
 import pkgutil
 import runpy
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -63,7 +65,7 @@ def record(
         raise click.BadParameter(str(error), param_hint="--pattern") from None
     ending: BaseException | None = None
     try:
-        with recording(recorded):
+        with _worker_recordings(recorded, wanted), recording(recorded):
             _run(program, arguments, is_module)
     except BaseException as error:
         ending = error
@@ -77,6 +79,21 @@ def record(
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
+
+
+@contextlib.contextmanager
+def _worker_recordings(recorded: Recorded, patterns: tuple[str, ...]) -> Iterator[None]:
+    """Add the calls in worker processes of pytest-xdist, which the pytest plugin records."""
+    with tempfile.TemporaryDirectory(prefix="torchop-") as folder:
+        os.environ["TORCHOP_RECORD_FOLDER"] = folder
+        os.environ["TORCHOP_RECORD_PATTERNS"] = json.dumps(patterns)
+        try:
+            yield
+        finally:
+            os.environ.pop("TORCHOP_RECORD_FOLDER", None)
+            os.environ.pop("TORCHOP_RECORD_PATTERNS", None)
+            for file in sorted(Path(folder).glob("*.json")):
+                recorded.update(Recorded.load(file))
 
 
 def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
@@ -144,6 +161,12 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
         shutil.rmtree(folder, ignore_errors=True)
     else:
         click.echo(f"the program called no operator that matches {', '.join(patterns)}")
+    if not recorded:
+        click.echo(
+            "Warning: nothing was recorded. Calls in other processes are recorded only in worker "
+            "processes of pytest-xdist.",
+            err=True,
+        )
     for pattern in patterns:
         if problem := why_nothing_matches("record", pattern):
             click.echo(problem, err=True)

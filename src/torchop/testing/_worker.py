@@ -130,6 +130,7 @@ def _serve(pipe: Connection, answer: Callable[[Any], Any], call_file: Path) -> N
                 request = pipe.recv()
             except EOFError:
                 return
+            message: tuple[Any, str | None]
             try:
                 message = answer(request), None
             except BaseException as error:

@@ -60,10 +60,10 @@ class Check:
         `pattern` may be the full name of a check, the last part of a name, a family, or a pattern
         such as `"memory.*"`. A name without a provider matches the check for every provider.
         """
-        return any(_is_named(name, pattern) for name in (self.name, self.kind.name))
+        return any(is_named(name, pattern) for name in (self.name, self.kind.name))
 
 
-def _is_named(check: str, pattern: str) -> bool:
+def is_named(check: str, pattern: str) -> bool:
     family, _, last = check.partition(".")
     # In the name of a check, brackets enclose the name of a provider. Escape them, because fnmatch
     # would read them as a set of characters.
@@ -100,7 +100,7 @@ def expected_failures(name: OpName, expected: Mapping[str, Any]) -> Mapping[str,
     if any("::" in key for key in expected):
         expected = operator_patterns.value_for(name, expected) or {}
     for each in expected:
-        if not any(_is_named(kind.name, each.partition("[")[0]) for kind in CHECKS):
+        if not any(is_named(kind.name, each.partition("[")[0]) for kind in CHECKS):
             raise ValueError(f"expected={{{short_repr(each)}: ...}}: {_no_such_check()}")
     return expected
 

@@ -1,0 +1,214 @@
+"""Describe a finding to the author of an operator: the fault, the place, and the fix."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from typing import NamedTuple
+
+from torchop._compat import registries
+from torchop._inspect.registrant import functions_of, place_of
+from torchop.extend import Operator
+from torchop.testing._check.findings import Finding, Result
+
+
+class Advice(NamedTuple):
+    """The fault that a check finds, and the fix. `{x}` stands for the name of an argument.
+
+    `of` is the part of the operator that has the fault: `"kernel"`, `"fake"` or `"formula"`.
+    """
+
+    fault: str
+    fix: str
+    of: str = "kernel"
+
+
+_STRIDES = "Read {x} by its strides and storage offset, or call {x}.contiguous() first."
+_SIZES = "Handle {x} of this size, or raise an error."
+_FAKE = "Make each result in the fake kernel as the kernel does, with the same "
+_FORMULA = "Correct the gradient of {x} in the formula."
+# Maps patterns of checks to advice. The first pattern that matches applies.
+_ADVICE: dict[str, Advice] = {
+    "contracts.schema: write": Advice(
+        "A call writes into an argument that the schema does not declare as mutated.",
+        "Write into a copy, such as {x}.clone(), or declare the argument in mutates_args (in a "
+        "schema: Tensor(a!) {x}).",
+    ),
+    "contracts.schema": Advice(
+        "A result shares memory with an argument, another result or an earlier result.",
+        "Return a copy, such as result.clone().",
+    ),
+    "contracts.repeated": Advice(
+        "Equal calls give different results.",
+        "Compute results from the arguments only. If the operator draws random numbers, give it "
+        "the tag torch.Tag.nondeterministic_seeded.",
+    ),
+    "contracts.state": Advice(
+        "The result of a call depends on earlier calls.",
+        "Do not keep values from call to call, or compare them with all arguments before use.",
+    ),
+    "contracts.kept": Advice(
+        "The operator keeps the memory of an argument after the call.",
+        "Do not store {x}, or store a copy.",
+    ),
+    "contracts.leaks": Advice(
+        "Memory grows with every call.", "Release everything that a call allocates."
+    ),
+    "contracts.process": Advice(
+        "A call changes the state of the process.", "Restore the state before the call returns."
+    ),
+    "contracts.environment": Advice(
+        "The result depends on an environment variable.",
+        "Make the setting an argument, or read the variable when the module is imported.",
+    ),
+    "contracts.num_threads": Advice(
+        "The result depends on the number of threads.",
+        "Let each thread write its own elements, and combine partial results in a fixed order.",
+    ),
+    "contracts.defaults": Advice(
+        "The kernel and the schema have different defaults.", "Give both the same default."
+    ),
+    "memory.given": Advice("The result is wrong for the layout of a recorded call.", _STRIDES),
+    "memory.uninitialized": Advice(
+        "Some elements of a result are never written.", "Write every element, or use torch.zeros."
+    ),
+    "memory.contiguous": Advice(
+        "The kernel reads or writes outside of a contiguous tensor.", "Check the limits of loops."
+    ),
+    "memory.empty": Advice("The result is wrong for tensors without elements.", _SIZES),
+    "memory.single": Advice("The result is wrong for dimensions of size 1.", _SIZES),
+    "memory.zero_dim": Advice("The result is wrong for tensors without dimensions.", _SIZES),
+    "memory.blocks": Advice("The result is wrong for large sizes.", "Check the limits of loops."),
+    "memory.written_expanded": Advice(
+        "A call writes into an expanded tensor instead of raising an error.",
+        "Raise an error if elements of {x} share memory.",
+    ),
+    "memory.*": Advice("The result is wrong for a tensor that is not contiguous.", _STRIDES),
+    "dtypes.accepted": Advice(
+        "The fake kernel and the kernel disagree for a dtype.", _FAKE + "dtype.", "fake"
+    ),
+    "dtypes.promotion": Advice(
+        "The fake kernel promotes dtypes differently than the kernel.",
+        "Use torch.result_type in the fake kernel.",
+        "fake",
+    ),
+    "dtypes.int64": Advice(
+        "The kernel computes int64 results in int32.", "Keep {x} in int64, also between steps."
+    ),
+    "dtypes.double": Advice(
+        "The kernel computes double results in float32.", "Keep {x} in double, also between steps."
+    ),
+    "dtypes.half": Advice("The kernel rounds float16 to bfloat16.", "Keep {x} in float16."),
+    "dtypes.*": Advice(
+        "Results are less precise than the dtype.", "Accumulate in float32 or double."
+    ),
+    "values.*": Advice(
+        "The result for special values differs between layouts.",
+        "Handle {x} in all code paths alike.",
+    ),
+    "sharing.*": Advice(
+        "The result is wrong if arguments share memory.",
+        "Read all arguments before the first write, or raise an error.",
+    ),
+    "subsystems.fake*": Advice(
+        "The fake kernel describes a result differently than the kernel makes it.",
+        _FAKE + "shape, strides, dtype and device.",
+        "fake",
+    ),
+    "subsystems.autograd_registration": Advice(
+        "The gradient is recorded inside the kernel, where compilers cannot see it.",
+        "Register a formula with register_autograd.",
+    ),
+    "subsystems.grad_strides": Advice(
+        "Backward ignores the strides of an incoming gradient.",
+        "Call .contiguous() on the incoming gradient.",
+        "formula",
+    ),
+    "subsystems.gradcheck": Advice("A gradient is wrong.", _FORMULA, "formula"),
+    "subsystems.gradgradcheck": Advice("A second derivative is wrong.", _FORMULA, "formula"),
+    "subsystems.saved": Advice(
+        "Backward writes into an incoming gradient, or uses tensors that changed since the call.",
+        "Save tensors with ctx.save_for_backward, and write into copies.",
+        "formula",
+    ),
+    "subsystems.grad_memory": Advice(
+        "A gradient depends on earlier backward calls, or is overwritten by later ones.",
+        "Make a fresh tensor for each gradient.",
+        "formula",
+    ),
+    "subsystems.needs_input_grad": Advice(
+        "A gradient is wrong if other arguments require no grad.", _FORMULA, "formula"
+    ),
+    "subsystems.func": Advice("Gradients of torch.func are wrong.", _FORMULA, "formula"),
+    "subsystems.vmap*": Advice(
+        "vmap disagrees with a loop over the batch.", "Correct the vmap rule."
+    ),
+    "subsystems.threads": Advice(
+        "Two threads that call the operator at once get wrong results.",
+        "Protect shared buffers with a lock, or allocate them for each call.",
+    ),
+    "subsystems.autocast": Advice(
+        "The result under autocast is wrong.", "Cast all arguments to one dtype."
+    ),
+}
+
+
+def _advice(result: Result) -> Advice:
+    name = result.check.partition("[")[0]
+    if name == "contracts.schema" and "UndeclaredMutationError" in result.message:
+        name = "contracts.schema: write"
+    for pattern, advice in _ADVICE.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            return advice
+    return Advice(f"No: {result.question}", "See the call below.")
+
+
+def finding_in_words(operator: Operator, finding: Finding) -> str:
+    """Describe a finding: the operator, the fault, the evidence, the place, the fix and a call."""
+    result, others = finding
+    advice = _advice(result)
+    also = f"; also fails: {', '.join(others)}" if others else ""
+    fault = advice.fault
+    if result.cause.startswith("the call "):  # a crash or a time-out
+        fault = f"{result.cause[0].upper()}{result.cause[1:]}."
+    lines = [
+        f"{operator}: {fault} ({result.check}{also})",
+        f"  found: {result.message}",
+        f"  where: {_place(operator, advice.of)}",
+        f"  fix:   {advice.fix.replace('{x}', _argument(operator, result))}",
+        "",
+        *(f"    {line}".rstrip() for line in result.program.splitlines()),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def _argument(operator: Operator, result: Result) -> str:
+    """Return the name of the argument that a message mentions, or else of the first tensor."""
+    tensors = [a.name for a in operator.schema.arguments if "Tensor" in a.kind]
+    number = re.search(r"gradient at index (\d+)", result.message)
+    if number and int(number[1]) < len(operator.schema.arguments):
+        return operator.schema.arguments[int(number[1])].name
+    named = re.search(r"(?:[Aa]rgument|input) '?(\w+)", result.message)
+    if named and named[1] in tensors:
+        return named[1]
+    number = re.search(r"with respect to input (\d+)", result.message)
+    if number and int(number[1]) < len(tensors):
+        return tensors[int(number[1])]
+    return tensors[0] if tensors else "the argument"
+
+
+def _place(operator: Operator, of: str) -> str:
+    name = str(operator)
+    if of == "fake" and (source := registries.fake_source(name)) is not None:
+        return source
+    if of == "fake":
+        functions = []
+    elif of == "formula":
+        functions = registries.formula_functions(name)
+    else:
+        functions = list(functions_of(operator.name))
+    for function in functions:
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            return f"{code.co_filename}:{code.co_firstlineno} ({code.co_name})"
+    return place_of(operator) or "unknown"

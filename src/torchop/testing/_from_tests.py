@@ -1,0 +1,289 @@
+"""Check operators with the calls of a test suite as examples, in a worker process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop._compat import fake_tensors, operators
+from torchop.extend import Operator, OpName
+from torchop.testing._check.advice import finding_in_words
+from torchop.testing._check.calls import Example
+from torchop.testing._check.findings import Result
+from torchop.testing._check.report import CheckReport
+from torchop.testing._check.run import Check, is_named, plan_checks
+from torchop.testing._check.table import CHECKS
+from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
+from torchop.testing._worker import CheckWorker, WorkerError
+
+# The time limit in seconds of one check. It is much longer than the budget of an operator, because
+# a check that takes longer fails.
+_LONGEST = 60.0
+# These checks find most faults, so they run first in case the budget ends.
+_FIRST = (
+    "contracts.schema",
+    "memory.given",
+    "memory.transposed",
+    "memory.gaps",
+    "subsystems.fake",
+    "subsystems.gradcheck",
+    "subsystems.saved",
+    "subsystems.grad_memory",
+    "memory",
+    "dtypes",
+    "contracts.repeated",
+    "contracts.environment",
+)
+_LAST = (
+    "subsystems.threads",
+    "contracts.num_threads",
+    "contracts.leaks",
+    "memory.blocks",
+    "subsystems.compiled",
+    "subsystems.vmap_compiled",
+    "subsystems.export_dynamic",
+)
+
+
+class Family(NamedTuple):
+    """The results of one family of checks, such as `"memory"`, for one operator."""
+
+    op: str
+    name: str
+    report: CheckReport
+
+    @property
+    def failures(self) -> tuple[Result, ...]:
+        return self.report.failures
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether no check of the family gave an answer."""
+        return not self.report.count("passed") and not self.failures
+
+    @property
+    def expected(self) -> tuple[Result, ...]:
+        return tuple(r for r in self.report.results if r.outcome == "expected failure")
+
+    def in_words(self) -> str:
+        operator = Operator(self.op, "check")
+        findings = self.report.findings
+        return "\n\n".join(finding_in_words(operator, finding) for finding in findings)
+
+    def tested(self) -> dict[str, Any]:
+        """Return the outcome as plain values, which pytest-xdist can send between processes."""
+        outcome, text = "passed", ""
+        if self.failures:
+            outcome, text = "failed", self.in_words()
+        elif self.expected:
+            outcome, text = "xfailed", "; ".join(r.message for r in self.expected)[:1000]
+        elif self.is_skipped:
+            outcome, text = "skipped", self.why_skipped()
+        return {
+            "name": f"{self.op}[{self.name}]",
+            "outcome": outcome,
+            "text": text,
+            "seconds": sum(result.seconds for result in self.report.results),
+            "torchop": json.dumps(self.report.to_dict(), default=str),
+        }
+
+    def why_skipped(self) -> str:
+        reasons = {r.check: r.message for r in self.report.results}
+        return "; ".join(f"{check}: {why}" for check, why in reasons.items())[:1000]
+
+
+class Baseline:
+    """Known failures, in a JSON file that maps operators to checks and their messages.
+
+    If the file does not exist, all failures are known, and `save` writes the file.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.is_new = path is not None and not path.exists()
+        self._known: dict[str, dict[str, str]] = {}
+        self._failed: dict[str, dict[str, str]] = {}
+        if path is not None and not self.is_new:
+            self._known = json.loads(path.read_text(encoding="utf-8"))
+            is_right = isinstance(self._known, dict) and all(
+                isinstance(checks, dict) for checks in self._known.values()
+            )
+            if not is_right:
+                raise ValueError(
+                    "a baseline maps operators to objects, which map checks to messages. Delete "
+                    "the file, and the next run writes it."
+                )
+
+    def applied(self, op: str, result: Result) -> Result:
+        if result.outcome != "failed":
+            return result
+        self._failed.setdefault(op, {})[result.check] = result.message.partition("\n")[0]
+        if not self.is_new and result.check not in self._known.get(op, {}):
+            return result
+        if self._path is None:
+            return result
+        message = f"in {self._path.name}: {result.message}"
+        return dataclasses.replace(result, outcome="expected failure", message=message)
+
+    def fixed(self, reports: Sequence[CheckReport]) -> list[str]:
+        """Return the known failures whose checks now pass."""
+        passed = {(r.op, each.check) for r in reports for each in r.results if _passed(each)}
+        known = [(op, check) for op, checks in self._known.items() for check in checks]
+        return [f"{op}: {check}" for op, check in known if (op, check) in passed]
+
+    def save(self) -> None:
+        if self.is_new and self._path is not None:
+            text = json.dumps(self._failed, indent=1, sort_keys=True) + "\n"
+            self._path.write_text(text, encoding="utf-8")
+
+
+def _passed(result: Result) -> bool:
+    return result.outcome == "passed"
+
+
+def check_calls(
+    calls: Mapping[str, Sequence[StoredCall]],
+    *,
+    only: Sequence[str] = (),
+    budget: float = 5.0,
+    baseline: Baseline | None = None,
+) -> Iterator[CheckReport]:
+    """Yield a report for each operator that was called.
+
+    Args:
+        calls: the recorded calls of each operator.
+        only: names, families or patterns of checks.
+        budget: the time limit in seconds for the checks of each operator.
+        baseline: known failures.
+    """
+    baseline = baseline or Baseline(None)
+    with fake_tensors.new_fake_mode():  # import its modules here, and not in each worker process
+        pass
+    for op in sorted(calls):
+        started = time.perf_counter()
+        name = OpName.parse(op)
+        if not operators.is_registered(name.packet, name.overload):
+            continue  # a test defined the operator, and has deregistered it
+        results = [baseline.applied(op, each) for each in _results(op, calls[op], only, budget)]
+        if results:
+            schema = str(Operator(op, "check").schema)
+            seconds = time.perf_counter() - started
+            yield CheckReport(op, schema, tuple(results), 0, seconds, allow_not_run=True)
+
+
+def families(report: CheckReport) -> list[Family]:
+    names = dict.fromkeys(result.family for result in report.results)
+    return [
+        Family(
+            report.op,
+            name,
+            dataclasses.replace(
+                report, results=tuple(r for r in report.results if r.family == name)
+            ),
+        )
+        for name in names
+    ]
+
+
+def _results(
+    op: str, calls: Sequence[StoredCall], only: Sequence[str], budget: float
+) -> Iterator[Result]:
+    examples = examples_of(calls)
+    # Larger examples may crash the kernel. Then, use only the calls of the suite.
+    for may_grow in (True, False):
+        plan = functools.partial(_plan, op, examples, tuple(only), may_grow)
+        worker = CheckWorker(plan)
+        try:
+            names = worker.names(_LONGEST)
+        except WorkerError as error:
+            worker.close()
+            problem = str(error)
+            continue
+        try:
+            end = time.perf_counter() + budget
+            for name in sorted(names, key=_turn):
+                if time.perf_counter() > end:
+                    message = f"the budget of {budget:g} s ended before this check"
+                    yield Result(name, "not run", message)
+                else:
+                    yield worker.run(name, _LONGEST + budget, end)
+        finally:
+            worker.close()
+        return
+    yield Result("contracts.examples", "failed", f"the checks cannot be planned: {problem}")
+
+
+def _turn(check: str) -> int:
+    for index, pattern in enumerate(_LAST):
+        if is_named(check, pattern):
+            return 100 + index
+    places = (index for index, pattern in enumerate(_FIRST) if is_named(check, pattern))
+    return next(places, 50)
+
+
+def _plan(
+    op: str, examples: Sequence[Any], only: Sequence[str], may_grow: bool
+) -> Mapping[str, Check]:
+    if may_grow:
+        examples = _with_grown(op, examples)
+    checks = plan_checks(op, examples)
+    chosen = [c for c in checks if not only or any(map(c.is_named, only))]
+    return {check.name: _for_known_dtypes(check) for check in chosen}
+
+
+def _for_known_dtypes(check: Check) -> Check:
+    """Limit a check of the fake kernel's dtypes to calls like those of the test suite.
+
+    Many operators are meant for floating-point tensors only, but do not reject integers.
+    """
+    if check.kind.name not in ("dtypes.accepted", "dtypes.promotion"):
+        return check
+    known = [_kinds_of_dtypes(example) for example in check.subject.originals]
+    are_mixed = any(len(_float_dtypes(example)) > 1 for example in check.subject.originals)
+
+    def cases(subject: Any, details: Any) -> Iterator[Any]:
+        for case in check.kind.cases(subject, details):
+            example = case.arguments()
+            is_mixed = len(_float_dtypes(example)) > 1
+            if _kinds_of_dtypes(example) in known and (are_mixed or not is_mixed):
+                yield case
+
+    return dataclasses.replace(check, kind=dataclasses.replace(check.kind, cases=cases))
+
+
+def _kinds_of_dtypes(example: Example) -> list[tuple[bool, bool, bool]]:
+    dtypes = [tensor.dtype for tensor in example.tensors]
+    return [(d.is_floating_point, d.is_complex, d is torch.bool) for d in dtypes]
+
+
+def _float_dtypes(example: Example) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in example.tensors if tensor.is_floating_point()}
+
+
+def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
+    """Insert an example with two dimensions, if there is none that the operator accepts."""
+    subject = plan_checks(op, examples)[0].subject
+    accepted = [e for e in subject.originals if subject.refusal(e) is None]
+    if any(has_rows(tuple(example)) for example in accepted):
+        return list(examples)
+    for example in accepted:
+        for rows in (0, 3):
+            other = Example(*grown(tuple(example), rows=rows))
+            with contextlib.suppress(Exception):
+                is_right = subject.refusal(other) is None and subject.has_fake_sizes(other)
+                if is_right and has_rows(tuple(other)):
+                    return [examples[0], tuple(other), *examples[1:]]
+    return list(examples)
+
+
+def names_check(pattern: str) -> bool:
+    """Return whether a pattern names at least one check."""
+    return any(is_named(kind.name, pattern) for kind in CHECKS)
