@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ _MOST_CALLS, _MOST_EXAMPLES = 64, 6
 _MANY_ELEMENTS = 4096
 
 
-class SeededTensor(NamedTuple):
+@dataclass(frozen=True)  # not a NamedTuple, because `mapped` would treat it as a list
+class SeededTensor:
     """Stands for a large tensor. `make` returns random values in the range of the tensor."""
 
     record: TensorRecord

@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -27,6 +28,7 @@ from typing import Any
 from torchop._compat import devices
 from torchop.testing._check.findings import Result
 from torchop.testing._check.run import Check, program_of, run_check, shortened
+from torchop.testing.process_state import quiet
 
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -200,6 +202,9 @@ class CheckWorker:
         self._plan = plan
         self._checks: Mapping[str, Check] | None = None
         self._worker = Worker(self._answer)
+        # The processor time of all checks in seconds. Unlike the elapsed time, it does not depend
+        # on the load of the machine.
+        self.seconds = 0.0
 
     def names(self, limit: float) -> list[str]:
         names: list[str] = self._worker.ask(None, limit)
@@ -208,23 +213,27 @@ class CheckWorker:
     def run(self, name: str, limit: float, end: float) -> Result:
         """Run a check. A crash, or a check that takes over `limit` seconds, is a failure."""
         try:
-            result: Result = self._worker.ask((name, end), limit)
+            result, seconds = self._worker.ask((name, end), limit)
         except WorkerError as error:
             if not self._worker.call_file.exists():
                 return Result(name, "failed", f"preparing the check failed: {error}")
             return crashed(name, self._worker.call_file, str(error))
-        return result
+        self.seconds += seconds
+        found: Result = result
+        return found
 
     def close(self) -> None:
         self._worker.close()
 
     def _answer(self, request: tuple[str, float] | None) -> Any:
         if self._checks is None:
-            self._checks = self._plan()
+            with quiet():
+                self._checks = self._plan()
         if request is None:
             return list(self._checks)
         name, end = request
+        before = time.thread_time()
         result = run_check(noted(self._checks[name], self._worker.call_file), end=end)
         # Details may hold values that cannot be pickled.
         details = json.loads(json.dumps(dict(result.details), default=str))
-        return dataclasses.replace(result, details=details)
+        return dataclasses.replace(result, details=details), time.thread_time() - before
