@@ -193,9 +193,9 @@ def accelerate(*patterns: str) -> Acceleration:
             _active.append(acceleration)
             if _stop_watching is None:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
-            switch.request(_adopt_all)
-            if switch.native_module() is None:
-                _adopt_all()  # counts calls until it is called again, once the extension is loaded
+        switch.request(_adopt_all)
+        if switch.native_module() is None:
+            _adopt_all()  # counts calls until it is called again, once the extension is loaded
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
     except BaseException:  # for example a warning that a filter turned into an error
@@ -246,7 +246,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
     # An invalid name raises ValueError here. Ignore it, because PyTorch reports the mistake.
-    with contextlib.suppress(ValueError), registration_lock:
+    with contextlib.suppress(ValueError):
         name = OpName.parse(qualname)
         if _is_matched(name) and not _is_ours(library):
             _adopt(name, library)

@@ -13,6 +13,7 @@ forever. This module removes a deregistered operator's entries from both kinds o
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
@@ -145,11 +146,13 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     If the packet were removed, another thread could look up the name, and so create a second packet
     and overload, which nothing would invalidate later.
     """
-    _replaced.add(f"{namespace}::{name}")
+    _replaced[f"{namespace}::{name}"] += 1
     try:
         yield
     finally:
-        _replaced.discard(f"{namespace}::{name}")
+        _replaced[f"{namespace}::{name}"] -= 1
+        if _replaced[f"{namespace}::{name}"] == 0:
+            del _replaced[f"{namespace}::{name}"]
         _clear_packet(namespace, name)
 
 
@@ -218,7 +221,8 @@ def _called_here() -> set[str]:
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
-_replaced: set[str] = set()
+# The number of running calls of `preserve_packet` for each packet
+_replaced: collections.Counter[str] = collections.Counter()
 
 
 def _clear_packet(namespace: str, name: str) -> None:

@@ -6,7 +6,9 @@ Registrations are undone when the library is destroyed or garbage-collected.
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -119,8 +121,51 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Run `hook` once, when `library` is destroyed or garbage-collected."""
-    library._registration_handles.append(cast(Any, _DestroyOnce(hook)))
+    """Run `hook` once, when `library` is destroyed.
+
+    If the garbage collector finalizes the library while a registration is running, then
+    `run_waiting_hooks` runs the hook. The caller may hold the registration lock while it destroys
+    the library, so the hook must not call user code.
+    """
+    library._registration_handles.append(cast(Any, _DestroyOnce(hook, weakref.ref(library))))
+
+
+def after_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
+    """Let `run_waiting_hooks` run `hook` once, after `library` is destroyed or garbage-collected.
+
+    The hook may call user code.
+    """
+    on_close(library, lambda: waiting_hooks.append((hook, False)))
+
+
+# The registration lock. `_core.lock` sets this variable.
+lock: Any = threading.RLock()
+# The hooks that `run_waiting_hooks` must run, and whether the garbage collector added each hook.
+# Appending to a deque is atomic, so a finalizer needs no lock.
+waiting_hooks: collections.deque[tuple[registries.RegistrationHook, bool]] = collections.deque()
+
+
+def run_waiting_hooks() -> None:
+    """Run the hooks of closed libraries. The caller must not hold the registration lock.
+
+    If hooks raise exceptions, the first one is raised after all hooks have run. An exception of a
+    hook that the garbage collector added is only logged, because it does not concern the caller.
+    """
+    first: BaseException | None = None
+    while waiting_hooks:
+        try:
+            hook, is_collected = waiting_hooks.popleft()
+        except IndexError:  # another thread has taken the last hook
+            break
+        try:
+            hook()
+        except BaseException as error:
+            if is_collected and isinstance(error, Exception):
+                logs.registration.exception("removing the rules of a collected library failed")
+            else:
+                first = first or error
+    if first is not None:
+        raise first
 
 
 def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
@@ -135,12 +180,29 @@ class _DestroyOnce:
     library.
     """
 
-    __slots__ = ("_hook",)
+    __slots__ = ("_hook", "_library")
 
-    def __init__(self, hook: registries.RegistrationHook) -> None:
+    def __init__(
+        self,
+        hook: registries.RegistrationHook,
+        library: weakref.ref[torch.library.Library] | None = None,
+    ) -> None:
         self._hook: registries.RegistrationHook | None = hook
+        self._library = library
 
     def destroy(self) -> None:
+        if self._library is None or self._library() is not None or _is_exiting:
+            self._run()
+        elif not lock._is_owned() and lock.acquire(blocking=False):
+            try:
+                self._run()
+            finally:
+                lock.release()
+        else:
+            # The garbage collector runs this, and must not wait for the lock (see `_core.lock`).
+            waiting_hooks.append((self._run, True))
+
+    def _run(self) -> None:
         hook, self._hook = self._hook, None  # first, because the hook may call `destroy` again
         if hook is None:
             return

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import types
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch.library
 
@@ -13,8 +16,8 @@ from torchop._compat import deregistration, libraries, registries
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
-from torchop._core.lock import registration_lock
-from torchop._core.registry import deregister_existing
+from torchop._core.lock import registration_lock, run_waiting_hooks
+from torchop._core.registry import deregister_existing, is_free
 
 Result = TypeVar("Result")
 
@@ -33,24 +36,30 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     """
     name = declaration.name
 
+    site = declaration.site
+    assert site is not None  # it is None only for operators of other packages
+
     def build() -> Definition:
         # Do not use `preserve_packet` as a decorator, because warnings would then report the
         # decorator's wrapper as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
-            return _define(declaration, lib)
+            while True:
+                deregister_existing(name, site)
+                with registration_lock:
+                    if is_free(name, site):  # otherwise another thread has just defined it
+                        return _define(declaration, lib)
 
     return all_or_nothing(name, build)
 
 
 def _define(declaration: Declaration, lib: torch.library.Library | None) -> Definition:
-    name, site = declaration.name, declaration.site
-    assert site is not None  # it is None only for operators of other packages
-    deregister_existing(name, site)
+    name = declaration.name
     deregistration.before_definition(*name)
     library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     definition = Definition(declaration, library, lib)
-    for definitions in _blocks:
-        definitions.append(definition)
+    for block in _running.blocks:
+        if not _is_importing(block.frame):
+            block.definitions.append(definition)
     # Add this callback before any rule is registered. Then closing the library removes all rules,
     # even if the definition fails halfway, or if `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
@@ -72,7 +81,8 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
     """Run `build`. If it raises an exception, deregister all operators that it defined.
 
-    The call holds the registration lock, so no other thread can register anything in the meantime.
+    Operators of modules that `build` imports stay registered, because these modules stay imported.
+    So do operators that a method of a `torchop.Rule` defines.
 
     Args:
         what: the name or a description of the new operators, for error messages.
@@ -97,24 +107,53 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         ...     print(hasattr(torch.ops.docs, "incomplete"))
         False
     """
-    definitions: list[Definition] = []
-    with registration_lock:
-        _blocks.append(definitions)
-        try:
-            return build()
-        except BaseException:
-            # ExitStack runs all callbacks, in reverse order, even if one of them raises.
-            with contextlib.ExitStack() as stack:
-                for definition in definitions:
-                    stack.callback(definition.deregister, f"The definition of {what} failed.")
-            raise
-        finally:
-            _blocks.pop()
+    run_waiting_hooks()
+    before, block = _running.blocks, _Block(sys._getframe(), [])
+    _running.blocks = (*before, block)
+    try:
+        return build()
+    except BaseException:
+        # ExitStack runs all callbacks, in reverse order, even if one of them raises.
+        with contextlib.ExitStack() as stack:
+            for definition in block.definitions:
+                stack.callback(definition.deregister, f"The definition of {what} failed.")
+        raise
+    finally:
+        _running.blocks = before
 
 
-# The definitions created by each running call to `all_or_nothing`, one list for each call. Guarded
-# by `registration_lock`.
-_blocks: list[list[Definition]] = []
+class _Block(NamedTuple):
+    """A running call to `all_or_nothing`, and the definitions that it must undo if it fails."""
+
+    frame: types.FrameType
+    definitions: list[Definition]
+
+
+class _Running(threading.local):
+    blocks: tuple[_Block, ...] = ()
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def user_code() -> Iterator[None]:
+    """Run user code during a registration. If the definition fails, its operators stay."""
+    before, _running.blocks = _running.blocks, ()
+    try:
+        yield
+    finally:
+        _running.blocks = before
+
+
+def _is_importing(outer: types.FrameType) -> bool:
+    """Return whether `outer` is executing an import statement, directly or through other calls."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame is not outer:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def deregister_with(

@@ -18,7 +18,7 @@ from torchop._compat import deregistration, libraries, logs, registries, torch_o
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
-from torchop._core.lock import registration_lock
+from torchop._core.lock import registration_lock, run_waiting_hooks, then_run_hooks
 from torchop._errors import OperatorGoneError
 from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
@@ -46,7 +46,7 @@ class CompiledRule(Generic[Compiled]):
 
         If `install` raises, restore the attributes. A call in another thread may reach a new
         dispatcher kernel before this method returns. But that call first needs a new plan, and
-        waits for `registration_lock` to compile one, so it never sees a partial update.
+        waits for `registration_lock` to publish one, so it never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -120,7 +120,10 @@ installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """Observes a call plan: `attach` runs when it is compiled, `outdate` when it is invalidated."""
+    """Observes a call plan: `attach` runs before it is compiled, `outdate` when it is invalidated.
+
+    `attach` runs without `registration_lock`, and `outdate` with it.
+    """
 
     def attach(self) -> None: ...
     def outdate(self) -> None: ...
@@ -142,6 +145,7 @@ class Definition:
         "_overload",
         "_plan",
         "_rules",
+        "_version",
         "declaration",
         "deregistration_reason",
         "dispatcher_kernels",
@@ -176,6 +180,7 @@ class Definition:
         # dict would need three times as much memory as this list.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
+        self._version = 0  # the number of calls of `outdate_plan`
         # Maps dispatch keys to the kernels that this definition registered with the dispatcher.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
@@ -283,20 +288,29 @@ class Definition:
         Compiling it in each registration would slow down the import of packages.
         """
         plan = self._plan
-        if plan is None:
+        return self._compile() if plan is None else plan
+
+    def _compile(self) -> CallPlan:
+        run_waiting_hooks()
+        checking.recompile_for_checking(self)
+        while True:
+            follower, version = self.follower, self._version
+            try:
+                # Compile without the lock, because a provider's `supported` may run. A concurrent
+                # registration increments `_version`, so a plan of incomplete rules is discarded.
+                if follower is not None:
+                    follower.attach()
+                compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
+            except Exception:
+                with registration_lock:
+                    if self._version == version:
+                        raise
+                continue
             with registration_lock:
-                plan = self._plan
-                if plan is None:
-                    checking.recompile_for_checking(self)
-                    compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
-                    plan = self._plan = CallPlan(self.schema, compiled)
-                    if self.follower is not None:
-                        try:
-                            self.follower.attach()
-                        except BaseException:
-                            self._plan = None  # the next call tries again
-                            raise
-        return plan
+                if self._version == version and self.follower is follower:
+                    if self._plan is None:
+                        self._plan = CallPlan(self.schema, compiled)
+                    return self._plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
         """Return `plan[kind]`. This is faster than indexing the plan, and the backward uses it."""
@@ -309,6 +323,7 @@ class Definition:
 
     def outdate_plan(self) -> None:
         """Make the next call compile a new plan. The caller must hold `registration_lock`."""
+        self._version += 1
         self._plan = None
         if self.follower is not None:
             self.follower.outdate()
@@ -342,7 +357,7 @@ class Definition:
         Does nothing if the operator is already deregistered. Raises RuntimeError, and leaves the
         operator registered, if this thread is inside a call to the operator.
         """
-        with registration_lock:
+        with then_run_hooks():
             if self.deregistration_reason is not None:
                 return  # another operator may have this name now
             deregistration.refuse_running([self.name])

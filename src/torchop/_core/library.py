@@ -8,7 +8,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import deregistration, libraries, operators
-from torchop._core.lock import registration_lock
+from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, users_place
 from torchop._schema.naming import OpName
 
@@ -18,7 +18,7 @@ class OwnLibrary(torch.library.Library):
 
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
-        with registration_lock:
+        with then_run_hooks():
             deregistration.refuse_running(names)
             deregistration.invalidate(names, libraries.library_closed_reason)
             try:

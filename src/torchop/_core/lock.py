@@ -1,12 +1,48 @@
+"""The lock of all registrations, and the hooks that run after it is released.
+
+The lock rule: validate and call user code first, then lock, then publish. While a thread holds the
+lock, it runs only code of torchop and PyTorch: no function that a user registered (`supported`,
+`validate`, `attach`, `detach`), no conversion of a user's object, no import and no warning, because
+a filter or a hook may run user code for a warning. Otherwise, two threads would deadlock if one
+holds the lock and waits for a user's lock, or for the lock of an import, and the other does the
+reverse.
+
+For the same reason, finalizers never wait for the lock and never call user code, because the
+garbage collector may run them in any thread at any time. If the lock is held, and for all hooks
+that call user code, they only add the hooks to a queue. The next registration, or the next call
+that compiles a plan, runs these hooks in `run_waiting_hooks`.
+"""
+
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Iterator
+
+from torchop._compat import libraries
 
 # Each registration holds this lock, because it changes several of PyTorch's registries, and these
 # are plain dicts and sets without locks. The lock is an instance of a subclass, because the C++
 # extension replaces `__enter__`, and RLock itself is immutable.
 registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
+
+
+libraries.lock = registration_lock
+
+
+def run_waiting_hooks() -> None:
+    """Run the hooks of closed libraries, unless this thread holds the lock."""
+    if libraries.waiting_hooks and not registration_lock._is_owned():
+        libraries.run_waiting_hooks()
+
+
+@contextlib.contextmanager
+def then_run_hooks() -> Iterator[None]:
+    """Hold the lock, and run the waiting hooks after releasing it."""
+    with registration_lock:
+        yield
+    run_waiting_hooks()
 
 
 def _release_after_fork() -> None:

@@ -20,7 +20,7 @@ from torchop._core.library import (
     process_library,
     process_place,
 )
-from torchop._core.lock import registration_lock
+from torchop._core.lock import registration_lock, run_waiting_hooks
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
@@ -52,6 +52,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     `lib` is the library that owns the registration. The default is the library that the operator
     belongs to, or for operators of other packages, a library that is never closed.
     """
+    run_waiting_hooks()
     if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
         op._definition.check_defined()
         if lib is None:
@@ -260,6 +261,11 @@ def _deregister_torch_operator(name: OpName, library: torch.library.Library, sit
     registries.unpublish(str(name), library)
     libraries.end(library)
     library._destroy()
+
+
+def is_free(name: OpName, site: Site) -> bool:
+    definition, library = check_free(name, site)
+    return definition is None and (library is None or library.m is None)
 
 
 def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:

@@ -16,6 +16,7 @@ import torch.library
 
 from torchop._compat import compilers, libraries, logs
 from torchop._compat.classes import OpOverload
+from torchop._core.define import user_code
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
@@ -45,7 +46,7 @@ class Origin(NamedTuple):
     kind: str
 
 
-# The origins of derived operators. Guarded by `registration_lock`.
+# The origins of derived operators.
 _origins: dict[OpOverload, Origin] = {}
 
 
@@ -299,25 +300,27 @@ class Rule(Generic[Value]):
         return last
 
     def _add(self, definition: Definition, value: Any, options: Mapping[str, Any]) -> None:
-        with registration_lock:
-            op = definition.overload
+        op = definition.overload
+        with user_code():
             entry = _Entry(definition, op, self.validate(op, value, **options))
             before = self._entries.get(op._name, ())
             for deregistered in {id(e.op): e.op for e in before if e.op is not op}.values():
                 self.detach(deregistered)
-            current = tuple(e for e in before if e.op is op)
-            others = [e for e in current if e.definition is not definition]
             attached: list[OpOverload] = []
             try:
-                self._put(op, (*others, entry), attached)
+                self._put(op, lambda entries: _adding(entries, entry), attached)
             except BaseException:
-                self._store(op._name, current)
+                with registration_lock:
+                    now = self._entries.get(op._name, ())
+                    earlier = [e for e in before if e.op is op and e.definition is definition]
+                    others = (e for e in now if e is not entry)
+                    self._store(op._name, (*earlier, *others))
                 for each in reversed(attached):
                     self.detach(each)
                 raise
-            if not any(e.op is op and e.definition is definition for e in before):
-                remove = functools.partial(_remove, self.name, op, definition)
-                libraries.on_close(definition.library, remove)
+        if not any(e.op is op and e.definition is definition for e in before):
+            remove = functools.partial(_remove, self.name, op, definition)
+            libraries.after_close(definition.library, remove)
         logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
@@ -327,11 +330,17 @@ class Rule(Generic[Value]):
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
-    def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
-        """Replace an operator's entries, and call `attach`, `replaced` or `detach` as required."""
+    def _put(
+        self,
+        op: OpOverload,
+        change: Callable[[tuple[_Entry, ...]], tuple[_Entry, ...]],
+        attached: list[OpOverload],
+    ) -> None:
+        """Change an operator's entries, and call `attach`, `replaced` or `detach` as required."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
-        self._store(op._name, entries)
+        with registration_lock:
+            self._store(op._name, change(self._entries.get(op._name, ())))
         for each, existed in zip(affected, had, strict=True):
             if self._find(each) is NotImplemented:
                 if existed:
@@ -349,15 +358,21 @@ class Rule(Generic[Value]):
             self._entries.pop(name, None)
 
 
+def _adding(entries: tuple[_Entry, ...], entry: _Entry) -> tuple[_Entry, ...]:
+    op, definition = entry.op, entry.definition
+    return (*(e for e in entries if e.op is op and e.definition is not definition), entry)
+
+
 def _remove(name: str, op: OpOverload, definition: Definition) -> None:
-    with registration_lock:
-        rule = _rules[name]  # by name, because reloading its module replaces the rule
-        before = rule._entries.get(op._name, ())
-        after = tuple(e for e in before if e.op is not op or e.definition is not definition)
-        if len(after) < len(before):
-            # If `detach` raises, the entries stay removed, because the operator is being
-            # deregistered.
-            rule._put(op, after, [])
+    rule = _rules[name]  # by name, because reloading its module replaces the rule
+
+    def without(entries: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+        return tuple(e for e in entries if e.op is not op or e.definition is not definition)
+
+    before = rule._entries.get(op._name, ())
+    if len(without(before)) < len(before):
+        # If `detach` raises, the entries stay removed, because the operator is being deregistered.
+        rule._put(op, without, [])
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
@@ -369,14 +384,13 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
     detaching: list[Callable[[], None]] = []
 
     def forget() -> None:
-        with registration_lock:
-            following = _following(overload)
-            _origins.pop(overload, None)  # before `detach`, which may raise
-            for rule, each in following:
-                rule.detach(each)
+        following = _following(overload)
+        _origins.pop(overload, None)  # before `detach`, which may raise
+        for rule, each in following:
+            rule.detach(each)
 
-    with registration_lock:
-        libraries.on_close(derived.library, forget)
+    libraries.after_close(derived.library, forget)
+    with user_code():
         try:
             _origins[overload] = Origin(op.overload, kind)
             for rule, each in _following(overload):

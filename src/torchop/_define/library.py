@@ -23,7 +23,7 @@ from torchop._core import library as core_library
 from torchop._core.checking import checked, recompile_for_checking
 from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
-from torchop._core.lock import registration_lock
+from torchop._core.lock import registration_lock, run_waiting_hooks
 from torchop._core.registry import OpLike, already_defined, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
@@ -253,13 +253,12 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         deregistration.after_definition(*name)
         libraries.follow(library)
         is_mutable = "!" in schema
-        if is_mutable:
-            inductor_writes.register_lowerings(str(name))
         remove = misread_views.install_low_level(str(name), is_mutable=is_mutable)
         libraries.on_close(library, remove)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
 
+    run_waiting_hooks()
     with registration_lock:
         if operators.is_registered(name.packet, overload):
             place = users_place()
@@ -267,6 +266,8 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         deregistration.before_definition(*name)
         result = define()
         follow()
+    if "!" in schema:
+        inductor_writes.register_lowerings(str(name))  # not under the lock, because it may import
     return result
 
 
@@ -307,11 +308,11 @@ def checked_kernel(
         check_now = check
         if check_now is None or current is None or current_schema is not checked_schema:
             schema = find_schema(name)
-            with registration_lock:
+            if current is not None:
+                attach(name, current)
+            with registration_lock:  # see `checked`
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
-                if current is not None:
-                    attach(name, current)
                 # Set `run` before `check`, because another thread that sees the new `check` must
                 # not use the old `run`.
                 check, checked_schema = check_now, current_schema

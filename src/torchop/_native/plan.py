@@ -67,11 +67,12 @@ class NativeCalls:
     `OwnCalls` is for operators created by `torchop.custom_op`, `table.calls.TableCalls` for others.
     """
 
-    __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
+    __slots__ = ("_native", "_schema", "_version", "entry", "gradient_problem", "name")
 
     def __init__(self, native: Any, name: OpName, schema: Schema) -> None:
         self._native = native
         self._schema = schema
+        self._version = 0  # the number of calls of `outdate`
         self.name = name
         # Why only the dispatcher can run calls that record a gradient, or None if C++ can run them.
         self.gradient_problem: str | None = None
@@ -79,12 +80,25 @@ class NativeCalls:
 
     def __call__(self) -> None:
         """Compile a plan. The entry calls this if it has no plan when the operator is called."""
-        with registration_lock:
-            if self.entry.plan is None:  # otherwise another thread has already compiled it
-                self.entry.plan = self._compile()
+        while self.entry.plan is None:
+            # Compile without the lock, because user code may run (see `_core.lock`). If a
+            # registration invalidates the plan in the meantime, compile it again.
+            version = self._version
+            try:
+                plan = self._compile()
+            except Exception:
+                with registration_lock:
+                    if self._version == version:
+                        raise
+                continue
+            with registration_lock:
+                if self._version == version and self.entry.plan is None:
+                    self.entry.plan = plan
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
     def outdate(self) -> None:
+        """Make the next call compile a new plan. The caller must hold `registration_lock`."""
+        self._version += 1
         self.entry.plan = None
 
     def _compile(self) -> Plan:
@@ -157,12 +171,13 @@ class OwnCalls(NativeCalls):
     def attach(self) -> None:
         """Let C++ also run the calls made through `torch.ops`.
 
-        The caller must hold `registration_lock`. This happens when the operator is first used, and
-        not when it is defined, because creating an `OpOverload` would take longer than all other
-        steps of the definition.
+        This happens when the operator is first used, and not when it is defined, because creating
+        an `OpOverload` would take longer than all other steps of the definition.
         """
         definition = self._definition
-        if self.entry.dispatch is None and definition.deregistration_reason is None:
+        with registration_lock:
+            if self.entry.dispatch is not None or definition.deregistration_reason is not None:
+                return
             self._take_calls(definition.overload)
             self._bypass_kernels()
             # A call to the packet tries the overloads in order, so C++ can run a call that reaches

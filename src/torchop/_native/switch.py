@@ -188,15 +188,15 @@ def make_native(definition: Definition) -> None:
 def request(on_ready: Callable[[], None]) -> None:
     """Load the extension, and call `on_ready` once it is loaded.
 
-    If loading fails, `on_ready` is never called. Otherwise it may be called in another thread,
-    which holds `registration_lock` during the call.
+    If loading fails, `on_ready` is never called. Otherwise it may be called in another thread.
     """
+    obtain()
     with registration_lock:
-        obtain()
-        if _native is not None:
-            on_ready()
-        elif api.status().state not in ("off", "failed"):
+        is_loaded = _native is not None
+        if not is_loaded and api.status().state not in ("off", "failed"):
             _waiting.append(on_ready)
+    if is_loaded:
+        on_ready()
 
 
 def _ready(module: ModuleType) -> None:
@@ -222,9 +222,9 @@ def _ready(module: ModuleType) -> None:
                             handle._definition.outdate_plan()
             # Set this last. If an error is raised above, `obtain` calls this function again.
             _native = module
-        while _waiting:
-            _waiting[-1]()
-            _waiting.pop()
+    while _waiting:
+        _waiting[-1]()
+        _waiting.pop()
 
 
 def _prepare(module: ModuleType) -> None:

@@ -150,6 +150,14 @@ def is_made_here(name: OpName) -> bool:
 
 
 def accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
+    problem = _accelerate(name, library)
+    overload = torch_ops.existing_overload(*name)
+    if problem is None and overload is not None and overload._schema.is_mutable:
+        inductor_writes.register_lowerings(str(name))  # not under the lock, because it may import
+    return problem
+
+
+def _accelerate(name: OpName, library: torch.library.Library | None) -> str | None:
     with registration_lock:
         native = switch.native_module()
         overload = torch_ops.live_overload(*name)
@@ -175,7 +183,6 @@ def accelerate(name: OpName, library: torch.library.Library | None) -> str | Non
             calls = TableCalls(native, name, overload)
         calls.accelerate(library)
         if overload._schema.is_mutable:
-            inductor_writes.register_lowerings(str(name))
             calls._remove_rule = misread_views.install_low_level(str(name), is_mutable=True)
         return None
 
@@ -229,8 +236,10 @@ def entry_of(name: OpName) -> Entry | None:
 
 
 def outdate(name: OpName) -> None:
-    entry = entry_of(name)
-    if entry is not None:
+    calls = calls_of(name)
+    if calls is not None:
+        calls.outdate()
+    elif (entry := entry_of(name)) is not None:
         entry.plan = None
 
 
@@ -248,6 +257,10 @@ def attach(name: OpName, overload: OpOverload) -> None:
     parsed = overload._schema
 
     def take_calls() -> None:
+        with registration_lock:
+            take()
+
+    def take() -> None:
         current = torch_ops.existing_overload(*name)
         if current is not overload or current._schema is not parsed:
             return  # the operator was deregistered or redefined in the meantime

@@ -116,17 +116,17 @@ class FakeRule(CompiledRule[Fake]):
             function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
+        if schema.form is not Form.PLAIN and definition.is_ours:
+            warn(
+                f"{definition} is tagged with {schema.form.value}, so it returns arguments "
+                "and needs no fake kernel. The registered fake kernel is used anyway.",
+                UserWarning,
+            )
         with registration_lock:
             if not allow_override:
                 self._check_override()
             if not self.is_installed:
                 self._check_not_composite()
-            if schema.form is not Form.PLAIN and definition.is_ours:
-                warn(
-                    f"{definition} is tagged with {schema.form.value}, so it returns arguments "
-                    "and needs no fake kernel. The registered fake kernel is used anyway.",
-                    UserWarning,
-                )
             self.replace(function, cache)
 
     def replace(self, function: Callable[..., Any], cache: FakeCache | None = None) -> None:
