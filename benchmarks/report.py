@@ -48,8 +48,7 @@ def _ratio(case: _cases.Case, variant: str, base: str) -> float:
 
 
 def _readme() -> Iterator[str]:
-    fourteen, saves = _call(calls.FOURTEEN), _call(calls.SAVES)
-    mutates = _call(calls.MUTATION)
+    fourteen = _call(calls.FOURTEEN)
     ours, stock, low = (fourteen[v] for v in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
     yield (
         f"A call with 14 tensors takes {ours:.1f} us. It takes {stock:.1f} us with "
@@ -58,31 +57,6 @@ def _readme() -> Iterator[str]:
         f"({_ratio(calls.FOURTEEN, calls.LOW_LEVEL, calls.HANDLE):.0f}x)."
     )
     yield _alternative_text()
-    for row, of in (
-        (f"no gradient (the function alone: {fourteen[calls.PLAIN]:.1f} us)", fourteen),
-        ("a formula that saves one tensor", saves),
-        (f"one tensor mutated (the function alone: {mutates[calls.PLAIN]:.1f} us)", mutates),
-    ):
-        numbers = (of[name] for name in (calls.HANDLE, calls.CUSTOM_OP, calls.LOW_LEVEL))
-        yield f"| {row} | {' | '.join(f'{number:.1f} us' for number in numbers)} |"
-    result = Result("registration")
-    time = result.values(registration.TIME, registration.KERNEL)
-    first = result.values(registration.FIRST, "call")
-    ours, stock, low = (time[variant] for variant in registration.VARIANTS)
-    yield f"| registering one operator | {ours:.0f} us | {stock:.0f} us | {low:.0f} us |"
-    yield (
-        "| the first call imports `torch._dynamo` | no | "
-        f"yes, {first[registration.CUSTOM_OP]:.0f} ms | no | no |"
-    )
-    older = Result("calls-2.15")
-    stock, low = (
-        older.compare(calls.TABLE, calls.FOURTEEN.title, variant, calls.HANDLE)
-        for variant in (calls.CUSTOM_OP, calls.LOW_LEVEL)
-    )
-    yield (
-        f"On PyTorch 2.15, a `custom_op` call without a gradient takes {stock:.0f} times "
-        f"as long as a torchop call, and a `define` and `impl` call {low:.0f} times."
-    )
 
 
 def _alternative_text() -> str:

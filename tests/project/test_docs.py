@@ -188,14 +188,14 @@ def test_pages_contain_examples() -> None:
 
 def test_each_block_of_the_readme_runs_alone(tmp_path: Path) -> None:
     blocks = collect(ROOT / "README.md")
-    assert len(blocks) >= 3
+    assert len(blocks) >= 2
     for block in blocks:
         output = f"```output\n{block.output}```\n" if block.output else ""
         run_page(page_of(tmp_path, f"```{block.language}\n{block.code}```\n{output}"))
 
 
 def test_readme_and_architecture_are_short() -> None:
-    for name, most in (("README.md", 180), ("ARCHITECTURE.md", 220)):
+    for name, most in (("README.md", 131), ("ARCHITECTURE.md", 220)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most, name
 
 
@@ -203,11 +203,13 @@ def test_first_screen_of_the_readme_shows_purpose_and_speed() -> None:
     screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## ")[0]
     assert "turns Python functions into PyTorch operators" in screen
     assert "Why" in screen
+    for door in ("--torchop-check", "torchop.accelerate(", "@torchop.custom_op("):
+        assert door in screen
     assert "docs/_static/calls.svg" in screen
 
 
 def test_quick_start_is_short() -> None:
-    code = collect(ROOT / "README.md")[0].code
+    code = collect(ROOT / "README.md")[-1].code
     assert "custom_op" in code
     assert "torch.compile" in code
     assert len([line for line in code.splitlines() if line.strip()]) <= 20

@@ -131,7 +131,7 @@ def test_links_of_the_published_readme_are_absolute() -> None:
     assert len(targets(page)) == len(targets(readme))
     assert all(map(is_absolute, targets(page)))
     assert ("picture", f"{REPOSITORY}/raw/v1.2.3/docs/_static/calls.svg") in targets(page)
-    assert ("link", f"{REPOSITORY}/blob/v1.2.3/docs/how-to/packages.md") in targets(page)
+    assert ("link", f"{REPOSITORY}/blob/v1.2.3/docs/how-to/ship.md") in targets(page)
 
 
 def test_metadata_without_a_repository_has_no_wrong_links(archive: zipfile.ZipFile) -> None:
