@@ -92,8 +92,8 @@ def test_a_later_formula_serves_earlier_calls(namespace):
 
 def test_node_rejects_other_calls():
     make = switch.native_module().make_backward
-    apply, _ = make(None, None, (), None, None, None, None, None, None)
+    apply, _ = make(None, None, (), None, None, None, None, None, None, None)
     with pytest.raises(TypeError, match="apply expects the ctx of a node"):
         apply.__func__()
-    with pytest.raises(TypeError, match="nine arguments, the third a tuple"):
+    with pytest.raises(TypeError, match="ten arguments, the third a tuple"):
         make(None)
