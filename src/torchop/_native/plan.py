@@ -260,9 +260,10 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
     # The autograd.Function does not exist before the first call that records a gradient. That call
-    # goes through the dispatcher, which creates it.
+    # goes through the dispatcher, which creates it, and finds the tensors that setup_context
+    # computes.
     function = definition.rule(AutogradRule).cached_function
-    if function is None:
+    if function is None or not formula.computed:
         return "the first call that records one is never native, but later ones are"
     return function, formula.save, None, formula.before_kernel
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import torchop
 from tests._support.common import counting
+from torchop._rules.autograd.constants import Computed
 from torchop._rules.autograd.rule import AutogradRule
 
 
@@ -33,7 +34,11 @@ def differentiable(
 
 def make_formula(op: Any) -> None:
     """Compile the autograd formula, as the first call that records a gradient would."""
-    assert op._definition.rule(AutogradRule).function
+    rule = op._definition.rule(AutogradRule)
+    assert rule.function
+    if not rule.formula.computed:
+        rule.formula.computed.append(Computed())
+        rule.definition.outdate_plan()
 
 
 def save_inputs(ctx, inputs, output):

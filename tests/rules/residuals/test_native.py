@@ -113,6 +113,7 @@ def test_residuals_saved_at_other_positions_are_guarded(namespace):
         return grad * ctx.saved_tensors[places[-1]]
 
     op.register_autograd(backward, setup_context=save_somewhere)
+    make_formula(op)
     for place in (1, 0, 2, 1):
         places.append(place)
         x = leaf()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torchop._rules.autograd.constants import Computed
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
 
@@ -43,6 +44,8 @@ class Formula:
         traced: called in place of the operator while a compiler traces a call. If it returns
             NotImplemented, the call is recorded as usual.
         tangents: the forward-mode formula, which `AutogradRule.compile` sets.
+        computed: the tensors that `setup_context` computes. Empty before the first call that
+            records a gradient in eager mode. All copies of the formula share this list.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Formula:
         if training is not None:
             self.save, self.before_kernel = training.saving(self.setup), training.before_kernel
         self.tangents: Tangents | None = None
+        self.computed: list[Computed] = [] if self.setup is not None else [Computed()]
 
     @property
     def title(self) -> str | None:

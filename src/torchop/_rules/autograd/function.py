@@ -20,9 +20,10 @@ from torch import Tensor
 from torchop import _hooks
 from torchop._compat import autocasting, autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import add_note
-from torchop._rules.autograd import forward_mode, gradients
+from torchop._rules.autograd import constants, forward_mode, gradients
 from torchop._rules.autograd.contiguous_grads import CONTIGUOUS_CODE
 from torchop._rules.autograd.errors import (
     missing_formula,
@@ -143,6 +144,9 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
                         # Dynamo's error does not show this frame, so name the operator in a note.
                         add_note(error, f"in setup_context of {definition}")
                     raise
+                is_eager = not is_inside and not tracing.is_tracing(tensors_in(operands))
+                if is_eager and not rule.computed:
+                    find_computed(ctx, rule, operands, saved)
         if isinstance(result, Tensor):
             return result
         call.returns_tuple = isinstance(result, tuple)
@@ -152,6 +156,21 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             return result
         ctx._torchop_outputs = call.outputs
         return tuple(flatten(values, call.outputs))
+
+    def find_computed(ctx: Any, rule: Formula, operands: Any, saved: Any) -> None:
+        training, setup = rule.training, rule.setup
+        assert setup is not None  # otherwise `rule.computed` is not empty
+
+        def residuals(flat: Any) -> dict[str, Any]:
+            return {} if training is None else {"residuals": training.declared.rebuilt(flat)}
+
+        values = (*saved[:3], saved[3] if training is not None else ())
+        found = constants.find_computed(setup, ctx, operands, values, residuals)
+        for name in found.attributes:
+            attribute = constants.ComputedAttribute(name, definition, lambda: formula().computed)
+            setattr(context, name, attribute)
+        rule.computed.append(found)
+        definition.outdate_plan()  # later calls may be native
 
     def jvp(ctx: Any, *flat_tangents: Any) -> Any:
         call, result = ctx._torchop_dual
@@ -236,6 +255,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
     context = autograd.context_type(function)
     # Set defaults on the class, because most calls do not set these attributes.
     context._torchop_inputs = context._torchop_outputs = context._torchop_guard = None
+    context._torchop_operator = definition, formula
     context._torchop_autocast = None
     context._torchop_save_autocast = _save_autocast  # C++ calls it
     # The engine calls `apply` of the context class. Replacing it avoids the lookups of `vjp`,
@@ -325,8 +345,8 @@ def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the saved tensors to pass to a formula.
 
-    In a double backward, residuals (kernel outputs that only the backward uses) are replaced with
-    tensors that raise when they are differentiated.
+    In a double backward, residuals (kernel outputs that only the backward uses) and tensors that
+    `setup_context` computed are replaced with tensors that raise when they are differentiated.
     """
     tensors = autograd.raw_saved_tensors(ctx)
     # In a torch.func transform, nothing needs to be replaced, because the formula of the helper
@@ -336,7 +356,11 @@ def _saved_for_formula(ctx: Any) -> tuple[Tensor | None, ...]:
     # `guard` replaces the residuals. For calls that ran in C++, it is stored in the attribute
     # `non_differentiable`.
     guard = ctx._torchop_guard or ctx.non_differentiable
-    return guard(ctx, tensors) if guard else tensors
+    tensors = guard(ctx, tensors) if guard else tensors
+    definition, formula = ctx._torchop_operator
+    for computed in formula().computed:
+        tensors = computed.guarded(definition, ctx, tensors)
+    return tensors
 
 
 class _Unpacked(threading.local):

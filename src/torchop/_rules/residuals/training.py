@@ -21,6 +21,7 @@ from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, MissingFormulaError
+from torchop._rules.autograd.constants import constant
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
@@ -195,9 +196,6 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
 
     Without the replacement, a double backward would treat residuals as constants, and the second
     derivative would silently be wrong. `places` contains the indices of the residuals in `tensors`.
-
-    Each replacement is the output of an autograd node that raises. Autograd runs a node only if it
-    leads to a tensor that requires grad, so the node is connected to such a tensor, `anchor`.
     """
     places = [place for place in places if is_differentiable(tensors[place])]
     if not places:
@@ -208,22 +206,9 @@ def _guarded(op: str, places: Sequence[int], ctx: Any, tensors: Sequence[Any]) -
     if anchor is None:
         raise _through_residual(op)
     return tuple(
-        _Constant.apply(tensor, anchor, op) if place in places else tensor  # type: ignore[no-untyped-call]
+        constant(tensor, _through_residual(op), anchor) if place in places else tensor
         for place, tensor in enumerate(tensors)
     )
-
-
-class _Constant(torch.autograd.Function):
-    """The identity function, whose backward raises MissingFormulaError."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, op: str) -> Tensor:
-        ctx.op = op
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise _through_residual(ctx.op)
 
 
 def _through_residual(op: str) -> MissingFormulaError:

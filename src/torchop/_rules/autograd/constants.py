@@ -1,0 +1,217 @@
+"""Saved tensors with an unknown derivative, which a double backward would treat as constants.
+
+These are residuals, and tensors that `setup_context` computes from inputs, results or residuals.
+Autograd is off while `setup_context` runs, so without this module, the second derivative would
+silently be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from torchop._compat import autograd, functorch
+from torchop._core.call import replaced, tensors_in
+from torchop._errors import MissingFormulaError
+from torchop._rules.autograd.gradients import flatten, is_differentiable
+
+
+class _Constant(torch.autograd.Function):
+    """The identity function, whose backward raises an error.
+
+    Autograd runs a node only if it leads to a tensor that requires grad, so the node is connected
+    to such tensors, `anchors`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, error: MissingFormulaError, *anchors: Tensor) -> Tensor:
+        ctx.error = error
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ctx.error
+
+
+def constant(tensor: Tensor, error: MissingFormulaError, *anchors: Tensor) -> Tensor:
+    """Return a tensor with the values of `tensor` that raises `error` if it is differentiated."""
+    made: Tensor = _Constant.apply(tensor, error, *anchors)  # type: ignore[no-untyped-call]
+    return made
+
+
+class Computed(NamedTuple):
+    """The tensors that `setup_context` computed from differentiable tensors.
+
+    Operands are the inputs of the autograd node: each tensor of a list is an operand.
+
+    Attributes:
+        size: the number of saved tensors.
+        saved: the operands from which each saved tensor was computed, by its position.
+        attributes: the operands from which the tensors in an attribute of `ctx` were computed.
+        operands: the position of each operand among the saved tensors.
+    """
+
+    size: int = 0
+    saved: Mapping[int, frozenset[int]] = {}
+    attributes: Mapping[str, frozenset[int]] = {}
+    operands: Mapping[int, int] = {}
+
+    def guarded(self, op: object, ctx: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace the saved tensors that `setup_context` computed, in a double backward."""
+        if len(tensors) != self.size or not self.saved:
+            return tensors
+        return tuple(
+            self.guard(op, ctx, self.saved.get(place, frozenset()), tensor)
+            for place, tensor in enumerate(tensors)
+        )
+
+    def guard(self, op: object, ctx: Any, operands: frozenset[int], tensor: Any) -> Any:
+        flags = flatten(ctx.needs_input_grad, ctx._torchop_inputs)
+        edges = (node for node, _ in ctx.next_functions if node is not None)
+        needed = dict(zip((n for n, flag in enumerate(flags) if flag), edges, strict=False))
+        sources = operands & needed.keys()
+        # Tensors that `setup_context` computes do not require grad. A guarded residual does.
+        if not sources or not isinstance(tensor, Tensor) or tensor.requires_grad:
+            return tensor
+        raw = autograd.raw_saved_tensors(ctx) if self.operands else ()
+        anchors = [
+            raw[self.operands[n]] if n in self.operands else getattr(needed[n], "variable", None)
+            for n in sources
+        ]
+        recorded = [t for t in anchors if t is not None and t.requires_grad]
+        error = _through_computed(op)
+        if len(recorded) < len(anchors):  # an input that is neither saved nor a leaf
+            raise error
+        return constant(tensor, error, *recorded)
+
+
+def find_computed(
+    setup: Callable[..., Any],
+    ctx: Any,
+    operands: Sequence[Any],
+    values: tuple[Any, ...],
+    residuals: Callable[[Any], Mapping[str, Any]],
+) -> Computed:
+    """Find the tensors that `setup_context` has computed and stored on `ctx`.
+
+    If there are tensors on `ctx` other than `values`, run `setup_context` again with autograd on.
+    """
+    known = set(map(id, _tensors(values)))
+    stored = tensors_in((*(ctx.to_save or ()), *vars(ctx).values()))
+    if all(id(tensor) in known or not is_differentiable(tensor) for tensor in stored):
+        return Computed()
+    leaves: dict[int, Tensor] = {}
+    devices = {tensor.device.index for tensor in _tensors(values) if tensor.is_cuda}
+    try:
+        with autograd.above_autograd(), torch.random.fork_rng(devices):
+            for tensor in _tensors(values):
+                if is_differentiable(tensor):
+                    leaves[id(tensor)] = tensor.detach().requires_grad_()
+            *arguments, flat = _replaced(values, leaves)
+            again: Any = FunctionCtx()
+            again.needs_input_grad = ctx.needs_input_grad
+            setup(again, *arguments, **residuals(flat))
+    except Exception:
+        return Computed()  # `setup_context` does not support tensors that require grad
+    saved = again.__dict__.pop("to_save", ())
+    places = {id(leaf): n for n, leaf in _places(operands, leaves)}
+    every = frozenset(places.values())
+
+    def sources(value: Any) -> frozenset[int]:
+        found: set[int] = set()
+        for tensor in tensors_in((value,)):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                for leaf in _leaves_of(tensor):
+                    # Results and residuals depend on all inputs.
+                    found |= {places[id(leaf)]} if id(leaf) in places else every
+        return frozenset(found)
+
+    of_saved = {n: sources(tensor) for n, tensor in enumerate(saved)}
+    of_attributes = {name: sources(value) for name, value in vars(again).items()}
+    return Computed(
+        size=len(saved),
+        saved={n: of for n, of in of_saved.items() if of},
+        attributes={name: of for name, of in of_attributes.items() if of},
+        operands={places[id(t)]: n for n, t in enumerate(saved) if id(t) in places},
+    )
+
+
+class ComputedAttribute:
+    """An attribute of `ctx` that is guarded like a saved tensor.
+
+    An object of this class is an attribute of the class of `ctx`, and the value is in the
+    `__dict__` of `ctx`.
+    """
+
+    def __init__(self, name: str, op: object, computed: Callable[[], Sequence[Computed]]) -> None:
+        self.name = name
+        self.op = op
+        self.computed = computed
+
+    def __get__(self, ctx: Any, owner: Any = None) -> Any:
+        if ctx is None:
+            return self
+        if self.name not in vars(ctx):
+            raise AttributeError(f"ctx has no attribute {self.name!r}", name=self.name, obj=ctx)
+        value = vars(ctx)[self.name]
+        if not (torch.is_grad_enabled() and autograd.is_in_backward()) or functorch.is_active():
+            return value
+        for computed in self.computed():
+            operands = computed.attributes.get(self.name, frozenset())
+            guard = functools.partial(computed.guard, self.op, ctx, operands)
+            value = replaced(value, Tensor, guard)
+        return value
+
+    def __set__(self, ctx: Any, value: Any) -> None:
+        vars(ctx)[self.name] = value
+
+    def __delete__(self, ctx: Any) -> None:
+        del vars(ctx)[self.name]
+
+
+def _through_computed(op: object) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"{op}: the second derivative depends on a tensor that setup_context computes, whose "
+        "derivative is unknown. Save the inputs instead, and compute the tensor in backward with "
+        "differentiable operators. If the tensor is constant, call .detach() on it in backward."
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(item)
+
+
+def _replaced(value: Any, leaves: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {name: _replaced(item, leaves) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)([_replaced(item, leaves) for item in value])
+    return leaves.get(id(value), value)
+
+
+def _places(operands: Iterable[Any], leaves: Mapping[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
+    for index, operand in enumerate(operands):
+        if id(operand) in leaves:
+            yield index, leaves[id(operand)]
+
+
+def _leaves_of(tensor: Tensor) -> Iterator[Tensor]:
+    nodes, seen = [tensor.grad_fn], set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        nodes += [following for following, _ in node.next_functions]
