@@ -56,11 +56,33 @@ def identify_operators(identify: Identify) -> None:
                     names = [op.name() for op in operators.in_graph(graph)]
                 identity, sources = identify(names)
                 _note_sources(sources)
-                return _DEVICE, identity
+                return _DEVICE, identity, _float_values() if names else []
 
         custom_backend_passes[_DEVICE] = Identity()
 
     import_hooks.when_imported("torch._inductor.codegen.common", connect)
+
+
+def _float_values() -> list[str]:
+    """Return the values of the Python floats that are symbols in the trace of this thread.
+
+    Workaround for a fault of AOTAutograd's cache. If a float is passed to a custom operator, the
+    compiled graph contains the value of the float, and Dynamo guards on the value. But the key of
+    the cache depends on Dynamo's graph, which contains a symbol (`autograd_cache_key` in
+    torch/_functorch/_aot_autograd/autograd_cache.py). So for another value, Dynamo compiles the
+    function again and the cache returns the old graph. `tensorify_python_scalars`
+    (torch/fx/passes/_tensorify_python_scalars.py) prevents this by making Dynamo trace a constant,
+    unless the program also multiplies a tensor by the float.
+    """
+    from torch.utils._sympy.symbol import SymT, symbol_is_type  # imports sympy
+
+    context = TracingContext.try_get()
+    shapes = getattr(context and context.fake_mode, "shape_env", None)
+    if shapes is None:
+        return []
+    name = "backed_var_to_val" if hasattr(shapes, "backed_var_to_val") else "var_to_val"  # 2.11
+    values = getattr(shapes, name).items()
+    return [f"{symbol}={value}" for symbol, value in values if symbol_is_type(symbol, SymT.FLOAT)]
 
 
 def uncovered_caches() -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
 from torch._library.simple_registry import singleton as _rules_registry
 from torch._library.utils import Kernel as _FakeKernel
 
+from torchop._compat import inductor_effects
 from torchop._compat.classes import CustomOpDef, EffectType
 
 # torchop uses torch.library's logger, because users already configure it.
@@ -195,6 +196,8 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
     row = _Effect(effect)
     rows.append(row)
     holder.register(effect)
+    if effect is not None:
+        inductor_effects.keep_order()
 
     def undo() -> None:
         if not any(each is row for each in rows):
@@ -231,3 +234,4 @@ def set_default_effect(qualname: str) -> None:
     entry = _rules_registry._data.get(qualname)
     if entry is not None:
         entry.effect._set_default_effect()
+        inductor_effects.keep_order()

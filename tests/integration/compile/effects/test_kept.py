@@ -63,6 +63,54 @@ SAME = "(Tensor x) -> Tensor"
 PURE: dict[str, Any] = {"mutates_args": ()}
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_calls_with_inputs_of_different_sizes_keep_their_order(
+    log: Any, logged: Any, dynamic: bool
+) -> None:
+    # A pass of Inductor moves kernels to reduce the peak memory.
+    @torch.compile(fullgraph=True, dynamic=dynamic)
+    def function(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        first, second = logged(x * 2, 0).sum(), logged(y * 3, 1).sum()
+        log(y * 5, 2)
+        return first, second, logged(x + 1, 3).sum(), logged(y + 1, 4).sum()
+
+    function(torch.ones(300), torch.ones(4))
+    assert CALLS == [0, 1, 2, 3, 4]
+
+
+def test_a_call_without_tensors_keeps_its_place(namespace: str, logged: Any) -> None:
+    @torchop.custom_op(f"{namespace}::note", mutates_args=(), effects="ordered")
+    def note(label: int) -> None:
+        CALLS.append(label)
+
+    note.register_fake(lambda label: None)
+
+    @torch.compile(fullgraph=True)
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = logged(x, 0).sum()
+        note(1)
+        return total, logged(x, 2)
+
+    assert function(torch.ones(7))[0] == 14
+    assert CALLS == [0, 1, 2]
+
+
+def test_memory_of_an_argument_that_the_operator_stores_is_not_reused(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::store", mutates_args=(), effects="ordered")
+    def store(x: Tensor) -> None:
+        CALLS.append(x)
+
+    @torch.compile(fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        store(x * 2)
+        y = x.flip(0) + 1
+        store(y)
+        return (y.cumsum(0) * 3).flip(0)
+
+    function(torch.ones(100))
+    assert [value.unique().tolist() for value in CALLS] == [[2.0], [2.0]]
+
+
 @pytest.mark.pairwise
 @compiled_with
 @pytest.mark.parametrize("reentrant", [False, True])
