@@ -114,3 +114,25 @@ def test_unknown_keyword_is_named_although_an_argument_is_missing(namespace, dis
             scale(T, facter=2.0)
         with pytest.raises(torchop.ArgumentError, match="missing value for argument 'x'"):
             scale(factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("declared", "value", "message"),
+    [
+        ("ScalarType", "float32", r"type 'torch\.dtype'.*Pass a dtype: value=torch\.float32"),
+        ("ScalarType?", "wide", r"type 'Optional\[torch\.dtype\]'"),
+        ("Layout", "strided", r"type 'torch\.layout'"),
+        ("MemoryFormat?", "last", r"type 'Optional\[torch\.memory_format\]'"),
+    ],
+)
+def test_types_that_are_stored_as_integers_have_their_python_names(
+    namespace, declared, value, message
+):
+    op = torchop.custom_op(
+        f"{namespace}::cast",
+        lambda x, value: x.clone(),
+        schema=f"(Tensor x, {declared} value) -> Tensor",
+        mutates_args=(),
+    )
+    with pytest.raises(torchop.ArgumentError, match=message):
+        op(torch.ones(1), value)

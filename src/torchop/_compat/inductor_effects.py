@@ -1,7 +1,7 @@
 """Make Inductor run calls with an effect in the order of the trace.
 
-Workarounds for three faults of the lowering of `with_effects` (torch/_inductor/lowering.py). PyTorch
-2.15 has only the third:
+Workarounds for three faults of the lowering of `with_effects` (torch/_inductor/lowering.py).
+PyTorch 2.15 has only the third:
 
 - The lowering makes each call depend on the previous one. But it stores this dependency under the
   name of the call's buffer, and `Scheduler.compute_dependencies` (torch/_inductor/scheduler.py)
@@ -9,8 +9,8 @@ Workarounds for three faults of the lowering of `with_effects` (torch/_inductor/
   `reorder_for_peak_memory` may move the calls.
 - An operator with an effect may store its arguments, for example in a log. Inductor reuses the
   memory of these arguments for later results.
-- `Scheduler._codegen` does not write pending kernels before a call without tensors, because the call
-  has no device. It then deletes buffers that the pending kernels read.
+- `Scheduler._codegen` does not write pending kernels before a call without tensors, because the
+  call has no device. It then deletes buffers that the pending kernels read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _lower_in_order(lower: Any, token: Any, op: Any, *args: Any, **kwargs: Any) 
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
-    graph = V.graph
+    graph: Any = V.graph
     for argument in tree_leaves((args, kwargs)):
         if isinstance(argument, torch._inductor.ir.TensorBox):
             argument.realize()
@@ -71,9 +71,10 @@ def _lower_in_order(lower: Any, token: Any, op: Any, *args: Any, **kwargs: Any) 
 def _lower_without_tensors(lower: Any, token: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     from torch._inductor.virtualized import V  # imports Inductor
 
-    count = len(V.graph.operations)
+    operations: list[Any] = V.graph.operations
+    count = len(operations)
     result = lower(token, op, *args, **kwargs)
-    for operation in V.graph.operations[count:]:
+    for operation in operations[count:]:
         if operation.get_device() is None:
             operation.codegen = functools.partial(_write_after_pending, operation.codegen)
     return result

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchop._compat import dtensor
@@ -84,6 +85,7 @@ def argument_error(
     sentence, _, rest = text.partition("\nPosition: ")
     value, _, declaration = rest.partition("\nValue: ")[2].rpartition("\nDeclaration: ")
     schema = declaration.partition("\n")[0]
+    sentence = _with_python_type(sentence, schema)
     return ArgumentError(
         f"{sentence} Value: {short_text(value)}. Schema: {schema}."
         f"{_fix_of_argument(sentence, value)}"
@@ -115,6 +117,30 @@ _VALUE = re.compile(
 )
 
 
+# The dispatcher stores these types as integers, and its messages call them "int". The values are
+# the Python types.
+_STORED_AS_INT = {
+    "ScalarType": "torch.dtype",
+    "Layout": "torch.layout",
+    "MemoryFormat": "torch.memory_format",
+}
+
+
+_DTYPES = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def _with_python_type(sentence: str, schema: str) -> str:
+    match = _VALUE.match(sentence)
+    if match is None:
+        return sentence
+    declared = re.search(rf"(\w+)[?\[\]\d]* {re.escape(match['name'])}(?==|,|\))", schema)
+    python_type = _STORED_AS_INT.get(declared[1]) if declared else None
+    if python_type is None:
+        return sentence
+    start, end = match.span("expected")
+    return sentence[:start] + match["expected"].replace("int", python_type) + sentence[end:]
+
+
 def _fix_of_argument(sentence: str, value: str) -> str:
     match = _VALUE.match(sentence)
     if match is None:
@@ -135,6 +161,9 @@ def _fix_of_argument(sentence: str, value: str) -> str:
             return f" Convert it to a tensor: {name}=torch.tensor(...)."
     if expected.rstrip("]") == got == "int":
         return " It does not fit in 64 bits."
+    plain = value.strip("'")
+    if expected.rstrip("]") == "torch.dtype" and plain in _DTYPES:
+        return f" Pass a dtype: {name}=torch.{plain}."
     if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
         return f" Pass a number: {name}=tensor.item()."
     return ""
