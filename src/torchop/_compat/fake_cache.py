@@ -9,6 +9,7 @@ symbolic sizes and reject arguments and outputs that cannot be cached.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,14 @@ _NAMES = (
     "_cache_key",
     "_validate_output_for_cache_entry",
     "_get_output_info_for_cache_entry",
-    "_get_output_tensor_from_cache_entry",
+    "_output_from_cache_entry",
 )
 _IS_SUPPORTED = all(hasattr(FakeTensorMode, name) for name in _NAMES)
+# Before 2.15, `_output_from_cache_entry` also takes the operator, which matters for views only.
+_TAKES_OPERATOR = (
+    _IS_SUPPORTED
+    and "func" in inspect.signature(FakeTensorMode._output_from_cache_entry).parameters
+)
 _MOST_ENTRIES = 10_000
 
 Cache = dict[Any, Any]
@@ -92,10 +98,11 @@ def _entry(
     if any(info.inplace_idx is not None for info in infos) or len(set(map(id, items))) < len(items):
         raise fake_tensor._BypassDispatchCache("aliases")
 
+    entry = fake_tensor._DispatchCacheValidEntry(tuple(infos), is_output_tuple=True)
+
     def outputs(mode: Any, state: Any, key: Any, op: OpOverload, args: Any) -> Any:
-        made = [
-            mode._get_output_tensor_from_cache_entry(state, info, key, op, args) for info in infos
-        ]
+        operator = (op,) if _TAKES_OPERATOR else ()
+        made = mode._output_from_cache_entry(state, entry, key, *operator, args)
         return made[0] if is_single else cls(made)
 
     return outputs
