@@ -261,7 +261,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
     if container is None:
         return None
     inner, optional = types.strip_optional(container.item)
-    item = _DTYPE_NAME if inner is torch.dtype else single_kind(inner)
+    item = DTYPE_NAME if inner is torch.dtype else single_kind(inner)
     if item is None:
         return None
     inferred = None if container.is_tuple else f"{item.inferred}{'?' * optional}[]"
@@ -322,7 +322,7 @@ def _decode_dtype(name: Any, where: str) -> torch.dtype:
 
 
 # Encode a dtype in a list by name, because torch.export cannot serialize lists of dtypes.
-_DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
+DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
 
 
 # --------------------------------------------------------------------------------------------------

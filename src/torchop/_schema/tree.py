@@ -45,6 +45,7 @@ from torchop._schema.structure.results import (
     build_result,
     check_end,
 )
+from torchop._schema.structure.rows import Rows
 from torchop._schema.structure.shapes import MISSING, argument_shape
 from torchop._schema.structure.source import is_plain
 from torchop._schema.text import numbered_alias, with_write, write, write_results
@@ -305,7 +306,11 @@ class _Builder:
         if optional:
             flag = Leaf(self.op, path, self._name(f"{path}.given"), KINDS[bool])
             return Maybe(self.op, flag, self.build(inner, path, inside))
-        node = self._fields(annotation, path, inside) or self._pair(annotation, path)
+        node = (
+            self._fields(annotation, path, inside)
+            or self._pair(annotation, path)
+            or self._rows(annotation, path, inside)
+        )
         if node is None:
             raise UnsupportedTypeError(path, annotation)
         return node
@@ -335,8 +340,10 @@ class _Builder:
     def _pair(self, annotation: Any, path: str) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         convert: Callable[[Kind], Any]
+        supported = _PAIRED_ITEMS
         if origin in (dict, _Mapping) and args and args[0] is str:
             item, names, convert = leaf_kind(args[1]), ("keys", "values"), pairs.mapping
+            supported = CONVERTED_ITEMS
         else:
             outer = read_container(annotation)
             inner = None if outer is None else read_container(outer.item)
@@ -344,7 +351,7 @@ class _Builder:
                 return None
             item, names = leaf_kind(inner.item), ("values", "lengths")
             convert = functools.partial(pairs.nested, outer, inner)
-        if item is None or item.is_optional or item.decode or item.schema not in _PAIRED_ITEMS:
+        if item is None or item.is_optional or item.decode or item.schema not in supported:
             return None
         encode, decode = convert(item)
         items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
@@ -355,6 +362,16 @@ class _Builder:
 
         first, second = map(leaf, names)
         return Pair(self.op, path, (first, second), encode, decode)
+
+    def _rows(self, annotation: Any, path: str, inside: tuple[Any, ...]) -> Node | None:
+        container = read_container(annotation)
+        if container is None or container.length is not None:
+            return None
+        item = without_annotated(container.item)
+        row = self._fields(item, path, inside)
+        if row is None:
+            return None
+        return Rows(self.op, path, row, tuple if container.is_tuple else list)
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])

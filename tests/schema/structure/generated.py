@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Optional, Union
 
 import torch
@@ -33,6 +33,7 @@ _floats = st.floats(allow_nan=False)
 _small = st.integers(-(2**40), 2**40)
 _tensors = st.integers(0, 3).map(lambda size: torch.ones(size))
 
+_NO_RESULTS = (dict[str, float], list[list[int]])
 LEAVES = (
     Structured(int, _small),
     Structured(float, _floats),
@@ -53,6 +54,31 @@ LEAVES = (
     Structured(torch.Size, st.lists(st.integers(0, 9), max_size=3).map(torch.Size)),
     Structured(Tensor, _tensors, holds_tensors=True),
     Structured(Optional[Tensor], st.one_of(st.none(), _tensors), holds_tensors=True),
+    Structured(dict[str, Tensor], st.dictionaries(_text, _tensors, max_size=2), holds_tensors=True),
+    Structured(
+        Optional[list[Tensor]],
+        st.one_of(st.none(), st.lists(_tensors, max_size=2)),
+        holds_tensors=True,
+    ),
+)
+# Fields of structures in lists
+ITEMS = (LEAVES[0], LEAVES[1], LEAVES[2], LEAVES[3], LEAVES[4], LEAVES[5], *LEAVES[17:19])
+# Fields of results
+RESULTS = (
+    *(leaf for leaf in LEAVES if leaf.annotation not in _NO_RESULTS),
+    Structured(Optional[int], st.one_of(st.none(), _small)),
+    Structured(Optional[str], st.one_of(st.none(), _text)),
+    Structured(torch.device, st.just(torch.device("cpu"))),
+    Structured(
+        list[Optional[Tensor]],
+        st.lists(st.one_of(st.none(), _tensors), max_size=3),
+        holds_tensors=True,
+    ),
+    Structured(
+        Optional[dict[str, Tensor]],
+        st.one_of(st.none(), st.dictionaries(_text, _tensors, max_size=2)),
+        holds_tensors=True,
+    ),
 )
 
 _numbers = itertools.count()
@@ -74,18 +100,22 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
 
 
 @st.composite
-def structures(draw: DrawFn, depth: int = 2) -> Structured:
+def structures(draw: DrawFn, depth: int = 2, leaves: Sequence[Structured] = LEAVES) -> Structured:
     """Generate a class whose fields may be optional, and may be classes with fields themselves."""
     kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple"]))
     fields: dict[str, Structured] = {}
     for index in range(draw(st.integers(1, 4))):
         if depth and draw(st.booleans()):
-            field = draw(structures(depth - 1))
+            is_list = leaves is LEAVES and draw(st.booleans())
+            field = draw(structures(0, ITEMS) if is_list else structures(depth - 1, leaves))
+            if is_list:
+                values = st.lists(field.values, max_size=2)
+                field = Structured(list[field.annotation], values, field.holds_tensors)
             if draw(st.booleans()):
                 values = st.one_of(st.none(), field.values)
                 field = Structured(Optional[field.annotation], values, field.holds_tensors)
         else:
-            field = draw(st.sampled_from(LEAVES))
+            field = draw(st.sampled_from(leaves))
         fields[f"f{index}"] = field
     cls = _made(kind, {name: field.annotation for name, field in fields.items()})
     values = st.builds(cls, **{name: field.values for name, field in fields.items()})

@@ -91,6 +91,36 @@ TYPES: dict[str, tuple[Any, str, list[Any]]] = {
         "Tensor a_weight, Tensor? a_bias=None",
         [WithTensor(torch.ones(1)), WithTensor(torch.ones(1), torch.ones(2))],
     ),
+    "dict of tensors": (
+        dict[str, Tensor],
+        "Tensor[] a_values, *, str[] a_keys",
+        [{}, {"b": torch.ones(1), "a": torch.ones(2)}],
+    ),
+    "optional dict of tensors": (
+        Optional[dict[str, Tensor]],
+        "Tensor[] a_values, *, bool a_given, str[]? a_keys=None",
+        [None, {}, {"b": torch.ones(1)}],
+    ),
+    "optional list of tensors": (
+        Optional[list[Tensor]],
+        "Tensor[]? a",
+        [None, [], [torch.ones(1), torch.ones(2)]],
+    ),
+    "dataclasses": (
+        list[Frozen],
+        "*, float[] a_scale, SymInt[] a_count",
+        [[], [Frozen(1.5, 2), Frozen(2.5, 4)]],
+    ),
+    "dataclasses with tensors": (
+        tuple[WithTensor, ...],
+        "Tensor[] a_weight, Tensor?[] a_bias",
+        [(), (WithTensor(torch.ones(1)), WithTensor(torch.ones(1), torch.ones(2)))],
+    ),
+    "optional dataclasses": (
+        Optional[list[Frozen]],
+        "*, bool a_given, float[]? a_scale=None, SymInt[]? a_count=None",
+        [None, [], [Frozen(1.5, 2)]],
+    ),
     "optional tensor fields": (
         Optional[WithTensor],
         "Tensor? a_weight=None, Tensor? a_bias=None, *, bool a_given",

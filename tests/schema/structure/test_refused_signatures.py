@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, Optional
+from typing import Any, Literal, NamedTuple, Optional
 
 import pytest
 import torch
@@ -60,7 +60,11 @@ def init_var(x: Tensor, cfg: WithInitVar) -> Tensor: ...
 def heterogeneous(x: Tensor, cfg: tuple[int, float]) -> Tensor: ...
 
 
-def several(x: Tensor, cfg: list[Frozen]) -> Tensor: ...
+class Device(NamedTuple):
+    device: torch.device
+
+
+def several(x: Tensor, cfg: list[Device]) -> Tensor: ...
 
 
 def optional_items(x: Tensor, cfg: list[Optional[int]]) -> Tensor: ...
@@ -95,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         heterogeneous,
         r"type tuple\[int, float\]; the nearest supported type is: a NamedTuple\.",
     ),
-    "several": (several, r"type list\[.*Frozen\]; the .* type is: a dataclass of lists\."),
+    "several": (several, r"cfg.device is a field .* a list of its type, Device\. Move it out of"),
     "optional items": (optional_items, "unsupported type"),
     "function": (function_argument, r"parameter 'f' has unsupported type Callable"),
     "Literal": (mixed_literal, "unsupported type"),

@@ -64,7 +64,8 @@ class StructuredConvention(Convention):
 
         def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             objects, keyword_objects = structure.objects(*args, **kwargs)
-            returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
+            dims = structure.gather(in_dims, structure.keys_of_call(kwargs))
+            returned = function(info, dims, *objects, **keyword_objects)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 return returned  # the caller checks this and raises
             output, out_dims = returned
@@ -134,7 +135,9 @@ class StructuredConvention(Convention):
         check_signature(f"{structure.op}: jvp", jvp, names)
 
         def flat_jvp(ctx: Any, *tangents: Any) -> Any:
-            returned = jvp(Context(ctx, structure), *structure.gather(tangents))
+            returned = jvp(
+                Context(ctx, structure), *structure.gather(tangents, getattr(ctx, _STATICS, {}))
+            )
             return structure.spread_result(returned)
 
         return _wrapping(jvp, flat_jvp), self._setup_context(setup_context)
@@ -157,7 +160,7 @@ class StructuredConvention(Convention):
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
             result = structure.rebuilt_result(output)
             if has_statics:
-                statics = structure.statics_of_call(inputs, keyword_only_inputs, output)
+                statics = structure.statics_of_call(keyword_only_inputs, output)
                 setattr(ctx, _STATICS, statics)
             call(Context(ctx, structure), objects, keyword_objects, result, **residuals)
 

@@ -21,6 +21,9 @@ from torchop._schema.structure.source import Source
 Variables = Mapping[str, str]
 
 
+TENSOR_LISTS = ("Tensor[]", "Tensor?[]")
+
+
 class Node:
     """A node of an annotation tree. It describes one argument or field, such as `cfg.box`."""
 
@@ -138,7 +141,7 @@ class Leaf(Node):
 
     def make_optional(self) -> None:
         """Add a default, which is passed if the enclosing optional structure is None."""
-        if self.kind.schema == "Tensor[]" or self.default is not MISSING:
+        if self.kind.schema in TENSOR_LISTS or self.default is not MISSING:
             return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
         self.default = None
@@ -151,7 +154,7 @@ class Leaf(Node):
     def placeholder(self, source: Source) -> str:
         if self.default is not MISSING and self.default is not None:
             return source.object(self.default, f"default_{self.name}")
-        return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
+        return "[]" if self.kind.schema in TENSOR_LISTS and not self.is_optional else "None"
 
     def leaves(self) -> Iterator[Leaf]:
         yield self

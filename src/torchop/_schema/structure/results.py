@@ -160,13 +160,16 @@ def _static(op: str, annotation: Any, path: str) -> Static | None:
         return tuple(value) if is_list else value  # a list cannot be hashed
 
     container = read_container(types.strip_optional(annotation)[0]) if is_list else None
+    rebuild: Callable[[Any], Any] | None = None
+    if is_list and not (container is not None and container.is_tuple):
+        rebuild = torch.Size if container is None else list
     return Static(
         op,
         path,
         _of_result(value_of),
         exact=None if is_list else kind.exact,
         is_optional=kind.is_optional,
-        decode=None if container is None or container.is_tuple else list,
+        decode=rebuild,
         is_number=kind.schema in _NUMBERS,
     )
 

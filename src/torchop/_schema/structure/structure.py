@@ -87,15 +87,13 @@ class Structure:
         flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
-    def statics_of_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], flat: Any
-    ) -> dict[str, Any]:
+    def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
         """Return the values of a call that are needed to arrange gradients, by name.
 
         These are the keys of dicts, and the static parts of the result. `flat` is the result of the
         flat operator.
         """
-        statics = {leaf.name: kwargs[leaf.name] for leaf in self.keys}
+        statics = self.keys_of_call(kwargs)
         if self.layouts is not None:
             number = flat[-1] if len(self._flat) > 1 else flat
             statics |= zip(self._statics, self.layouts.values_of(number), strict=True)
@@ -105,6 +103,9 @@ class Structure:
         assert self.layouts is not None
         values = zip(self.result.statics(), self.layouts.values_of(number), strict=True)
         return [(static.path, static.describe(value)) for static, value in values]
+
+    def keys_of_call(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {leaf.name: kwargs.get(leaf.name) for leaf in self.keys}
 
     @functools.cached_property
     def keys(self) -> list[Leaf]:
