@@ -56,7 +56,7 @@ def test_callers_get_equal_objects(namespace: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@settings(strategies.stable, max_examples=8)
+@settings(strategies.stable, max_examples=4)
 @given(st.data())
 def test_compiled_callers_get_equal_objects(
     namespace: str, backend: str, data: st.DataObject
@@ -70,7 +70,7 @@ def test_compiled_callers_get_equal_objects(
         assert same(program(torch.ones(1))[0][1], value)
 
 
-@settings(strategies.stable, max_examples=8)
+@settings(strategies.stable, max_examples=4)
 @given(st.data())
 def test_exported_programs_contain_equal_objects(namespace: str, data: st.DataObject) -> None:
     structure = data.draw(structures(leaves=RESULTS))
@@ -104,7 +104,7 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for name in names for tensor in tensors_of(getattr(value, name))]
 
 
-@settings(strategies.stable, max_examples=12)
+@settings(strategies.stable, max_examples=6)
 @given(st.data())
 def test_recorded_calls_can_be_made_again(namespace: str, data: st.DataObject) -> None:
     argument = data.draw(structures())

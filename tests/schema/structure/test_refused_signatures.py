@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         heterogeneous,
         r"type tuple\[int, float\]; the nearest supported type is: a NamedTuple\.",
     ),
-    "several": (several, r"cfg.device is a field .* a list of its type, Device\. Move it out of"),
+    "several": (several, r"cfg.device is a field .* no list of its type, Device\. Move it out of"),
     "optional items": (optional_items, "unsupported type"),
     "function": (function_argument, r"parameter 'f' has unsupported type Callable"),
     "Literal": (mixed_literal, "unsupported type"),
