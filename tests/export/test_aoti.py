@@ -145,3 +145,28 @@ def test_exported_files_work_in_another_process(shipped: Path) -> None:
     assert intern == "[4.0, 4.0]"
     assert replaced.startswith("OperatorGoneError This is a handle of the served::triple")
     assert "<torch_package_" in replaced
+
+
+def test_a_default_dtype_that_the_call_omits_is_packaged(namespace: str, tmp_path: Path) -> None:
+    @torchop.custom_op(f"{namespace}::cast", mutates_args=())
+    def cast(
+        x: torch.Tensor, dtype: torch.dtype = torch.float64, *, other: torch.dtype = torch.float16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(dtype, copy=True), x.to(other, copy=True)
+
+    cast.register_fake(
+        lambda x, dtype, *, other: (
+            torch.empty_like(x, dtype=dtype),
+            torch.empty_like(x, dtype=other),
+        )
+    )
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return cast(x)
+
+    program = torch.export.export(Model(), (torch.ones(3),))
+    with pytest.warns(UserWarning, match="calls Python kernels"):
+        path = torchop.export.aoti_package(program, tmp_path / "model.pt2")
+    results = torchop.export.load_package(path)(torch.ones(3))
+    assert [result.dtype for result in results] == [torch.float64, torch.float16]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from torchop._compat import schemas
 from torchop._compat.compilers import DYNAMO
 
 
@@ -34,7 +37,39 @@ def compile_aoti_package(
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package
-    return str(compile_package(program, package_path=path, inductor_configs=configs))
+    with _default_dtypes():
+        return str(compile_package(program, package_path=path, inductor_configs=configs))
+
+
+@contextlib.contextmanager
+def _default_dtypes() -> Iterator[None]:
+    """Write dtypes into a package that a call omits because they are the default.
+
+    `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) takes the default from the schema,
+    which has an int for a dtype. The package then contains an int, and the loader
+    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp) rejects it.
+    """
+    from torch._inductor.ir import ExternKernel  # imports Inductor
+
+    fill = ExternKernel.fill_non_provided_args
+
+    def fill_with_dtypes(self: Any, args: Any, kwargs: Any) -> Any:
+        def converted(name: str, value: Any) -> Any:
+            if type(value) is not int:
+                return value
+            kind = self.allarg_properties[name]["type"].str()
+            return schemas.enumeration(kind).get(value, value)
+
+        # The caller writes `kwargs` into the package after this call.
+        kwargs.update({name: converted(name, value) for name, value in kwargs.items()})
+        names = [properties["name"] for properties in self.arg_properties]
+        return [*map(converted, names, fill(self, args, kwargs))]
+
+    ExternKernel.fill_non_provided_args = fill_with_dtypes  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ExternKernel.fill_non_provided_args = fill  # type: ignore[method-assign]
 
 
 def build_library(source: str, path: str) -> None:
