@@ -16,7 +16,7 @@ import torch.library
 
 from torchop._compat import deregistration, libraries, logs, registries, torch_ops
 from torchop._compat.classes import OpOverload
-from torchop._core import checking
+from torchop._core import checking, registered
 from torchop._core.declaration import Declaration
 from torchop._core.lock import registration_lock, run_waiting_hooks, then_run_hooks
 from torchop._errors import OperatorGoneError
@@ -346,6 +346,10 @@ class Definition:
         remove = libraries.implement_temporarily(self.library, self.name.local, key, kernel)
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
         return remove
+
+    def registering(self, *rules: str) -> registered.Registering:
+        """Return a `with` block for the registration of rules (see `registered.Registering`)."""
+        return registered.Registering(self, rules, self.library)
 
     def check_defined(self) -> None:
         if self.deregistration_reason is not None:

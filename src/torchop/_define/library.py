@@ -24,6 +24,7 @@ from torchop._core.checking import checked, recompile_for_checking
 from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
+from torchop._core.registered import Registering
 from torchop._core.registry import OpLike, already_defined, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
@@ -186,7 +187,14 @@ class Library(OwnLibrary):
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
         kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        with registration_lock, short_errors, libraries.calls_blocked([f"{self.ns}::{name}"]):
+        # If neither names a key, the kernel decomposes the operator into other operators.
+        key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
+        with (
+            Registering(f"{self.ns}::{name}", [f"kernel at {key}"], self),
+            registration_lock,
+            short_errors,
+            libraries.calls_blocked([f"{self.ns}::{name}"]),
+        ):
             super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,

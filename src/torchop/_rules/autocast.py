@@ -68,7 +68,8 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype | Policy]"]):
                 key = _autocast_key(device_type)
                 definition.implement(key, _autocast_kernel(definition, device_type, key))
 
-        with registration_lock:
+        rules = [f"autocast rule for {device_type}" for device_type in device_types]
+        with definition.registering(*rules), registration_lock:
             self.update(install, dtypes={**self.dtypes, **dict.fromkeys(device_types, cast_inputs)})
 
 

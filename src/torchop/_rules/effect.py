@@ -68,7 +68,7 @@ class EffectRule(CompiledRule[Declared]):
         if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
-        with registration_lock:
+        with definition.registering("effect"), registration_lock:
             if self.remove_effect is None:
                 libraries.on_close(definition.library, self._withdraw)
             else:

@@ -66,7 +66,8 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
             libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
 
-        with registration_lock:
+        what = f"torch_dispatch rule for {cls.__qualname__}"
+        with definition.registering(what), registration_lock:
             self.update(
                 None if cls in self.functions else install,
                 functions={**self.functions, cls: function},

@@ -224,7 +224,8 @@ def register(
     if contiguous_grads:
         backward = with_contiguous_grads(backward)
     formula = Formula(definition, backward, setup_context, training)
-    with registration_lock:
+    rules = ["backward formula"] if jvp is None else ["backward formula", "forward-mode formula"]
+    with definition.registering(*rules), registration_lock:
         if training is not None:
             training.differentiate(backward, formula.setup)
         rule.update(
@@ -273,5 +274,6 @@ def derive_autograd(op: OpLike, /) -> None:
     definition = rule.definition
     check_derivable(definition, decomposes=rule.decomposition is not None)
     check_has_gradient(definition)
-    with registration_lock:
-        rule.update(formula=graph_operators.derived_formula(definition))
+    formula = graph_operators.derived_formula(definition)
+    with definition.registering("backward formula"):
+        rule.update(formula=formula)

@@ -96,7 +96,8 @@ class AutogradRule(CompiledRule[Formula]):
             check_replaces_no_gradient(self.definition)
         has_keywords = bool(self.definition.schema.keyword_only)
         check_setup_context(self.definition, setup_context, has_keywords)
-        self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
+        with self.definition.registering("forward-mode formula"):
+            self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
     def training_form(self) -> Any:
         definition = self.definition

@@ -122,7 +122,7 @@ class FakeRule(CompiledRule[Fake]):
                 "and needs no fake kernel. The registered fake kernel is used anyway.",
                 UserWarning,
             )
-        with registration_lock:
+        with definition.registering("fake kernel"), registration_lock:
             if not allow_override:
                 self._check_override()
             if not self.is_installed:

@@ -176,7 +176,8 @@ class KernelRule(CompiledRule[Kernels]):
         definition = self.definition
         function = definition.convention.kernel(definition.authored(function))
         function = fitted_kernel(definition, function)
-        with registration_lock:
+        rules = [f"kernel at {self._key(device)}" for device in devices]
+        with definition.registering(*rules), registration_lock:
             names, install = self.places(devices)
             functions = {**self.functions, **dict.fromkeys(names, function)}
             self.update(install, registered=functions)

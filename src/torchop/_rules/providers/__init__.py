@@ -201,10 +201,11 @@ def _register(
     rule = definition.rule(KernelRule)
     check_name(definition, name, device_types)
     provider = make_provider(definition, name, device_types, function, **options)
+    provider_table(rule).warn_of_replacing(definition.name, provider)
     with registration_lock:
         names, install = rule.places(device_types)
         provider = provider._replace(devices=tuple(names))
-        providers = provider_table(rule).adding(definition.name, provider)
+        providers = provider_table(rule).adding(provider)
         rule.update(install, providers=providers)
         priority.add_rule(rule)
         if lib is not None:

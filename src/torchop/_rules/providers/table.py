@@ -39,11 +39,9 @@ class ProviderTable(NamedTuple):
     def names(self) -> list[str]:
         return list(dict.fromkeys(name for known in self.by_device.values() for name in known))
 
-    def adding(self, op: OpName, provider: Provider) -> ProviderTable:
-        by_device = dict(self.by_device)
+    def warn_of_replacing(self, op: OpName, provider: Provider) -> None:
         for device in provider.devices:
-            known = by_device.get(device, NOTHING)
-            before = known.get(provider.name)
+            before = self.by_device.get(device, NOTHING).get(provider.name)
             if before is not None and before.site.module != provider.site.module:
                 warn(
                     f"{op}: the kernel of the provider {provider.name!r} was registered at "
@@ -51,6 +49,11 @@ class ProviderTable(NamedTuple):
                     "Rename one of the providers.",
                     RedefinitionWarning,
                 )
+
+    def adding(self, provider: Provider) -> ProviderTable:
+        by_device = dict(self.by_device)
+        for device in provider.devices:
+            known = by_device.get(device, NOTHING)
             by_device[device] = {**known, provider.name: provider}
         return self._replace(by_device=by_device)
 

@@ -48,7 +48,8 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         else:
             authored = self.definition.authored(function)
             function = self._checked_function(self.definition.convention.vmap(authored))
-        self.update(self._install, function=function)
+        with self.definition.registering("vmap rule"):
+            self.update(self._install, function=function)
         declared = self.definition.declaration.residuals
         if declared is not None:
             declared.follow_rule(self.definition)

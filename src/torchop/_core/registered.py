@@ -1,0 +1,69 @@
+"""Where rules were registered, in order to warn if two packages register the same rule."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch.library
+
+from torchop._errors import Place, RedefinitionWarning, users_place, warn
+
+
+class Registered(NamedTuple):
+    """A row of the table: a rule's place in the source code, and the library that owns the rule."""
+
+    place: Place
+    library: weakref.ref[torch.library.Library]
+
+    @property
+    def is_current(self) -> bool:
+        library = self.library()
+        return library is not None and library.m is not None
+
+
+# By the operator's name, and a description of the rule that is unique for the operator
+_rows: dict[tuple[str, str], Registered] = {}
+
+
+class Registering:
+    """A `with` block that registers rules, and records their place.
+
+    Creating it warns if another package has registered the same rule, because the later of two
+    imports would silently decide which one applies. The caller must not hold the registration lock.
+
+    Args:
+        name: the operator.
+        rules: the kinds of the rules, such as `"fake kernel"`, with a device type if there is one.
+        library: the library that owns the registration.
+    """
+
+    # A generator with `contextlib.contextmanager` would make `users_place` return a line of
+    # contextlib.
+    def __init__(self, name: object, rules: Iterable[str], library: torch.library.Library) -> None:
+        self._keys = [(str(name), rule) for rule in rules]
+        self._row = Registered(users_place(), weakref.ref(library))
+        place = self._row.place
+        for key in self._keys:
+            before = _rows.get(key)
+            if before is None or not before.is_current or _package(before.place) == _package(place):
+                continue
+            earlier, later = (f"{each.file}:{each.line}" for each in (before.place, place))
+            warn(
+                f"{name}: the {key[1]} was registered at {earlier}, and is now replaced by another "
+                f"one at {later}. The order of imports decides which one applies. Remove one of "
+                "them, or register it with lib= and close that library.",
+                RedefinitionWarning,
+            )
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
+        if error is None:
+            _rows.update(dict.fromkeys(self._keys, self._row))
+
+
+def _package(place: Place) -> str:
+    return place.module.partition(".")[0]
