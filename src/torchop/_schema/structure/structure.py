@@ -102,7 +102,8 @@ class Structure:
     def _layout_of(self, number: int) -> list[tuple[str, Any]]:
         assert self.layouts is not None
         values = zip(self.result.statics(), self.layouts.values_of(number), strict=True)
-        return [(static.path, static.describe(value)) for static, value in values]
+        # Parts of an optional structure are None if the structure is None.
+        return [(s.path, None if value is None else s.describe(value)) for s, value in values]
 
     def keys_of_call(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {leaf.name: kwargs.get(leaf.name) for leaf in self.keys}
