@@ -68,24 +68,17 @@ def run(op, *args, **options):
     return result, backend.targets
 
 
-def test_a_definition_replaces_no_rule_that_it_just_registered(namespace, monkeypatch):
-    registered, register = [], registries.register_torch_dispatch
-
-    def record(name, cls, function):
-        registered.append((name, cls))
-        register(name, cls, function)
-
-    monkeypatch.setattr(registries, "register_torch_dispatch", record)
-
+def test_a_definition_that_only_writes_has_the_rule_of_inlining(namespace):
     def negate_(x: Tensor) -> None:
         x.neg_()
 
-    op = torchop.custom_op(
-        f"{namespace}::op", negate_, mutates_args=("x",), effects="none", compile="inline"
-    )
+    options = {"mutates_args": ("x",), "effects": "none"}
+    op = torchop.custom_op(f"{namespace}::op", negate_, compile="inline", **options)
     launching = torchop.triton_op(f"{namespace}::launching", negate_, mutates_args=("x",))
-    assert (op.name, FunctionalTensorMode) in registered
-    assert len(registered) == len(set(registered))
+    assert registries.torch_dispatch_rule(op.name, FunctionalTensorMode) is not None
+    x = X.clone()
+    assert "aten.neg.default" in run(lambda x: op(x), x)[1]
+    assert torch.equal(x, -X)
     assert launching._definition.rule(KernelRule).registered is None
 
 
