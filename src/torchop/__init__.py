@@ -8,6 +8,7 @@ from torch.library import wrap_triton
 from torchop import _errors
 from torchop import native as native
 from torchop._compat import compile_caches as _compile_caches
+from torchop._compat import inductor_results as _inductor_results
 from torchop._compat import planned_outputs as _planned_outputs
 from torchop._compat.classes import CustomOpDef, EffectType
 from torchop._core.user_rule import Rule, get_rule
@@ -64,6 +65,7 @@ _families.plan_outputs = _planned_outputs.plan
 _compile_caches.identify_operators(
     lambda names: importlib.import_module("torchop._inspect.cache_key").identify(names)
 )
+_inductor_results.check_results()
 _fake_cache.digest_of = lambda function: importlib.import_module(
     "torchop._inspect.cache_key"
 ).digest_of_function(function)

@@ -1,0 +1,73 @@
+"""Make programs that Inductor compiled check the dtypes and devices of operators' results.
+
+Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. If a kernel
+returns another dtype than the fake kernel did, the program would read the memory as the dtype of
+the fake kernel, possibly past its end. Packages of AOTInductor check nothing by default.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch._ops import OpOverload
+
+from torchop._compat import import_hooks
+
+_IR = "torch._inductor.ir"
+# Namespaces of PyTorch. The results of these operators are checked by PyTorch's tests.
+_OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "quantized", "mkldnn"})
+
+
+def check_results() -> None:
+    """Add the checks to programs that are compiled from now on."""
+    import_hooks.when_imported(_IR, _connect)
+
+
+def _connect() -> None:
+    kernel: Any = sys.modules[_IR].ExternKernel
+    write_size_asserts = kernel.codegen_size_asserts
+
+    def codegen_size_asserts(self: Any, wrapper: Any) -> None:
+        operator = _operator(self)
+        if operator is not None:
+            _write_check(self, wrapper, operator.name().removesuffix(".default"))
+        write_size_asserts(self, wrapper)
+
+    kernel.codegen_size_asserts = codegen_size_asserts
+
+
+def _operator(node: Any) -> OpOverload | None:
+    # The result of an operator is a node of its own, whose only input is the call.
+    ir: Any = sys.modules[_IR]
+    call = node.inputs[0] if isinstance(node, ir.MultiOutput) else node
+    operator = getattr(call, "op_overload", None)
+    if not isinstance(operator, OpOverload) or not isinstance(call, ir.FallbackKernel):
+        return None
+    name = operator.namespace
+    return None if name in _OWN_NAMESPACES or name.startswith("_") else operator
+
+
+def _write_check(node: Any, wrapper: Any, operator: str) -> None:
+    from torch._inductor.virtualized import V  # imports Inductor
+
+    name, dtype, device = node.get_name(), node.get_dtype(), node.get_device()
+    message = (
+        f"{operator}: the kernel returned a tensor with another dtype or device than the fake "
+        f"kernel, which returned {dtype} on {device.type}. Make both agree, and compile again."
+    )
+    if not V.graph.cpp_wrapper:
+        differs = f"{name}.dtype is not {dtype} or {name}.device.type != {device.type!r}"
+        wrapper.writeline(f"if {differs}: raise RuntimeError({message!r})")
+        return
+    if V.graph.aot_mode and V.graph.is_const_graph:
+        return
+    expected_dtype = wrapper.codegen_dtype(dtype)
+    expected_device = wrapper.codegen_device(device).partition(",")[0]
+    wrapper.writeline(
+        f"{{ int32_t dtype, device; "
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype({name}, &dtype)); "
+        f"AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type({name}, &device)); "
+        f"if (dtype != {expected_dtype} || device != {expected_device}) "
+        f'throw std::runtime_error("{message}"); }}'
+    )
