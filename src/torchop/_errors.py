@@ -203,7 +203,7 @@ class ShardingError(NotImplementedError):
 
 
 class RedefinitionWarning(UserWarning):
-    """An operator was redefined by other code."""
+    """An operator was redefined by other code, or a rule was replaced by another package."""
 
 
 class ProviderWarning(UserWarning):

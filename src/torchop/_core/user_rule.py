@@ -39,6 +39,9 @@ class _Entry(NamedTuple):
     value: Any
 
 
+_Change = Callable[[tuple[_Entry, ...]], tuple[_Entry, ...]]  # replaces an operator's entries
+
+
 class Origin(NamedTuple):
     """The operator that another operator was derived from, and the kind of derivation."""
 
@@ -306,19 +309,18 @@ class Rule(Generic[Value]):
             before = self._entries.get(op._name, ())
             for deregistered in {id(e.op): e.op for e in before if e.op is not op}.values():
                 self.detach(deregistered)
+            earlier = [e for e in before if e.op is op and e.definition is definition]
             attached: list[OpOverload] = []
             try:
                 self._put(op, lambda entries: _adding(entries, entry), attached)
             except BaseException:
                 with registration_lock:
-                    now = self._entries.get(op._name, ())
-                    earlier = [e for e in before if e.op is op and e.definition is definition]
-                    others = (e for e in now if e is not entry)
+                    others = (e for e in self._entries.get(op._name, ()) if e is not entry)
                     self._store(op._name, (*earlier, *others))
                 for each in reversed(attached):
                     self.detach(each)
                 raise
-        if not any(e.op is op and e.definition is definition for e in before):
+        if not earlier:
             remove = functools.partial(_remove, self.name, op, definition)
             libraries.after_close(definition.library, remove)
         logs.registration.debug("%s has the rule: %s", definition, self.name)
@@ -330,12 +332,7 @@ class Rule(Generic[Value]):
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
-    def _put(
-        self,
-        op: OpOverload,
-        change: Callable[[tuple[_Entry, ...]], tuple[_Entry, ...]],
-        attached: list[OpOverload],
-    ) -> None:
+    def _put(self, op: OpOverload, change: _Change, attached: list[OpOverload]) -> None:
         """Change an operator's entries, and call `attach`, `replaced` or `detach` as required."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
@@ -371,15 +368,11 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 
     before = rule._entries.get(op._name, ())
     if len(without(before)) < len(before):
-        # If `detach` raises, the entries stay removed, because the operator is being deregistered.
-        rule._put(op, without, [])
+        rule._put(op, without, [])  # if `detach` raises, the entries stay removed
 
 
 def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
-    """Let a derived operator use the values of the operator that it was derived from.
-
-    The derived operator does this until it is deregistered.
-    """
+    """Let a derived operator use the values of its origin until it is deregistered."""
     overload = derived.overload
     detaching: list[Callable[[], None]] = []
 
