@@ -375,7 +375,11 @@ MUTANTS = {
     "returned parameter": Mutant(
         "plan.cpp", "are_fresh == 0 || !plan.returns.parameters.empty();", "are_fresh == 0;"
     ),
-    "shared memory": Mutant("call.cpp", "plain &= has_no_alias(index, plan, values);", ";"),
+    "shared memory": Mutant(
+        "call.cpp",
+        "may_write(tensor, route, keeps_history) &&\n          (!must_be_alone || has_no_alias(tensor, index, plan, values));",
+        "may_write(tensor, route, keeps_history);",
+    ),
     "anomaly": Mutant(
         "call.cpp",
         "      return stop(Reason::Anomaly);\n    decision.records_gradient",
@@ -415,18 +419,32 @@ MUTANTS = {
     "grad afterwards": Mutant("autograd.cpp", "state_.set_grad_mode(grad_);", ""),
     "forward mode afterwards": Mutant("autograd.cpp", "state_.set_fw_grad_mode(forward_);", ""),
     "version counter": Mutant("call.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
-    "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
+    "fresh results": Mutant("results.h", "fresh &= !share_memory(input, tensor);", "(void)input;"),
+    "memory of NumPy": Mutant("results.h", " && !is_borrowed(storage_of(tensor))))", "))"),
+    "overlapping memory": Mutant(
+        "results.h", " || (first != nullptr && second != nullptr && overlap(first, second));", ";"
+    ),
+    "overlapping memory in a list": Mutant(
+        "results.h", "if (share_memory(before, tensor))\n        return false;", ""
+    ),
+    "result in inference mode": Mutant(
+        "results.h",
+        "(C10_LIKELY(!impl_of(value)->is_inference()) || c10::InferenceMode::is_enabled())",
+        "true",
+    ),
     "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),
     "own memory": Mutant(
         "results.h", "&& impl_of(tensor)->unsafe_storage().use_count() == 1;", ";"
     ),
     "own object in a list": Mutant(
         "results.h",
-        "(has_own_storage(tensor) && Py_REFCNT(tensor) == 1)",
-        "has_own_storage(tensor)",
+        "!has_own_storage(tensor) || Py_REFCNT(tensor) != 1",
+        "!has_own_storage(tensor)",
     ),
     "own memory in a list": Mutant(
-        "results.h", "(has_own_storage(tensor) && Py_REFCNT(tensor) == 1)", "Py_REFCNT(tensor) == 1"
+        "results.h",
+        "!has_own_storage(tensor) || Py_REFCNT(tensor) != 1",
+        "Py_REFCNT(tensor) != 1",
     ),
     "own list": Mutant("results.h", "PyList_CheckExact(value) && Py_REFCNT(value) == 1;", "true;"),
     "lists of results": Mutant("flat.h", "if (!gradient.as_dispatched)\n      return true;", ""),
@@ -447,7 +465,7 @@ MUTANTS = {
         since=(2, 14),
     ),
     "no input": Mutant(
-        "results.h", "is_input |= is_tensor(value) && detail::storage_of(value) == storage;", ""
+        "results.h", "is_input |= detail::share_memory(value, result);", "(void)value;"
     ),
     "no input in a list": Mutant(
         "results.h", "compare(PySequence_Fast_GET_ITEM(value, item));", ";"
@@ -463,7 +481,7 @@ MUTANTS = {
     "inputs spread out": Mutant("flat.h", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",
-        "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
+        "if (before != Py_None && detail::share_memory(before, item))",
     ),
     "saved output": Mutant(
         "autograd.cpp", "tensor.grad_fn().get() == created.node().get())", "false)"

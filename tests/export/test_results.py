@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
 import torchop
+from tests._support import opaque_types
 from tests._support.devices import BACKEND
 from torchop.export.packages import aoti_package, load_package
 from torchop.export.results import check_results
@@ -204,3 +205,22 @@ def test_two_lists_of_tensors(namespace, tmp_path):
     path = aoti_package(program, tmp_path / "model.pt2", inductor_configs=CONFIGS)
     results = load_package(path)(torch.ones(3, 2))
     assert [result[0, 0].item() for result in results] == [2, 3, 4]
+
+
+def test_constants_that_cannot_be_read_again_are_refused(namespace, tmp_path):
+    @torchop.custom_op(f"{namespace}::scale", mutates_args=())
+    def scale(x: Tensor, factor: opaque_types.Constant) -> Tensor:
+        return x * factor.number
+
+    scale.register_fake(lambda x, factor: torch.empty_like(x))
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scale(x, opaque_types.Constant(3))
+
+    program = torch.export.export(Model(), (torch.ones(2),))
+    path = tmp_path / "model.pt2"
+    for write in (torchop.export.save, torchop.export.aoti_package):
+        with pytest.raises(TypeError, match=r"cannot store the constant .* of the class Constant"):
+            write(program, path)
+    assert not path.exists()

@@ -113,8 +113,8 @@ EXCEPTIONS = {
         },
     ),
     "export": (
-        "it compares results of operators in a mode of PyTorch",
-        {"_compat.classes", "_compat.operators"},
+        "it compares results of operators in a mode of PyTorch, and reads graphs and schemas",
+        {"_compat.classes", "_compat.operators", "_compat.schemas"},
     ),
     "testing": (
         "it drives PyTorch's checks, fake tensors and simulated ranks, checks kernels in calls, "

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:

@@ -254,9 +254,11 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return a number that identifies the storage of a tensor.
 
-    Sparse tensors and functorch wrappers have no storage, so return the `id` of the tensor.
+    Sparse tensors, lazy tensors and functorch wrappers have no storage, so return the `id` of the
+    tensor.
     """
-    if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
+    is_strided = tensor.layout is torch.strided and aliasing.has_storage(tensor)
+    if not is_strided or functorch.is_wrapped(tensor):
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
 

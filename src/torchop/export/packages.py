@@ -21,6 +21,7 @@ from torchop._compat import on_demand
 from torchop._inspect.registrant import is_defined_in_python, python_kernel
 from torchop.export.programs import (
     METADATA,
+    check_constants,
     check_operators,
     contents_of_package,
     in_package,
@@ -97,6 +98,7 @@ def aoti_package(
         FakeKernelError: on the example inputs, a kernel and the fake kernel of the same operator
             returned tensors with different metadata, such as strides.
         ArgumentError: a `TypeError`: `libraries` is a single path instead of a list.
+        TypeError: the program passes an object of an opaque class as a constant.
         OSError: a library cannot be loaded; see the cause.
         MissingKernelError: with `libraries`, an operator of the package has no C++ kernel for the
             package's device. No package is written.
@@ -132,6 +134,7 @@ def aoti_package(
             "Omit it, define the operators in C++ with TORCH_LIBRARY, and load their library "
             "before the package."
         )
+    check_constants(ep, "aoti_package")
     check_results(ep)
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}

@@ -7,6 +7,7 @@ in the same file.
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import json
@@ -21,7 +22,7 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import operators
+from torchop._compat import classes, operators, schemas
 from torchop._rules.providers import providers_of
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -63,6 +64,10 @@ def save(
         extra_files: additional contents to store, by name, as in `torch.export.save`.
         options: other options of `torch.export.save`.
 
+    Raises:
+        TypeError: the program passes an object of an opaque class as a constant, which PyTorch
+            writes into the file but cannot read again.
+
     Example:
         >>> import io, torch, torchop, torchop.export
         >>> @torchop.custom_op("docs::increment", mutates_args=())
@@ -81,6 +86,7 @@ def save(
 
     Based on `torch.export.save`.
     """
+    check_constants(ep, "save")
     manifest = modules_of(ep)
     torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
 
@@ -118,6 +124,22 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 # --------------------------------------------------------------------------------------------------
 # Modules that define the operators
+
+
+def check_constants(ep: ExportedProgram, caller: str) -> None:
+    """Raise if a program has constants that torch.export writes but cannot read again."""
+    for module in ep.graph_module.modules():
+        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
+        for node in nodes:
+            for value in classes.tree_leaves((node.args, node.kwargs)):
+                name = schemas.custom_class_name(type(value))
+                if name is not None and not isinstance(value, (enum.Enum, torch.Generator)):
+                    raise TypeError(
+                        f"{node.target}: torchop.export.{caller} cannot store the constant "
+                        f"{short_repr(value)} of the class {type(value).__name__}, because "
+                        "torch.export writes such an object but cannot read it. Pass its fields as "
+                        "numbers and strings, for example as a dataclass, which torchop flattens."
+                    )
 
 
 def modules_of(ep: ExportedProgram) -> str:
