@@ -254,7 +254,7 @@ def realworld(session: nox.Session, part: str) -> None:
     }
     programs = {
         "operators": [["operators.py"]],
-        "checks": [["checks.py"]],
+        "checks": [["checks.py"], ["found.py"]],
         "steps": [["steps.py"]],
         "tests": [["own_tests.py", str(QUANTO_TESTS)]],
         "vllm": [["vllm_decoding.py"]],
