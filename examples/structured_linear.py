@@ -6,7 +6,6 @@ layer, in eager mode and compiled.
 """
 
 from dataclasses import dataclass
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -27,13 +26,13 @@ class Quantized:
 class LinearInputs:
     x: Tensor
     weight: Tensor
-    bias: Optional[Tensor] = None
+    bias: Tensor | None = None
 
 
 @dataclass
 class LinearOutputs:
     y: Tensor
-    saved: Optional[Quantized]
+    saved: Quantized | None
     has_bias: bool
 
 
@@ -41,7 +40,7 @@ class LinearOutputs:
 class LinearGradients:
     x: Tensor
     weight: Tensor
-    bias: Optional[Tensor]
+    bias: Tensor | None
 
 
 def quantized(x: Tensor) -> Quantized:
