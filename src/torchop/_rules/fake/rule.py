@@ -54,8 +54,7 @@ class FakeRule(CompiledRule[Fake]):
     # kernel that the operator's author wrote.
     is_installed = False
     registration: registries.FakeRegistration | None = None
-    # The outputs of the fake kernel, if they depend on the metadata of the arguments alone.
-    cache: FakeCache | None = None
+    cache: FakeCache | None = None  # None if the fake kernel must run in each call
     warned: tuple[str, ...] = ()
 
     def install(self) -> None:
@@ -109,8 +108,7 @@ class FakeRule(CompiledRule[Fake]):
     def register(
         self, function: Callable[..., Any], *, allow_override: bool = True, is_pure: bool = False
     ) -> None:
-        definition = self.definition
-        schema = definition.schema
+        definition, schema = self.definition, self.definition.schema
         cache = cache_for(definition, function, is_pure=is_pure)
         if not getattr(function, "is_declared", False):  # a declared fake kernel needs no wrapper
             function = definition.authored(function)
@@ -178,10 +176,10 @@ class FakeRule(CompiledRule[Fake]):
             with fake_tensors.stock_context(innermost), mode:
                 return self.fake_kernel(*args, **kwargs)
 
-        if self.cache is None:
+        if (cache := self.cache) is None:
             return run()
         self._warn_of_symbolic_arguments(mode)
-        return self.cache.outputs(mode, op, args, kwargs, run)
+        return cache.outputs(mode, op, args, kwargs, run)
 
     @compilers.never_traced
     def fake_kernel(self, /, *args: Any, **kwargs: Any) -> Any:
