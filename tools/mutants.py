@@ -377,7 +377,8 @@ MUTANTS = {
     ),
     "shared memory": Mutant(
         "call.cpp",
-        "may_write(tensor, route, keeps_history) &&\n          (!must_be_alone || has_no_alias(tensor, index, plan, values));",
+        "may_write(tensor, route, keeps_history) &&\n"
+        "          (!must_be_alone || has_no_alias(tensor, index, plan, values));",
         "may_write(tensor, route, keeps_history);",
     ),
     "anomaly": Mutant(
