@@ -19,7 +19,7 @@ import torchop
 from tests._support.common import outcome
 from torchop.testing import CheckReport, check
 from torchop.testing._check.calls import Call
-from torchop.testing._check.checks import process
+from torchop.testing._check.checks import leaking
 from torchop.testing._check.run import plan_checks, run_check
 from torchop.testing._check.table import CHECKS, alone
 from torchop.testing.process_state import process_state
@@ -240,8 +240,8 @@ def test_slowing_growth_is_not_a_leak(
     left: list[int], is_leak: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = itertools.cycle(itertools.accumulate([0, *left]))
-    monkeypatch.setattr(process, "open_files", lambda: next(counts))
-    found = outcome(lambda: process.leaks_nothing(Call(torch.ops.aten.neg.default, EXAMPLE)))
+    monkeypatch.setattr(leaking, "open_files", lambda: next(counts))
+    found = outcome(lambda: leaking.leaks_nothing(Call(torch.ops.aten.neg.default, EXAMPLE)))
     expected = AssertionError, f"memory grows with every 50 calls: {{'open files': {left[1:]}}}."
     assert found == (expected if is_leak else None)
 

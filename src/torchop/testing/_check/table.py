@@ -20,6 +20,7 @@ from torchop.testing._check.checks import (
     fakes,
     gradients,
     incoming_gradients,
+    leaking,
     process,
     providers,
     residuals,
@@ -190,7 +191,7 @@ CHECKS: tuple[CheckKind, ...] = (
         of_kernel=_always,
     ),
     *alone("contracts", process.repeated, process.state, of_kernel=_if_deterministic),
-    *alone("contracts", process.kept, process.leaks, process.process, of_kernel=_always),
+    *alone("contracts", process.kept, leaking.leaks, process.process, of_kernel=_always),
     *alone("contracts", process.environment, of_kernel=_if_deterministic),
     *_of(
         "contracts.num_threads",

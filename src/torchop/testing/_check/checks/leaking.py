@@ -1,0 +1,115 @@
+"""Check that calls leak neither memory nor other resources."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from torchop.testing import probes
+from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks.gradients import trainable_example
+from torchop.testing._check.subject import Subject
+from torchop.testing.process_state import allocated_bytes, device_bytes, open_files
+from torchop.testing.process_state import threads as count_threads
+
+
+def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None:
+    """Check that calls, or calls with backward, leak neither Python objects nor memory."""
+    given = call.example.copy()
+    function, inputs = probes.as_function(call.op, *given)
+
+    def once() -> None:
+        if gradients:
+            probes.gradients(function, inputs)
+            return
+        with torch.no_grad():
+            call.op(*given.args, **given.kwargs)
+
+    # Memory may also grow because a cache or a pool of memory is filled. So report a leak only if
+    # the same counter grows in several runs, most of them with more calls than all runs before.
+    leaking: set[str] = set()
+    for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
+        started = time.perf_counter()
+        growths = _growths(once, each)
+        leaking = leaking & growths.keys() if run else {*growths}
+        if not leaking:
+            return
+        # More calls could exceed the limits of files and threads, and would prove nothing more.
+        # If a run takes long, do not make a longer one.
+        is_over = time.perf_counter() - started > _SECONDS_OF_RUN
+        if run and (is_over or leaking & {"open files", "threads"}):
+            break
+    kept = {name: growth for name, growth in growths.items() if name in leaking}
+    raise AssertionError(f"memory grows with every {each} calls: {kept}.")
+
+
+_SECONDS_OF_RUN = 1.0
+
+
+def _growths(call: Callable[[], None], each: int) -> dict[str, list[int]]:
+    """Return the counters that indicate a leak, and how much they grow in every `each` calls.
+
+    A counter indicates a leak if it grows every time, by about the same amount.
+    """
+    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count()
+    gc.disable()
+    # The loop runs a full garbage collection before it reads the counters, because only a full
+    # collection clears CPython's free lists, which would otherwise look like a leak. Freeze all
+    # existing objects first, so that the collections skip these objects and are fast.
+    gc.freeze()
+    # Maps the name of each counter to a function that reads the counter, and to the smallest growth
+    # per call that is considered a leak.
+    counters: dict[str, tuple[Callable[[], int], int]] = {
+        "open files": (open_files, 1),
+        "threads": (count_threads, 1),
+        "Python objects": (sys.getallocatedblocks, 1),
+        "bytes of memory": (allocated_bytes, 32),
+        "bytes on the device": (device_bytes, 32),
+    }
+    counts: dict[str, list[int]] = {what: [] for what in counters}
+    try:
+        for _ in range(5):
+            for _ in range(each):
+                call()
+            gc.collect()
+            for what, (count, _) in counters.items():
+                counts[what].append(count())
+    finally:
+        if not had_frozen:  # do not unfreeze objects that the program froze
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+    growths: dict[str, list[int]] = {}
+    for what, (_, limit) in counters.items():
+        growth = [after - before for before, after in itertools.pairwise(counts[what])][1:]
+        # A leak grows by the same amount every time, whereas a cache, for example in the backward
+        # thread, grows less and less.
+        if min(growth) >= limit * each and growth[-1] >= 0.8 * growth[0]:
+            growths[what] = growth
+    return growths
+
+
+_LONGEST = 60  # the time limit in seconds for the repeated calls of `leaks`
+
+
+def leaks(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do 200 calls leak nothing?"""
+    if not allocated_bytes():
+        details["memory"] = "only objects: the C library does not report allocated memory"
+    for example in subject.accepted(most=1):
+        started = time.perf_counter()
+        subject.refusal(example)
+        seconds = 250 * (time.perf_counter() - started)
+        if seconds > _LONGEST:
+            raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
+        yield Case("200 calls", example, probe=leaks_nothing, shrink=False)
+        trainable = trainable_example(subject)
+        if trainable is not None:
+            label, options = "200 calls with backward", {"gradients": True}
+            yield Case(label, trainable, None, "gradient", leaks_nothing, options, shrink=False)
