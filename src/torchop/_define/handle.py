@@ -131,7 +131,7 @@ class CustomOp(Registrations, Generic[P, R]):
         return tensor_for_number(definition.name, schema, args, kwargs) if schema.numbers else None
 
     def _explain_refusal(
-        self, error: RuntimeError, keywords: Iterable[str] | None
+        self, error: RuntimeError, keywords: Iterable[str] | None = None
     ) -> RuntimeError | None:
         # `explain_refusal` in csrc/entry.cpp calls this method too.
         return argument_error(self._definition.name, error, keywords or ()) or missing_rule_error(
