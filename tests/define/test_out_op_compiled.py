@@ -350,3 +350,19 @@ def test_wrong_buffer_is_refused_when_compiled(
     with pytest.raises(Exception, match=r"Expected out tensor 'out' to have shape \[3\]"):
         compiled(torch.ones(3), out)
     assert out.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.needs_torch("2.13", "torch._library._out_variant")
+def test_pytorchs_lookup_of_out_variants_finds_no_form(namespace):
+    """If this fails, Inductor may call out= forms with its own arguments (row C16)."""
+    from torch._library._out_variant import to_out_variant
+
+    @torchop.custom_op(f"{namespace}::sin", mutates_args=())
+    def sin(x: Tensor) -> Tensor:
+        return x.sin()
+
+    sin.register_fake(torch.empty_like)
+    sin.derive_out()
+    assert to_out_variant(sin.overload) is None
+    out = torch.empty(2)
+    assert sin.out.overload(torch.zeros(2), out=out) is out
