@@ -77,7 +77,8 @@ def declared_layouts(function: Callable[..., object]) -> dict[str, Layout]:
     """Return the layouts in the annotations of a function's parameters, by parameter."""
     try:
         annotations = signatures.written_parameters(function)
-    except SchemaError:  # schema inference will raise the same error
+    # Later checks reject invalid annotations and objects that are no functions, with better errors.
+    except (SchemaError, TypeError, ValueError):
         return {}
     found: dict[str, Layout] = {}
     for name, annotation in annotations.items():
