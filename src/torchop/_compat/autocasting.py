@@ -17,7 +17,7 @@ State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
-_FIRST_NAMES = tuple(device_types())  # before a program renames a custom backend
+_FIRST_NAMES = tuple(device_types())  # read before a program can rename a custom backend
 
 
 def is_available(device_type: str) -> bool:
@@ -30,7 +30,7 @@ def is_enabled_for(device_type: str) -> bool:
 
 
 def state() -> State:
-    """Return the autocast state of this thread, without the autocast keys that it excludes."""
+    """Return this thread's autocast state. A device whose autocast key is excluded is disabled."""
     # Dynamo, which traces this function for compiled autograd, cannot call `device_types`.
     names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
@@ -49,7 +49,7 @@ _of_kernel = _OfKernel()
 def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
     """Disable autocast for a device. `key` is its dispatch key, such as "AutocastCPU"."""
     keys = dispatch.without_keys(key)
-    # Only handlers of modes use `_of_kernel`.
+    # Only the handlers of modes read `_of_kernel`.
     return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
 
 
@@ -94,7 +94,7 @@ def state_of_kernel() -> State:
 
 
 def in_state_of_kernel() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that restores the autocast state of the kernel in a handler."""
+    """Return a context manager that applies the kernel's autocast state in a mode's handler."""
     wanted = state_of_kernel()
     return restored(wanted) if wanted else contextlib.nullcontext()
 

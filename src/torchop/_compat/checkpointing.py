@@ -49,8 +49,8 @@ _SMALLEST_BUDGET = 1e-9
 def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
     """Make AOTAutograd's partitioner save or recompute the results of FX nodes.
 
-    `policy` is a `CheckpointPolicy`. The partitioner knows no preferences: it recomputes nodes that
-    are marked PREFER_RECOMPUTE, and ignores PREFER_SAVE.
+    `policy` is a `CheckpointPolicy`. The partitioner supports no preferences: it recomputes nodes
+    that are marked PREFER_RECOMPUTE, and ignores PREFER_SAVE.
     """
     if policy.name.endswith("SAVE"):
         policy = checkpoint.CheckpointPolicy.MUST_SAVE

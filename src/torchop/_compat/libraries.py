@@ -131,7 +131,7 @@ def on_close(library: torch.library.Library, hook: registries.RegistrationHook) 
 
 
 def after_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    """Let `run_waiting_hooks` run `hook` once, after `library` is destroyed or garbage-collected.
+    """Queue `hook` for `run_waiting_hooks` when `library` is destroyed or garbage-collected.
 
     The hook may call user code.
     """

@@ -43,11 +43,11 @@ def compile_aoti_package(
 
 @contextlib.contextmanager
 def _default_dtypes() -> Iterator[None]:
-    """Write dtypes into a package that a call omits because they are the default.
+    """Write omitted dtype arguments into an AOTInductor package as dtypes, not as ints.
 
-    `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) takes the default from the schema,
-    which has an int for a dtype. The package then contains an int, and the loader
-    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp) rejects it.
+    `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) takes the default of an omitted
+    argument from the schema, which stores a dtype as an int. The package loader
+    (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp) rejects an int for a dtype.
     """
     from torch._inductor.ir import ExternKernel  # imports Inductor
 

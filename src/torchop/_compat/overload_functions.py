@@ -33,7 +33,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 class ObservedFunction:
     """Call `observe()` before PyTorch's function of an overload or packet.
 
-    If `observe` returns False, this object first puts PyTorch's function back.
+    If `observe` returns False, restore PyTorch's function before the call.
     """
 
     def __init__(self, op: OpOverload | OpOverloadPacket, observe: Callable[[], bool]) -> None:
@@ -64,8 +64,8 @@ class ObservedFunction:
 def observe_calls(overload: OpOverload, observe: Callable[[], bool]) -> None:
     """Call `observe()` before each call to an overload or its packet, until it returns False.
 
-    This is for operators of other packages while the extension is not loaded. For other functions
-    than PyTorch's own, such as a user's hook, it does nothing.
+    Use this for operators of other packages while the extension is not loaded. If other code has
+    replaced PyTorch's function, for example with a hook, do nothing.
     """
     for op in (overload, overload._overloadpacket):
         if is_cpp_function(op._op):

@@ -215,7 +215,8 @@ class _Effect(NamedTuple):
     effect: EffectType | None
 
 
-# The effects of each operator in the order of their registration, after the effect from before.
+# Each operator's effects in the order of their registration. The first item is the effect from
+# before the first registration.
 _effects: dict[str, list[_Effect]] = {}
 
 

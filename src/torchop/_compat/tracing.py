@@ -60,9 +60,8 @@ def records_graph() -> bool:
 def without_attributes(value: Any) -> Any:
     """Replace opaque objects with the stand-in that PyTorch uses for opaque inputs of a graph.
 
-    Reading an attribute of the
-    stand-in raises. If it is passed to an operator, the trace records the original object.
-    `value` may be a tuple, list or dict that contains opaque objects.
+    Reading an attribute of the stand-in raises. If the stand-in is passed to an operator, the trace
+    records the original object. `value` may be a tuple, list or dict that contains opaque objects.
     """
     if type(value) in (tuple, list):
         return type(value)(map(without_attributes, value))

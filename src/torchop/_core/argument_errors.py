@@ -68,7 +68,8 @@ def argument_error(
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
-        # The dispatcher reports a missing argument first, although its name may be misspelled.
+        # The dispatcher reports a missing argument before an unknown keyword, so for a misspelled
+        # keyword, its message does not contain the misspelled name.
         known = _PARAMETER.findall(counted["schema"])
         for keyword in keywords:
             if keyword not in known:

@@ -64,8 +64,8 @@ def without_inference(result: Any) -> Any:
     """Replace inference tensors in a result by normal tensors that share their memory.
 
     A kernel that runs under `torch.inference_mode()` returns inference tensors. Autograd ignores
-    them without an error, so the gradients of all tensors would be lost that the caller combines
-    with the result.
+    these tensors without an error, so every tensor that the caller combines with the result would
+    lose its gradient.
     """
     if isinstance(result, list):
         return list(map(without_inference, result))
@@ -75,8 +75,8 @@ def without_inference(result: Any) -> Any:
         is_inference = result.is_inference()
     if not is_inference:
         return result
-    # A mode for torch functions, such as the one that finds dependencies in derived formulas, sees
-    # that a copy depends on `result`, but not that `set_` does.
+    # A TorchFunctionMode may track dependencies, as for derived formulas. It finds that a copy
+    # depends on `result`, but cannot find this for `set_`.
     is_followed = dispatch.has_function_mode()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()

@@ -120,7 +120,7 @@ installers: tuple[Installer, ...] = ()
 
 
 class Follower(Protocol):
-    """Observes a call plan: `attach` runs before it is compiled, `outdate` when it is invalidated.
+    """An observer of call plans, called before a plan is compiled and when it is invalidated.
 
     `attach` runs without `registration_lock`, and `outdate` with it.
     """
@@ -348,7 +348,7 @@ class Definition:
         return remove
 
     def registering(self, *rules: str) -> registered.Registering:
-        """Return a `with` block for the registration of rules (see `registered.Registering`)."""
+        """Return a context manager that records where rules are registered."""
         return registered.Registering(self, rules, self.library)
 
     def check_defined(self) -> None:

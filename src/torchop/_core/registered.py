@@ -1,4 +1,4 @@
-"""Where rules were registered, in order to warn if two packages register the same rule."""
+"""Record where rules are registered, to warn if two packages register the same rule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchop._errors import Place, RedefinitionWarning, users_place, warn
 
 
 class Registered(NamedTuple):
-    """A row of the table: a rule's place in the source code, and the library that owns the rule."""
+    """The source location of a registration, and the library that owns the rule."""
 
     place: Place
     library: weakref.ref[torch.library.Library]
@@ -23,12 +23,12 @@ class Registered(NamedTuple):
         return library is not None and library.m is not None
 
 
-# By the operator's name, and a description of the rule that is unique for the operator
+# The keys are an operator's name and a description of the rule, unique within the operator.
 _rows: dict[tuple[str, str], Registered] = {}
 
 
 class Registering:
-    """A `with` block that registers rules, and records their place.
+    """Record the source location of the rules that a `with` block registers.
 
     Creating it warns if another package has registered the same rule, because the later of two
     imports would silently decide which one applies. The caller must not hold the registration lock.
@@ -58,7 +58,7 @@ class Registering:
             )
 
     def __enter__(self) -> None:
-        """Do nothing."""
+        """Enter the block. The constructor has already checked for duplicates."""
 
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
         if error is None:

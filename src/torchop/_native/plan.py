@@ -192,7 +192,7 @@ class OwnCalls(NativeCalls):
         self._check(args, kwargs, [])
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Like `check_call`, but accept a tensor that another overload of the packet takes."""
+        """Check a call as `check_call`, but accept a tensor that another overload takes."""
         names = operators.overload_names(self.name.packet)
         others = [self.name._replace(overload=name) for name in names if name != self.name.overload]
         self._check(args, kwargs, [find_schema(name) for name in others])

@@ -90,7 +90,7 @@ def count_call() -> None:
 
 
 def _after_fork() -> None:
-    """Count again in a forked child, which lacks the thread that compiles the extension."""
+    """Restart the count in a forked child, because only the parent has the compiling thread."""
     global _calls
     if api.extension.status().state == "idle" and _first_use.is_over:
         _calls = itertools.count(1)

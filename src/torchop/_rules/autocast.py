@@ -132,8 +132,8 @@ def _has_device_type(device_type: str, key: str) -> Callable[[Tensor], bool]:
     """Return a function that returns whether a tensor is on a device of this type."""
     if device_type in ("cpu", "cuda"):
         return operator.attrgetter(f"is_{device_type}")  # five times as fast as `device.type`
-    # The user may have named a custom backend "privateuseone", or by its registered name. Both
-    # names have the same autocast key, so compare the keys.
+    # A custom backend has two names, "privateuseone" and its registered name. Both have the same
+    # autocast key, so compare the keys.
     return lambda tensor: _autocast_key(tensor.device.type) == key
 
 

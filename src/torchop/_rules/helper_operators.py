@@ -48,8 +48,8 @@ def define_helper_operator(
     It has the same tags, except for the tags of in-place and out= forms. If another library has
     already defined an operator of this name, raise `error`. The helper operator inherits public
     rules (`torchop.Rule`) from `origin`. `convention` converts functions that users register for
-    the helper operator to functions that take and return the values of the schema. Compilers that
-    are `inlined` trace `function` instead of the helper operator.
+    the helper operator to functions that take and return the values of the schema. The compilers
+    in `inlined` trace `function` instead of the helper operator.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):

@@ -92,8 +92,8 @@ def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
 class _Latest(threading.local):
     """The structure of the results of this thread's latest call to `torchop::in_autocast`.
 
-    It contains the length of each list, and None for each tensor. While `trace` traces a call, the
-    fake kernel sets it.
+    The structure contains the length of each list, and None for each tensor. The fake kernel sets
+    the structure while `trace` traces a call.
     """
 
     lengths: Sequence[int | None] = ()
@@ -142,7 +142,7 @@ class _Encoder:
         return _Call(repr(parts), self.written, self.tensors, self.sizes, self.number)
 
     def _value(self, name: str, value: Any) -> Any:
-        """Return a literal of Python. A tuple `(kind, value)` stands for any other value."""
+        """Encode a value as a Python literal. A tuple `(kind, value)` encodes all other values."""
         if value is None or isinstance(value, (bool, int, str)):
             return value
         if isinstance(value, Tensor):
@@ -219,7 +219,7 @@ def _run(call: _Call) -> list[Tensor]:
 
 
 def _in_dtypes_of_fakes(call: _Call, results: list[Tensor]) -> list[Tensor]:
-    """Return the results, and raise if one has another dtype than the fake kernel returned.
+    """Return the results. Raise if the fake kernel returned other dtypes.
 
     Otherwise Inductor would read memory of the wrong dtype. But cast the results of a backward
     kernel, because in eager mode, autograd casts gradients to the dtype of the input.

@@ -1,8 +1,8 @@
 """The inlining rule: compilers replace a call with the operators in the operator's function.
 
-The call is replaced when AOTAutograd traces the graph for the backend, below autograd, or above
-autograd if the formula is derived. The graphs of Dynamo and `torch.export` are created earlier, so
-they still contain the call.
+AOTAutograd replaces the call when it traces the graph for the backend. This happens below autograd,
+or above autograd if the formula is derived. The graphs of Dynamo and `torch.export` are created
+earlier, so they still contain the call.
 """
 
 from __future__ import annotations

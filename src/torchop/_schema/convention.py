@@ -38,7 +38,7 @@ class Convention:
         return function
 
     def of_tensors(self, values: Mapping[str, Any], /) -> dict[str, Any]:
-        """Convert values by parameter to values by tensor argument of the schema."""
+        """Convert a dict from parameters to values to a dict from the schema's tensor arguments."""
         return dict(values)
 
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:

@@ -49,7 +49,7 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns true if autocast is disabled, and nobody changed the default dtype and device.
+// Returns true if autocast is disabled, and the default dtype and device are unchanged.
 bool settings_are_plain() {
   return !autocast_is_enabled() && c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;

@@ -241,7 +241,8 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
       !call_observer(entry, args, nargsf, keywords))
     return nullptr;
-  // For operators of the low level and of other packages, calls mean the same as without torchop.
+  // Calls to operators of the low level and of other packages must behave as without torchop, so do
+  // not reject tensors for numbers.
   if ((*plan).is_foreign)
     recompile_for_unknown_kernel(entry, reason);
   else if (

@@ -64,8 +64,8 @@ inline bool share_memory(PyObject* one, PyObject* other) {
   return first == second || (first != nullptr && second != nullptr && overlap(first, second));
 }
 
-// Returns whether a result is a plain tensor that autograd can record. An inference tensor made by
-// a kernel outside of the caller's inference mode is not, so Python code must replace it.
+// Returns whether a result is a plain tensor that autograd can record. If the caller is not in
+// inference mode, returns false for an inference tensor, because Python code must replace it.
 C10_ALWAYS_INLINE bool is_plain_result(PyObject* value) {
   return is_plain_tensor(value) &&
       (C10_LIKELY(!impl_of(value)->is_inference()) || c10::InferenceMode::is_enabled());
@@ -129,8 +129,7 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 namespace detail {
 
 // Implements `is_valid_result` for schemas that return lists or ints. Accepts a list only if
-// nothing else references it, because the caller must receive a list of its own, as from the
-// dispatcher.
+// nothing else references it, because each call through the dispatcher returns a new list.
 __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
     PyObject* result, const Returns& returns, const Values& values) {
   const bool is_tuple = returns.count > 1;

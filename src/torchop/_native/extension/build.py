@@ -44,7 +44,7 @@ _lock_files: set[IO[str]] = set()
 
 def _close_lock_files() -> None:
     while _lock_files:
-        _lock_files.pop().close()  # without unlocking, because the lock is this process's parent's
+        _lock_files.pop().close()  # do not unlock, because the parent process holds the lock
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows

@@ -51,7 +51,7 @@ class Place(NamedTuple):
         return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
 
     def remedy(self) -> str | None:
-        """Return how to fix a place that the user has filled or selected, or None for others."""
+        """Return the fix for a selected folder or a wheel, or None for other places."""
         if self.name == CHOSEN:
             return f"`python -m torchop build --out {self.folder}` compiles it"
         if self.name == WHEEL:
@@ -75,7 +75,8 @@ def places(recipe: Recipe) -> list[Place]:
 def _wheel_elsewhere() -> list[Place]:
     """Return the wheel's package if it is installed in another folder of `sys.path`.
 
-    torchop does not load it. But if it were not reported, its user would not find out why.
+    torchop does not load this package, but must report it. Otherwise the user could not find out
+    why the wheel is ignored.
     """
     try:
         spec = importlib.util.find_spec(WHEEL_PACKAGE)  # does not import a top-level package

@@ -131,7 +131,7 @@ class TableCalls(NativeCalls):
 
 
 def _nothing() -> None:
-    """Do nothing. The default value of functions that undo something."""
+    """Do nothing. This is the default for functions that undo a registration."""
 
 
 def has_own_kernels(native: Any, name: OpName) -> bool:

@@ -68,7 +68,7 @@ def find_kernels(
         else:
             plain.append(kernel)
     # If libraries have replaced the kernels of `torch.library.custom_op` for all devices of this
-    # process, serve the replacements instead.
+    # process, native calls run the replacements instead.
     if stock and (is_stock_used or not plain):
         # Leave out kernels that were not created by `torch.library.custom_op`, because they need a
         # different check of results, and a call plan can have only one.

@@ -85,7 +85,7 @@ class Computed(NamedTuple):
         ]
         recorded = [t for t in anchors if t is not None and t.requires_grad]
         error = _through_computed(op)
-        if len(recorded) < len(anchors):  # an input that is neither saved nor a leaf
+        if len(recorded) < len(anchors):  # an input is neither saved nor a leaf
             raise error
         return constant(tensor, error, *recorded)
 

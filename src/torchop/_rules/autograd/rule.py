@@ -159,7 +159,7 @@ class AutogradRule(CompiledRule[Formula]):
     def _warn_of_lost_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn once if the call writes values that require grad into a tensor that does not.
 
-        This is no error, because many operators only collect statistics in the tensor.
+        This is not an error, because many operators only collect statistics in the tensor.
         """
         definition, form = self.definition, self.definition.schema.form
         if self.has_warned_of_lost_gradients or form is not Form.PLAIN:

@@ -20,8 +20,8 @@ from torchop._core.definition import Definition
 from torchop._schema.forms import Form
 from torchop._schema.signatures import closure_of, names_in
 
-# Returns a digest of functions, and of the code and constants that they use. `torchop` sets it,
-# because the code for digests is a tool.
+# Returns a digest of functions, and of the code and constants that they use.
+# torchop/__init__.py sets this variable, because `_rules` must not import `_inspect`.
 digest_of: Callable[[Any], object] = NotImplemented
 
 
@@ -54,7 +54,7 @@ class FakeCache:
         def run_and_update() -> Any:
             output = run()
             # The fake kernel may change a variable that the digest covers, such as a list of its
-            # calls. That is no change of the code.
+            # calls. The code has not changed in this case.
             self._version = self._current_version()
             return output
 
@@ -90,7 +90,7 @@ def cache_for(
         or any("__torch__" in a.kind or "Generator" in a.kind for a in schema.arguments)
     ):
         return None
-    # A declared fake kernel without a function for the shape takes less time than a look-up.
+    # A declared fake kernel without a function for the shape takes less time than a cache lookup.
     functions = getattr(function, "shapes", (function,) if is_pure else ())
     return FakeCache(functions, is_pure=is_pure) if functions else None
 
@@ -115,7 +115,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _depends_on_arguments(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function uses no modules and objects that may read anything else."""
+    """Return whether a function uses no module or object that may read other state."""
     if function in seen:
         return True
     used = _variables(function)

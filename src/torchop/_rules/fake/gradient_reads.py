@@ -18,7 +18,7 @@ from torchop._core.call import named_outputs, replace_all, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import FakeKernelError
 
-# The attributes that tell whether autograd records a tensor, and their values if it does not.
+# The attributes that depend on whether autograd records a tensor, with their values if it does not.
 _ATTRIBUTES = {"requires_grad": False, "grad_fn": None, "is_leaf": True}
 _GETTERS: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in _ATTRIBUTES}
 
@@ -56,7 +56,7 @@ def call_watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Find out whether code reads an attribute of `inputs` that autograd has changed."""
+    """Detect reads of an attribute of `inputs` that would differ if autograd did not record it."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()

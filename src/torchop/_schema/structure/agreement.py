@@ -52,7 +52,7 @@ class Decisions:
                 raise self._error(place, made, found)
 
     def _decided(self, results: tuple[Any, ...]) -> list[tuple[str, Any]]:
-        # The layout comes first, because it says which structures are None.
+        # Compare the layout first, because it determines which structures are None.
         decided = self._layout_of(results[-1]) if len(results) > len(self._places) else []
         return [*decided, *zip(self._places, map(_decision, results), strict=False)]
 

@@ -16,8 +16,8 @@ from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
 from torchop._schema.tree import FunctionTree
 
-# The attribute of `ctx` for the values that are needed to arrange gradients like the tensors of the
-# call, such as the keys of dicts.
+# The attribute of `ctx` that stores values of the call that are not tensors, such as dict keys.
+# The backward needs them to give gradients the structure of the arguments and results.
 _STATICS = "_torchop_statics"
 
 
@@ -190,7 +190,7 @@ class StructuredConvention(Convention):
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """A `setup_context` for formulas that use only the gradients."""
+    """Save nothing. This is the `setup_context` of formulas that use only the gradients."""
 
 
 class StructuredCall:

@@ -55,7 +55,7 @@ class Described(str):
 class Static(Node):
     """A part of a result that the fake kernel determines, such as a string.
 
-    It is no result in the schema. The layout of the result contains its value.
+    The schema has no result for this part. The layout of the result contains its value.
 
     Attributes:
         check: checks a value and returns it in a hashable form.

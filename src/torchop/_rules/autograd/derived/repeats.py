@@ -1,8 +1,8 @@
-"""Detect bodies that compute something else when they run again.
+"""Detect bodies that return other values when they run again.
 
 The derived formula runs the body of an operator again in the backward. It restores PyTorch's random
 number generators, but a body may also read the generators of NumPy or Python, a counter or the
-time. Its gradient would then belong to other results than those of the forward.
+time. The gradient would then not match the results of the forward.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchop._errors import GradientError
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
-# How often the body was compared, by operator and by the arguments that are not tensors. A body may
-# draw random numbers for some of these arguments only, such as `training=True`.
+# The number of comparisons, by operator and by the arguments that are not tensors. A body may draw
+# random numbers only for some values of these arguments, such as `training=True`.
 _comparisons: weakref.WeakKeyDictionary[Definition, dict[str, int]] = weakref.WeakKeyDictionary()
 # Two runs may agree by chance, for example if a random mask has one element.
 _ENOUGH = 3
