@@ -11,7 +11,7 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the first and the last address of a tensor's storage plus one.
+    """Return the addresses of the first byte of a tensor's storage and of the byte after its end.
 
     Return None for tensors without memory of their own, such as subclasses and empty, sparse or
     meta tensors. Also return None for copy-on-write tensors, because PyTorch copies their memory

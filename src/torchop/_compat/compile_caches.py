@@ -70,9 +70,10 @@ def _float_values() -> list[str]:
     compiled graph contains the value of the float, and Dynamo guards on the value. But the key of
     the cache depends on Dynamo's graph, which contains a symbol (`autograd_cache_key` in
     torch/_functorch/_aot_autograd/autograd_cache.py). So for another value, Dynamo compiles the
-    function again and the cache returns the old graph. `tensorify_python_scalars`
-    (torch/fx/passes/_tensorify_python_scalars.py) prevents this by making Dynamo trace a constant,
-    unless the program also multiplies a tensor by the float.
+    function again, but the cache returns the graph of the previous value.
+
+    `tensorify_python_scalars` (torch/fx/passes/_tensorify_python_scalars.py) prevents this by
+    making Dynamo trace a constant, unless the program also multiplies a tensor by the float.
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # imports sympy
 

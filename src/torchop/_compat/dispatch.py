@@ -294,8 +294,9 @@ def with_transforms() -> Any:
     """
     included_again = _FUNC | _EXPORT
     if torch._C._meta_in_tls_dispatch_include():
-        # FakeTensorMode called the kernel. A compiler's trace includes Functionalize and excludes
-        # it around the kernel, so without this a new tensor of the kernel would be functional.
+        # FakeTensorMode called the kernel. A compiler's trace includes Functionalize, and excludes
+        # it around the kernel. If it were included again, the kernel would create functional
+        # tensors.
         included_again -= _FUNCTIONALIZE
     return _including(included_again)
 

@@ -44,7 +44,7 @@ def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Return whether a size depends on data, so that only the program's run determines it."""
+    """Return whether a size depends on data, so that it is known only when the program runs."""
     if not isinstance(size, torch.SymInt):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy

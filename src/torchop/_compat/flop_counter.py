@@ -40,7 +40,8 @@ def remove_count(op: OpOverload) -> None:
 def on_uncounted_call(report: Callable[[str], None]) -> None:
     """Call `report` with the name of each operator that FlopCounterMode calls without a formula.
 
-    FlopCounterMode knows only the packet, so it reports all overloads, and only once.
+    `report` is called once for each overload of the packet, because FlopCounterMode records only
+    the packet of a call.
     `FlopCounterMode._count_flops` (torch/utils/flop_counter.py) adds nothing for such an operator
     and offers no hook, so this function wraps it.
     """

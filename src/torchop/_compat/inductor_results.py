@@ -1,4 +1,4 @@
-"""Make programs that Inductor compiled check the dtypes and devices of operators' results.
+"""Add checks of the dtypes and devices of operator results to programs of Inductor.
 
 Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. If a kernel
 returns another dtype than the fake kernel did, the program would read the memory as the dtype of
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torchop._compat import import_hooks
 
 _IR = "torch._inductor.ir"
-# Namespaces of PyTorch. The results of these operators are checked by PyTorch's tests.
+# Namespaces of PyTorch. PyTorch's own tests check the results of these operators.
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "quantized", "mkldnn"})
 
 

@@ -141,7 +141,7 @@ def register_default_torch_dispatch(
 ) -> RegistrationHook:
     """Register a default rule for a mode, unless the operator has a rule for this mode.
 
-    Returns a function that removes only the rule that this call has registered.
+    Return a function that removes only the rule that this call has registered.
     """
     rule = DefaultRule(function)
     if torch_dispatch_rule(qualname, cls) is None:

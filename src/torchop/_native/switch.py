@@ -65,7 +65,7 @@ def start() -> None:
 
 
 def obtain() -> None:
-    """Load the extension if it is compiled. If it is not, start to count calls.
+    """Load the compiled extension, or start to count calls if there is none.
 
     Calling this again has no effect. It does nothing under `torch.jit.trace`, which runs a function
     twice and compares the Python frames of operator calls. If calls became native between the two

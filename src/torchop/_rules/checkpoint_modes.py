@@ -126,8 +126,8 @@ def marked(op: Any, args: Any, kwargs: Any, proxy_mode: Any = None) -> Iterator[
 def marked_as_one_call(op: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """Mark the FX nodes of an operator's function, which is traced above autograd in this block.
 
-    Checkpointing modes only see the operators in the function. The marks are the ones that a single
-    call to `op` would have.
+    Checkpointing modes only see the operators in the function. All nodes receive the mark that a
+    single call to `op` would receive.
     """
     region = checkpointing.policy_of_region(op, args, kwargs)
     if region is None:

@@ -6,7 +6,7 @@ part of the graph. But the kernel of a custom operator may also call PyTorch's o
 eager mode, autocast casts their inputs. So while autocast is enabled, `trace` records a call to
 `torchop::in_autocast`, which calls the operator with autocast enabled.
 
-Operators with an autocast rule need no such call, because their kernels run with autocast disabled.
+Operators with an autocast rule are called directly, because their kernels run without autocast.
 
 There is one operator `torchop::in_autocast` for all operators, and it is defined at import. If each
 operator had a helper operator for this purpose, registering would take longer, and a helper
@@ -260,7 +260,7 @@ _dtypes_of_fakes: dict[tuple[Any, ...], list[torch.dtype]] = {}
 
 @compilers.never_traced
 def _functional(*args: Any) -> list[Tensor]:
-    """Call an operator that writes into copies, and return its results and the copies."""
+    """Call an operator on copies of the mutated tensors. Return its results and the copies."""
     call = _Call(*args)
     call = call._replace(written=list(map(copy_with_strides, call.written)))
     return [*_in_dtypes_of_fakes(call, _run(call)), *call.written]

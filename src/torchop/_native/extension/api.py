@@ -94,9 +94,8 @@ class Extension:
         self._is_requested = False
         # True if nothing compiled was found, and `obtain(build=True)` may compile it.
         self.is_deferred = False
-        self._has_reported_unfit = (
-            False  # files that do not fit are found again when compiling starts
-        )
+        # Prevents a second warning, because compiling starts with another search of the folders.
+        self._has_reported_unfit = False
         self._is_settled = threading.Event()  # set when loading has succeeded or failed
         # The number of running calls to `wait`. If loading fails during such a call, the call
         # raises an error, so no warning is needed.

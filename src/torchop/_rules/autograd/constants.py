@@ -62,7 +62,7 @@ class Computed(NamedTuple):
     operands: Mapping[int, int] = {}
 
     def guarded(self, op: object, ctx: Any, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace the saved tensors that `setup_context` computed, in a double backward."""
+        """In a double backward, guard the saved tensors that `setup_context` computed."""
         if len(tensors) != self.size or not self.saved:
             return tensors
         return tuple(

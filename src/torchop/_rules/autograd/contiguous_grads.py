@@ -1,4 +1,7 @@
-"""The layouts of gradients: annotations of formulas, and the option `contiguous_grads`."""
+"""Copy gradients into the layouts that a formula declares.
+
+A formula declares them by annotations, or for all gradients by the option `contiguous_grads`.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def install_low_level(qualname: str, *, is_mutable: bool) -> Callable[[], object
     arguments, the rule copies misread views and hidden aliases. Operators of `custom_op` have a
     rule that does more (see `trace`).
 
-    Returns a function that removes the rule if this call has installed it.
+    Return a function that removes the rule if this call has installed it.
     """
     rule = _functionalize_low_level if is_mutable else functionalize_unless_dropped
     return registries.register_default_torch_dispatch(qualname, FunctionalTensorMode, rule)

@@ -2,7 +2,7 @@
 
 Compiled code contains the decisions of the fake kernel as constants: which results are None, the
 lengths of lists, and all values that are not tensors. Nothing in the graph compares them with the
-results of the kernel, so the kernel does.
+results of the kernel, so the wrapper of the kernel does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchop._compat import fake_tensors
 from torchop._errors import ResultError, short_text
 from torchop._schema.structure.result_nodes import Described
 
-_MOST = 256  # traces rarely call one operator with more different arguments
+_MOST = 256  # bounds memory; few programs trace an operator with more distinct arguments
 
 
 class Decisions:

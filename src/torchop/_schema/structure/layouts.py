@@ -38,7 +38,7 @@ class Layouts:
     def number_of(self, values: tuple[Any, ...], exact: tuple[str, ...] = ()) -> int:
         """Return the number of a layout.
 
-        `exact` contains the texts of the values that equal a value of another type, such as 1.0.
+        `exact` contains the texts of values that equal a value of another type, as 1.0 equals 1.
         """
         try:
             return self._numbers[values, exact]

@@ -272,7 +272,7 @@ class Pair(Node):
     """A value that becomes two parts. For example, a dict becomes lists of keys and values.
 
     If one part is a list of tensors, the pair is a dict or a list of optional tensors, and the
-    tensors are the second part. The first part is needed to arrange gradients like the tensors.
+    tensors are the second part. The first part then determines the structure of the gradients.
     """
 
     def __init__(

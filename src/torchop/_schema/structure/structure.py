@@ -88,7 +88,7 @@ class Structure:
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
-        """Return the values of a call that are needed to arrange gradients, by name.
+        """Return the values of a call that determine the structure of the gradients, by name.
 
         These are the keys of dicts, and the static parts of the result. `flat` is the result of the
         flat operator.
@@ -265,7 +265,7 @@ class Structure:
         return flat  # type: ignore[no-any-return]
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fake kernel like a kernel, and record the structure that it returns."""
+        """Wrap a fake kernel as `kernel` does, and record the structure of its results."""
         flat = self._binder("fake kernel")(function)
         decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
         decisions.made.clear()  # another fake kernel made these decisions
