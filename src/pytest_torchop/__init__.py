@@ -1,4 +1,4 @@
-"""The pytest plugin of torchop. It generates one test for each operator and check.
+"""The pytest plugin of torchop. It generates tests, or checks operators with the calls of tests.
 
 pytest imports all installed plugins, even in projects that do not use them, and importing torchop
 takes seconds. So the plugin is a separate package, which imports `torchop.testing.pytest_plugin`

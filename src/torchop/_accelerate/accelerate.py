@@ -195,7 +195,8 @@ def accelerate(*patterns: str) -> Acceleration:
                 _stop_watching = foreign_operators.watch_definitions(_defined)
         switch.request(_adopt_all)
         if switch.native_module() is None:
-            _adopt_all()  # counts calls until it is called again, once the extension is loaded
+            # Count calls until the extension is loaded. `switch` then calls the function again.
+            _adopt_all()
         for problem in why_nothing_to_accelerate(patterns):
             warn(problem, NothingToAccelerateWarning)
     except BaseException:  # for example a warning that a filter turned into an error

@@ -24,11 +24,11 @@ from torchop.testing._check.table import CHECKS
 from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
 from torchop.testing._worker import CheckWorker, WorkerError
 
-# The time limit in seconds of one check. It is much longer than the budget of an operator, because
-# a check that takes longer fails.
+# The time limit of one check in seconds. It is much longer than the budget of an operator, because
+# a check that exceeds this limit fails, whereas a check after the budget is skipped.
 _LONGEST = 60.0
 _MOST_ELAPSED = 4
-# These checks find most faults, so they run first in case the budget ends.
+# These checks find most faults. They run first, because the budget may end before all checks.
 _FIRST = (
     "contracts.schema",
     "memory.given",
@@ -67,7 +67,7 @@ class Family(NamedTuple):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether no check of the family gave an answer."""
+        """Whether no check of the family passed or failed."""
         return not self.report.count("passed") and not self.failures
 
     @property
@@ -198,7 +198,7 @@ def _results(
     op: str, calls: Sequence[StoredCall], only: Sequence[str], budget: float
 ) -> Iterator[Result]:
     examples = examples_of(calls)
-    # Larger examples may crash the kernel. Then, use only the calls of the suite.
+    # If a larger example crashes the kernel, use only the calls of the test suite.
     for may_grow in (True, False):
         plan = functools.partial(_plan, op, examples, tuple(only), may_grow)
         worker = CheckWorker(plan)
@@ -209,7 +209,7 @@ def _results(
             problem = str(error)
             continue
         try:
-            # On a busy machine, allow for more time than the checks use the processor.
+            # Allow for more elapsed time than processor time, in case the machine is busy.
             end = time.perf_counter() + _MOST_ELAPSED * budget
             for name in sorted(names, key=_turn):
                 if worker.seconds > budget or time.perf_counter() > end:
@@ -271,7 +271,7 @@ def _float_dtypes(example: Example) -> set[torch.dtype]:
 
 
 def _with_grown(op: str, examples: Sequence[Any]) -> list[Any]:
-    """Insert an example with two dimensions, if there is none that the operator accepts."""
+    """Insert an example with two dimensions if the operator accepts no such example yet."""
     subject = plan_checks(op, examples)[0].subject
     accepted = [e for e in subject.originals if subject.refusal(e) is None]
     if any(has_rows(tuple(example)) for example in accepted):

@@ -18,7 +18,7 @@ from torchop.testing._suite_calls import SuiteCalls
 
 
 class Suite:
-    """Records the calls of all tests. Then checks the operators, and reports results as tests.
+    """Record the calls of all tests. Then check the operators, and report the results as tests.
 
     With pytest-xdist, each worker process saves its calls in a folder. The last worker to finish
     checks the operators, because only workers import the tests, and sends the results to the
@@ -68,7 +68,7 @@ class Suite:
         saved = list(call_file.parent.glob("*.calls"))
         if len(saved) < given["workercount"]:
             return
-        try:  # two workers may see that all have saved their calls
+        try:  # two workers may find the calls of all workers at the same time
             call_file.with_name("claimed").touch(exist_ok=False)
         except FileExistsError:
             return
@@ -160,7 +160,7 @@ def _failure(name: str, problem: str) -> dict[str, Any]:
 
 
 class Recording:
-    """Records all calls in a worker of pytest-xdist, for `python -m torchop record -m pytest -n`.
+    """Record all calls in a worker of pytest-xdist, for `python -m torchop record -m pytest -n`.
 
     The command sets TORCHOP_RECORD_FOLDER and TORCHOP_RECORD_PATTERNS, and reads the files.
     """

@@ -1,4 +1,4 @@
-"""Record the calls that a test suite makes, with the values of the arguments, as examples."""
+"""Record the calls of a test suite with the values of the arguments, and choose examples."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchop.testing import probes
 _MOST_BYTES = 2**20
 # The number of distinct calls that are stored for each operator, and that are used as examples.
 _MOST_CALLS, _MOST_EXAMPLES = 64, 6
-# Examples with more elements than this make all checks slow.
+# The largest number of elements in an example. Larger examples make all checks slow.
 _MANY_ELEMENTS = 4096
 
 
 @dataclass(frozen=True)  # not a NamedTuple, because `mapped` would treat it as a list
 class SeededTensor:
-    """Stands for a large tensor. `make` returns random values in the range of the tensor."""
+    """The metadata of a large tensor. `make` returns random values in the range of the tensor."""
 
     record: TensorRecord
     low: float
@@ -58,7 +58,7 @@ class StoredCall(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """A description of the dtypes, the numbers of dimensions and the other arguments."""
+        """The dtypes and numbers of dimensions of the tensors, and the other arguments, as text."""
 
         def described(part: Any) -> Any:
             is_tensor = isinstance(part, TensorRecord)
@@ -76,7 +76,7 @@ def _made(value: Any) -> Any:
 
 
 class SuiteCalls:
-    """Records the calls of operators that match patterns, between `start` and `stop`.
+    """Record the calls to operators that match patterns, between `start` and `stop`.
 
     A call is stored only if it succeeds, because tests also make calls that must raise.
     """
@@ -189,7 +189,8 @@ def _with_union_of_gradients(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Make an argument require grad in all examples if it requires grad in any call.
 
-    Otherwise, an example from a test of one gradient would exclude the others from all checks.
+    Otherwise, an example from a test of one gradient would exclude the other gradients from all
+    checks.
     """
 
     def places(call: Any) -> Iterator[tuple[str, Any]]:
@@ -214,7 +215,7 @@ def _with_union_of_gradients(
 def has_rows(example: Any) -> bool:
     """Return whether a tensor has two dimensions of more than one element.
 
-    Otherwise, tensors cannot be transposed, and many checks of layouts find nothing.
+    Other tensors have the same layout after transposing, so many checks of layouts find nothing.
     """
     return any(sum(size > 1 for size in t.shape) > 1 for t in probes.tensors_of(example))
 

@@ -1,4 +1,4 @@
-"""Run checks in a forked process, so that a kernel that crashes or hangs ends only this process.
+"""Run checks in a forked process, because a kernel may crash or hang.
 
 A fork has the operators that the program has defined, and starts in milliseconds. It runs the
 checks in a new thread, because OpenMP creates a pool of threads for each thread that uses it. The
@@ -44,7 +44,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A forked process that calls `answer(request)` for each request, and sends back the result.
+    """A forked process that calls `answer(request)` for each request and returns the result.
 
     If a request ends the process, `ask` raises WorkerError, and the next request starts a new one.
 
@@ -97,7 +97,7 @@ class Worker:
         self._process, self._pipe = process, ours
 
     def _end(self) -> str:
-        """Kill the process and all processes that it started. Return how it ended by itself."""
+        """Kill the process and all processes that it started. Return how it ended."""
         if self._pipe is None:
             return ""
         pipe, self._pipe = self._pipe, None
@@ -119,7 +119,7 @@ class Worker:
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any], call_file: Path) -> None:
     os.setpgid(0, 0)  # a new process group, which the parent kills
-    if sys.platform == "linux":  # end with the parent
+    if sys.platform == "linux":  # end this process when the parent ends
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     process = os.getpid()
     # Let the parent print tracebacks, in case a kernel crashes.
@@ -177,7 +177,7 @@ def noted(check: Check, file: Path, /, **values: Any) -> Check:
 
 
 def crashed(name: str, file: Path, problem: str) -> Result:
-    """Return the result of a check whose process ended. `problem` says how."""
+    """Return the failure of a check whose process ended. `problem` describes how it ended."""
     values = json.loads(file.read_text(encoding="utf-8"))
     message = f"{values['label']}: the call {problem}."
     traceback_file = _crash_file(file)
@@ -192,7 +192,7 @@ def crashed(name: str, file: Path, problem: str) -> Result:
 
 
 class CheckWorker:
-    """Runs the checks of one operator in a worker process.
+    """Run the checks of one operator in a worker process.
 
     Args:
         plan: a function that returns the checks by name. It is called in the worker process.

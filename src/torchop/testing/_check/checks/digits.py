@@ -64,7 +64,7 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
     shapes = [[t.shape for t in probes.tensors_of(each)] for each in (actual, expected, *nearby)]
     if any(each != shapes[0] for each in shapes):
         # The sizes of results depend on the values, for example if the operator removes
-        # duplicates, so the elements have no counterparts.
+        # duplicates. The elements then cannot be compared.
         raise CannotCheck("the sizes of results depend on rounding")
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:

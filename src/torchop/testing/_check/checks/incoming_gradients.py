@@ -178,7 +178,7 @@ def gradients_of_each_are_the_same(call: Call) -> None:
 
 
 def gradients_are_made_anew(call: Call) -> None:
-    """Check that a backward neither changes the gradients of an earlier one, nor depends on it."""
+    """Check that a backward does not change the gradients of an earlier backward, or use them."""
     function, inputs = call.function()
 
     def backward(scale: float) -> Sequence[Any]:

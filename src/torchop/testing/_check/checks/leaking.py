@@ -31,7 +31,7 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         with torch.no_grad():
             call.op(*given.args, **given.kwargs)
 
-    # Memory may also grow because a cache or a pool of memory is filled. So report a leak only if
+    # Memory also grows while a call fills a cache or a pool of memory. So report a leak only if
     # the same counter grows in several runs, most of them with more calls than all runs before.
     leaking: set[str] = set()
     for run, each in enumerate((calls // 4, calls // 4, calls // 2, 2 * calls)):
@@ -40,8 +40,8 @@ def leaks_nothing(call: Call, calls: int = 200, gradients: bool = False) -> None
         leaking = leaking & growths.keys() if run else {*growths}
         if not leaking:
             return
-        # More calls could exceed the limits of files and threads, and would prove nothing more.
-        # If a run takes long, do not make a longer one.
+        # If files or threads leak, stop, because more calls could exceed the limits of the process.
+        # If a run takes long, do not start a longer run.
         is_over = time.perf_counter() - started > _SECONDS_OF_RUN
         if run and (is_over or leaking & {"open files", "threads"}):
             break

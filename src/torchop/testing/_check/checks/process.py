@@ -173,7 +173,7 @@ _ENVIRONMENT = ("1", "0", "", "on", None)
 def ignores_environment(call: Call) -> None:
     """Check that results do not depend on the environment variables that the kernel reads.
 
-    Only variables that Python code reads through `os.environ` or `os.getenv` are noticed.
+    The check detects only variables that Python code reads through `os.environ` or `os.getenv`.
     """
     read: list[str] = []
     lookup = type(os.environ).__getitem__
@@ -196,7 +196,7 @@ def ignores_environment(call: Call) -> None:
             _set_variable(name, value)
             try:
                 actual = call.again()
-            except Exception:  # the kernel rejects this value
+            except Exception:  # the kernel rejects this value of the variable
                 continue
             finally:
                 _set_variable(name, before)

@@ -46,7 +46,7 @@ def same_as_contiguous(
 def has_declared_layouts(call: Call) -> None:
     """Check that the result does not depend on the strides of an argument with a declared layout.
 
-    In inference mode, the dispatcher skips the keys of autograd, and so more of an operator's code.
+    In inference mode, the dispatcher skips the Autograd kernel, which copies such arguments.
     """
     expected = call.contiguous
     for what, mode in (("", contextlib.nullcontext), (" in inference mode", torch.inference_mode)):
