@@ -257,6 +257,7 @@ def test_value_that_is_not_a_library_is_rejected(namespace: str, name: str) -> N
         "register_kernel": lambda f: f(op, "cpu", torch.clone, lib="x"),
         "register_torch_dispatch": lambda f: f(op, torch.nn.Parameter, torch.clone, lib="x"),
         "register_effect": lambda f: f(op, None, lib="x"),
+        "register_layout": lambda f: f(op, x=torchop.contiguous, lib="x"),
         "fallthrough_kernel": lambda f: f(),
     }
     call = calls.get(name, lambda f: f(op, torch.clone, lib="x"))

@@ -44,7 +44,7 @@ MISTAKES = {
     "not a kernel": ({**KERNEL, "cpu": "c"}, "'cpu', which must be a static function; got 'c'"),
     "not a dtype": (
         {**KERNEL, "autocast": "half"},
-        "'autocast', which must be a dtype, or a dict",
+        "'autocast', which must be a dtype, a policy",
     ),
     "not a dict": ({**KERNEL, "torch_dispatch": forward.__name__}, "a dict of functions by mode"),
     "not a form": ({**KERNEL, "out": 3}, "'out', which must be True, or the name"),

@@ -187,7 +187,7 @@ def test_an_exit_stack_takes_the_lock():
     assert not registration_lock._is_owned()
 
 
-def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monkeypatch):
+def test_all_calls_that_wait_for_a_plan_run(namespace, monkeypatch):
     op = adding(namespace)
     op(T)
     compiled: list[object] = []
@@ -215,7 +215,8 @@ def test_a_plan_is_compiled_once_for_all_calls_that_wait_for_it(namespace, monke
     for thread in threads:
         thread.join(60)
     assert [y.tolist() for y in results] == [[1, 1]] * 8
-    assert len(compiled) == 1
+    # Plans are compiled without the lock, so several threads may compile the same plan.
+    assert 1 <= len(compiled) <= 8
 
 
 def test_changes_of_missing_operators_do_not_wait(namespace):

@@ -121,12 +121,17 @@ def test_exception_of_a_setup_context_reaches_the_caller(namespace):
     x = inputs(True)
     with pytest.raises(KernelError):
         op(x)
+    with pytest.raises(KernelError, match="setup"):
+        op(x)
+    broken = False
+    op(x).sum().backward()  # until a call succeeds, no call that records a gradient is native
+    broken = True
     with counting(op) as calls, pytest.raises(KernelError, match="setup"):
         op(x)
     assert calls == {"native": 1}
     broken = False
     op(x).sum().backward()
-    assert x.grad.tolist() == [5, 5]
+    assert x.grad.tolist() == [10, 10]
 
 
 def saving(namespace, save):
@@ -173,7 +178,8 @@ def test_misuse_of_ctx_raises_as_in_the_dispatcher(namespace, misuse):
     with torchop.native.disabled():
         expected = outcome()
     got = outcome()
-    assert torchop.native.counters(op).get("native") == 1, torchop.native.counters(op)
+    if {misuse!r} != "to_save 3":  # no call succeeds, so none that records a gradient is native
+        assert torchop.native.counters(op).get("native") == 1, torchop.native.counters(op)
     # PyTorch truncates some of these messages, so compare only the start.
     assert got[0] is expected[0] and got[1].startswith(expected[1]), (got, expected)
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -43,7 +44,8 @@ class Registering:
     # contextlib.
     def __init__(self, name: object, rules: Iterable[str], library: torch.library.Library) -> None:
         self._keys = [(str(name), rule) for rule in rules]
-        self._row = Registered(users_place(), weakref.ref(library))
+        forget = functools.partial(_forget, self._keys)
+        self._row = Registered(users_place(), weakref.ref(library, forget))
         place = self._row.place
         for key in self._keys:
             before = _rows.get(key)
@@ -63,6 +65,14 @@ class Registering:
     def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
         if error is None:
             _rows.update(dict.fromkeys(self._keys, self._row))
+
+
+def _forget(keys: list[tuple[str, str]], library: weakref.ref[torch.library.Library]) -> None:
+    """Remove the rows of a library that was freed. Finalizers run this, so it takes no lock."""
+    for key in keys:
+        row = _rows.get(key)
+        if row is not None and row.library is library:
+            _rows.pop(key, None)
 
 
 def _package(place: Place) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import pytest
 import torch
@@ -286,6 +287,15 @@ def test_gradient(op):
         "the first call that records one is never native, but later ones are"
     )
     check(op, Reason.NATIVE, needing_grad())
+
+
+def test_layout(namespace):
+    @torchop.custom_op(f"{namespace}::arranged", mutates_args=())
+    def op(x: Annotated[torch.Tensor, torchop.contiguous]) -> torch.Tensor:
+        return x * 2
+
+    check(op, Reason.LAYOUT, torch.ones(2, 3).T)
+    check(op, Reason.NATIVE, torch.ones(2, 3))
 
 
 def test_capture(namespace, monkeypatch):

@@ -229,6 +229,7 @@ def test_the_lines_can_be_registered(namespace, function, backward, args, parame
     assert parameters in str(caught.value)
     lines = str(caught.value).partition("to save:\n\n")[2].replace("    ", "")
     names = {"Tensor": Tensor, "torch": torch, "np": np, "torchop": torchop, __name__: None}
+    names["__name__"] = __name__  # code of another package would replace the formula with a warning
     names[__name__.partition(".")[0]] = __import__(__name__.partition(".")[0])
     exec(lines, names)
     assert hasattr(getattr(torch.ops, namespace), "op__backward_kernel")

@@ -119,7 +119,7 @@ def test_recorded_calls_can_be_made_again(namespace: str, data: st.DataObject) -
     function.__annotations__ |= {"config": argument.annotation, "return": structure.annotation}
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), lib=library)
-        with torchop.record(namespace) as recorded:
+        with torchop.record(f"{namespace}::*") as recorded:
             op(torch.ones(1), config)
         (((call, count),),) = recorded.values()
         example = call.example()

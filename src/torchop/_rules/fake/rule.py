@@ -114,6 +114,8 @@ class FakeRule(CompiledRule[Fake]):
             function = definition.authored(function)
         function = definition.convention.fake(function)
         function = fitted(f"{definition}: a fake kernel", function, schema)
+        if not allow_override:
+            self._check_override()
         if schema.form is not Form.PLAIN and definition.is_ours:
             warn(
                 f"{definition} is tagged with {schema.form.value}, so it returns arguments "
