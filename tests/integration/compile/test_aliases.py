@@ -93,6 +93,64 @@ def test_inductor_itself_removes_the_copy(namespace, form):
     assert both.stock == [6.0, 4.0, 4.0, 6.0]
 
 
+def _written_by_an_operator(write: Callable[[Tensor, Tensor], Any], x: Tensor) -> Tensor:
+    copy = x.clone()
+    write(copy + 1, x)
+    write(x + 10, copy)
+    return copy
+
+
+def _written_before(write: Callable[[Tensor, Tensor], Any], x: Tensor) -> Tensor:
+    copy = x.clone()
+    x.add_(5)
+    write(x + 10, copy)
+    return copy
+
+
+def _written_later(write: Callable[[Tensor, Tensor], Any], x: Tensor) -> Tensor:
+    copy = x.clone()
+    write(x + 10, copy)
+    x.zero_()
+    return copy
+
+
+def _partly_written(write: Callable[[Tensor, Tensor], Any], x: Tensor) -> Tensor:
+    copy = x.clone()
+    write(x[1:] + 10, copy[1:])
+    x.zero_()
+    return copy
+
+
+WRITTEN_COPIES = [_written_by_an_operator, _written_before, _written_later, _partly_written]
+
+
+def _eager_and_compiled(library: Any, namespace: str, form: str, program: Any) -> list[Any]:
+    write = define(form, namespace, library)
+
+    def function(x: Tensor) -> Tensor:
+        return program(write, x)
+
+    outcomes = []
+    for run in (function, torch.compile(function, fullgraph=True)):
+        x = torch.arange(4.0)
+        outcomes.append((run(x).tolist(), x.tolist()))
+    return outcomes
+
+
+@pytest.mark.parametrize("program", WRITTEN_COPIES)
+@pytest.mark.parametrize("form", FORMS)
+def test_copy_that_is_written_is_separate_from_a_written_input(namespace, form, program):
+    eager, compiled = _eager_and_compiled(torchop, namespace, form, program)
+    assert compiled == eager
+
+
+@takes_copies_out
+@pytest.mark.parametrize("program", WRITTEN_COPIES)
+def test_inductor_itself_overwrites_a_copy_that_is_written(namespace, program):
+    eager, compiled = _eager_and_compiled(torch.library, namespace, "plain", program)
+    assert compiled != eager
+
+
 @pytest.mark.parametrize("form", ["plain", "inplace"])
 def test_copy_in_a_training_program_keeps_its_contents(namespace, form):
     write = define(form, namespace, torchop)

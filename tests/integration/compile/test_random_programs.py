@@ -117,7 +117,7 @@ def check(namespace: str, seed: int, dynamic: bool | None) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, 1, 104])
 def test_random_program_runs_as_in_eager_mode(
     namespace: str, seed: int, dynamic: bool | None
 ) -> None:

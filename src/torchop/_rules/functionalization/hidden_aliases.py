@@ -48,25 +48,35 @@ def lasting_copy(mode: Any, tensor: Tensor) -> Tensor:
     return copy
 
 
-def keep_copies_with_offset(
+def keep_mutated_copies(
     mode: Any, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Make sure that compilers keep the copies that a traced call mutates.
 
-    For example, in `y = x[2].clone(); op(y)`, Inductor copies `y` again before the call, so it
-    removes the clone. But PyTorch has recorded that `y` has the storage offset 0
-    (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so Inductor would copy the first
-    elements of `x` instead of the row `x[2]`. If the original tensor has the storage offset 0 too,
-    removing the clone is harmless, so this function does nothing.
+    Otherwise Inductor removes the copy and makes the operator mutate the original. This has wrong
+    results in two cases:
+
+    - The original has a storage offset, as in `y = x[2].clone(); op(y)`. PyTorch has recorded that
+      `y` has the storage offset 0 (`eager_input_vals` in torch/_inductor/pattern_matcher.py), so
+      Inductor would pass the first elements of `x` instead of the row `x[2]`.
+    - The original is an input of the graph, and the program also writes to it, as in
+      `y = x.clone(); op(y); x.zero_()`. `can_inplace` in torch/_inductor/fx_passes/reinplace.py
+      then lets the operator write into `x`, because the graph overwrites `x` at its end. But this
+      also overwrites `y`. While a call is traced, later writes are unknown, so the copy of any
+      input is kept.
     """
     for _, tensor in mutated_tensors(schema, args, kwargs):
         base = tracing.traced_base(tensor)
         node = tracing.traced_node(mode, base)
         sources = sources_of(node) - {node}
-        if any(map(tracing.may_have_offset, sources)) and not _writes_a_part(node):
+        if any(map(_is_unsafe_original, sources)) and not _writes_a_part(node):
             copy = lasting_copy(mode, base)
             with mode:
                 base.copy_(copy)
+
+
+def _is_unsafe_original(node: torch.fx.Node) -> bool:
+    return node.op == "placeholder" or tracing.may_have_offset(node)
 
 
 def copy_hidden_aliases(

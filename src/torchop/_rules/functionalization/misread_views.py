@@ -22,7 +22,7 @@ from torchop._rules import in_autocast
 from torchop._rules.effect import functionalize_unless_dropped
 from torchop._rules.functionalization.hidden_aliases import (
     copy_hidden_aliases,
-    keep_copies_with_offset,
+    keep_mutated_copies,
     lasting_copy,
     sources_of,
 )
@@ -50,7 +50,7 @@ def _functionalize_low_level(
     mode: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> Any:
     schema = Schema(op._schema, form=form_of(op.tags))
-    keep_copies_with_offset(mode, schema, args, kwargs or {})
+    keep_mutated_copies(mode, schema, args, kwargs or {})
     call, copies = copy_misread_views(mode, op.name(), schema, args, kwargs or {})
     call = copy_hidden_aliases(mode, schema, *call)
     result = in_autocast.trace(mode, op, types, *call)

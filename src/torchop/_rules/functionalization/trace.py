@@ -38,7 +38,7 @@ from torchop._rules.functionalization.helper_operators import (
 )
 from torchop._rules.functionalization.hidden_aliases import (
     copy_hidden_aliases,
-    keep_copies_with_offset,
+    keep_mutated_copies,
 )
 from torchop._rules.functionalization.misread_views import (
     TensorPairs,
@@ -116,7 +116,7 @@ def _functionalizing(
         if untraceable:
             raise _untraceable(definition, untraceable)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
-        keep_copies_with_offset(mode, schema, args, kwargs)
+        keep_mutated_copies(mode, schema, args, kwargs)
         (values, keywords), copies = copy_misread_views(mode, str(definition), schema, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
         with marked(op, args, kwargs):
