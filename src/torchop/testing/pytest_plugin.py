@@ -154,7 +154,7 @@ _workers: dict[_Operator, CheckWorker] = {}
 
 
 def _worker(op: _Operator) -> CheckWorker:
-    """Return the worker process that checks an operator. Only one is kept."""
+    """Return the worker process that checks an operator. Close the process of another operator."""
     if op not in _workers:
         close_workers()
         _workers[op] = CheckWorker(functools.partial(_checks, op))
