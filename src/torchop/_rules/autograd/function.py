@@ -171,6 +171,7 @@ def make_function(definition: Definition, rule_type: Any) -> Any:
             setattr(context, name, attribute)
         rule.computed.append(found)
         definition.outdate_plan()  # later calls may be native
+        _ = definition.plan  # compile it now, because compiled autograd cannot trace that
 
     def jvp(ctx: Any, *flat_tangents: Any) -> Any:
         call, result = ctx._torchop_dual
