@@ -275,12 +275,14 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     belongs to another operator. The definition is None if PyTorch's `custom_op` created the
     operator.
     """
-    definition = own_definition(None, name)
-    library = registries.published_library(str(name))
-    replaceable = definition is not None or (library is not None and library.m is not None)
-    # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
-    # which is slow.
-    is_known = not replaceable and operators.has_entry(*name)
-    if is_known and operators.is_registered(name.packet, name.overload):
+    with registration_lock:  # another thread defines the schema before it publishes the handle
+        definition = own_definition(None, name)
+        library = registries.published_library(str(name))
+        replaceable = definition is not None or (library is not None and library.m is not None)
+        # Call `has_entry` first, because `is_registered` makes TorchScript index all new operators,
+        # which is slow.
+        is_known = not replaceable and operators.has_entry(*name)
+        is_taken = is_known and operators.is_registered(name.packet, name.overload)
+    if is_taken:
         raise already_defined(name, site, "; load a package that carries it after this definition")
     return definition, library
