@@ -104,6 +104,7 @@ def test_one_compiled_program_uses_both_copies(copies: list[Any], backend: str) 
     torch.testing.assert_close(compiled_x.grad, x.grad)
 
 
+@pytest.mark.filterwarnings("ignore:.* was registered at .*:UserWarning")  # by another package
 def test_rule_of_one_copy_does_not_affect_the_other(copies: list[Any]) -> None:
     first, second = copies
     before = cache_key.identify([second.rms_norm._qualname])

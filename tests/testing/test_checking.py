@@ -343,7 +343,7 @@ def _by_library(name: str) -> Any:
     namespace, _, op = name.partition("::")
     LIBRARIES.append(torch.library.Library(namespace, "FRAGMENT"))
     LIBRARIES[-1].define(f"{op}(Tensor x) -> Tensor")
-    LIBRARIES[-1].impl(op, adds, "CPU")
+    LIBRARIES[-1].impl(op, adds, BACKEND)
     return getattr(getattr(torch.ops, namespace), op)
 
 

@@ -1,4 +1,4 @@
-"""Print a table of the planted faults, and the checks that find them."""
+"""Print a table of the planted faults, and the checks that find them. Uses private names."""
 
 from __future__ import annotations
 

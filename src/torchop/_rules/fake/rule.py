@@ -123,8 +123,6 @@ class FakeRule(CompiledRule[Fake]):
                 UserWarning,
             )
         with definition.registering("fake kernel"), registration_lock:
-            if not allow_override:
-                self._check_override()
             if not self.is_installed:
                 self._check_not_composite()
             self.replace(function, cache)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchop._compat import functorch, tracing
+from torchop._compat import devices, functorch, tracing
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
 from torchop._rules.autograd.derived.saved_call import SavedCall
@@ -47,7 +47,8 @@ def check_repeats(
     counts = _comparisons.setdefault(definition, {})
     key = repr(call)
     count = counts.get(key, 0 if len(counts) < _MOST_KEYS else _ENOUGH)
-    if count >= _ENOUGH or any(map(_has_no_values, tensors)):
+    is_unknown = any(map(_has_no_values, tensors)) or devices.are_captured(tensors)
+    if count >= _ENOUGH or is_unknown:
         return
     before = dict(_states())
     with torch.no_grad():
@@ -87,8 +88,8 @@ def _has_no_values(tensor: Tensor) -> bool:
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided:
-        return True
+    if one.layout is not torch.strided or not one.is_cpu:
+        return True  # comparing values on an accelerator would wait for it
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     if not is_differentiable(one):
