@@ -268,10 +268,6 @@ _EXPORT = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _EXPORT_KE
 _FUNCTIONALIZE = DispatchKeySet(DispatchKey.Functionalize)
 
 
-# Returns whether a TorchFunctionMode is active in this thread.
-has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
-
-
 def is_handled_by_mode() -> bool:
     """Return whether the handler of a TorchDispatchMode called the running kernel.
 

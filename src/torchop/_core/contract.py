@@ -77,7 +77,7 @@ def without_inference(result: Any) -> Any:
         return result
     # A TorchFunctionMode may track dependencies, as for derived formulas. It finds that a copy
     # depends on `result`, but cannot find this for `set_`.
-    is_followed = dispatch.has_function_mode()
+    is_followed = dispatch.function_modes_are_active()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()
     with dispatch.plain_tensors():
@@ -294,11 +294,28 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     outputs = result if isinstance(result, tuple) else (result,)
     if aliasing.any_alias(args, kwargs, outputs):
         return True
-    # `any_alias` compares storages. Sparse tensors have none, so compare the tensor objects. And
-    # different storages may have the same memory.
-    inputs, seen = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
-    return any(
-        share_memory(output, other)
-        for index, output in enumerate(seen)
-        for other in (*inputs, *seen[:index])
-    )
+    inputs, made = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
+    # `any_alias` compares storages. Some tensors have none (see `storage_of`), so compare these
+    # tensor objects.
+    unstored = [id(tensor) for tensor in made if storage_of(tensor) == id(tensor)]
+    if len(set(unstored)) < len(unstored) or not set(map(id, inputs)).isdisjoint(unstored):
+        return True
+    return _memory_overlaps(inputs, made)
+
+
+def _memory_overlaps(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Return whether the memory of an output overlaps the memory of an input or another output.
+
+    Calls may pass hundreds of tensors in lists, so do not compare every pair. Sorted by their
+    start, two ranges overlap if the second one starts before the end of the first one.
+    """
+    ranges = [(aliasing.memory_of(tensor), False) for tensor in inputs]
+    ranges += [(aliasing.memory_of(tensor), True) for tensor in outputs]
+    end = end_of_outputs = 0
+    for (start, stop), is_output in sorted((each, is_out) for each, is_out in ranges if each):
+        if start < (end if is_output else end_of_outputs):
+            return True
+        end = max(end, stop)
+        if is_output:
+            end_of_outputs = max(end_of_outputs, stop)
+    return False

@@ -47,8 +47,7 @@ def check_repeats(
     counts = _comparisons.setdefault(definition, {})
     key = repr(call)
     count = counts.get(key, 0 if len(counts) < _MOST_KEYS else _ENOUGH)
-    is_unknown = any(map(_has_no_values, tensors)) or devices.are_captured(tensors)
-    if count >= _ENOUGH or is_unknown:
+    if count >= _ENOUGH or any(map(_has_no_values, tensors)) or devices.are_captured(tensors):
         return
     before = dict(_states())
     with torch.no_grad():
