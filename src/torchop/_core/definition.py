@@ -18,7 +18,12 @@ from torchop._compat import deregistration, libraries, logs, registries, torch_o
 from torchop._compat.classes import OpOverload
 from torchop._core import checking, registered
 from torchop._core.declaration import Declaration
-from torchop._core.lock import registration_lock, run_waiting_hooks, then_run_hooks
+from torchop._core.lock import (
+    compute_then_publish,
+    registration_lock,
+    run_waiting_hooks,
+    then_run_hooks,
+)
 from torchop._errors import OperatorGoneError
 from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
@@ -293,24 +298,18 @@ class Definition:
     def _compile(self) -> CallPlan:
         run_waiting_hooks()
         checking.recompile_for_checking(self)
-        while True:
-            follower, version = self.follower, self._version
-            try:
-                # Compile without the lock, because a provider's `supported` may run. A concurrent
-                # registration increments `_version`, so a plan of incomplete rules is discarded.
-                if follower is not None:
-                    follower.attach()
-                compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
-            except Exception:
-                with registration_lock:
-                    if self._version == version:
-                        raise
-                continue
-            with registration_lock:
-                if self._version == version and self.follower is follower:
-                    if self._plan is None:
-                        self._plan = CallPlan(self.schema, compiled)
-                    return self._plan
+
+        def compute() -> dict[Any, Any]:
+            if (follower := self.follower) is not None:
+                follower.attach()
+            return {kind: rule.compile() for kind, rule in self.rules.items()}
+
+        def publish(compiled: dict[Any, Any]) -> CallPlan:
+            if self._plan is None:
+                self._plan = CallPlan(self.schema, compiled)
+            return self._plan
+
+        return compute_then_publish(compute, publish, lambda: (self._version, self.follower))
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
         """Return `plan[kind]`. This is faster than indexing the plan, and the backward uses it."""

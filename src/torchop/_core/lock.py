@@ -18,9 +18,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torchop._compat import libraries
+
+Result = TypeVar("Result")
+Published = TypeVar("Published")
 
 # Each registration holds this lock, because it changes several of PyTorch's registries, and these
 # are plain dicts and sets without locks. The lock is an instance of a subclass, because the C++
@@ -43,6 +47,30 @@ def then_run_hooks() -> Iterator[None]:
     with registration_lock:
         yield
     run_waiting_hooks()
+
+
+def compute_then_publish(
+    compute: Callable[[], Result],
+    publish: Callable[[Result], Published],
+    version: Callable[[], object],
+) -> Published:
+    """Call `compute` without the lock, because it may run user code, and `publish` with the lock.
+
+    A concurrent registration changes `version()`, so the result of incomplete rules, or an
+    exception because of them, is discarded and computed again.
+    """
+    while True:
+        before = version()
+        try:
+            result = compute()
+        except Exception:
+            with registration_lock:
+                if version() == before:
+                    raise
+            continue
+        with registration_lock:
+            if version() == before:
+                return publish(result)
 
 
 def _release_after_fork() -> None:

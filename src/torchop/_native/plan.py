@@ -20,7 +20,7 @@ from torchop._compat import (
 from torchop._compat.classes import OpOverload
 from torchop._core.argument_errors import tensor_for_number
 from torchop._core.definition import CallPlan, Definition
-from torchop._core.lock import registration_lock
+from torchop._core.lock import compute_then_publish, registration_lock
 from torchop._core.registry import find_schema, own_definition
 from torchop._native.extension import recipe
 from torchop._rules.autograd.rule import AutogradRule
@@ -81,20 +81,12 @@ class NativeCalls:
     def __call__(self) -> None:
         """Compile a plan. The entry calls this if it has no plan when the operator is called."""
         while self.entry.plan is None:
-            # Compile without the lock, because user code may run (see `_core.lock`). If a
-            # registration invalidates the plan in the meantime, compile it again.
-            version = self._version
-            try:
-                plan = self._compile()
-            except Exception:
-                with registration_lock:
-                    if self._version == version:
-                        raise
-                continue
-            with registration_lock:
-                if self._version == version and self.entry.plan is None:
-                    self.entry.plan = plan
+            compute_then_publish(self._compile, self._publish, lambda: self._version)
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
+
+    def _publish(self, plan: Plan) -> None:
+        if self.entry.plan is None:  # otherwise another thread has published an equal plan
+            self.entry.plan = plan
 
     def outdate(self) -> None:
         """Make the next call compile a new plan. The caller must hold `registration_lock`."""
