@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torchop._compat import schemas
 from torchop._compat.compilers import DYNAMO
+from torchop._compat.settings import changed
 
 
 def import_dynamo() -> str:
@@ -41,8 +42,7 @@ def compile_aoti_package(
         return str(compile_package(program, package_path=path, inductor_configs=configs))
 
 
-@contextlib.contextmanager
-def _default_dtypes() -> Iterator[None]:
+def _default_dtypes() -> contextlib.AbstractContextManager[None]:
     """Write omitted dtype arguments into an AOTInductor package as dtypes, not as ints.
 
     `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) takes the default of an omitted
@@ -65,11 +65,8 @@ def _default_dtypes() -> Iterator[None]:
         names = [properties["name"] for properties in self.arg_properties]
         return [*map(converted, names, fill(self, args, kwargs))]
 
-    ExternKernel.fill_non_provided_args = fill_with_dtypes  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ExternKernel.fill_non_provided_args = fill  # type: ignore[method-assign]
+    change = functools.partial(setattr, ExternKernel, "fill_non_provided_args")
+    return changed(change, fill_with_dtypes, fill)
 
 
 def build_library(source: str, path: str) -> None:

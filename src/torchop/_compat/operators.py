@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 import torch.library
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
@@ -74,13 +74,18 @@ def defined_in_python() -> set[str]:
     return set(filter(has_schema, names))
 
 
+def nodes_in(graph: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of its subgraphs."""
+    for module in graph.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
 def in_graph(graph: GraphModule) -> list[OpOverload]:
     """Return the sorted operators that a graph calls or passes to higher-order operators."""
     values = {
         value
-        for module in graph.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
+        for node in nodes_in(graph)
         for value in (node.target, *node.args, *node.kwargs.values())
         if isinstance(value, (OpOverload, OpOverloadPacket))
     }

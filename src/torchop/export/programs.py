@@ -128,18 +128,16 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 def check_constants(ep: ExportedProgram, caller: str) -> None:
     """Raise if a program has constants that torch.export writes but cannot read again."""
-    for module in ep.graph_module.modules():
-        nodes = module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ()
-        for node in nodes:
-            for value in classes.tree_leaves((node.args, node.kwargs)):
-                name = schemas.custom_class_name(type(value))
-                if name is not None and not isinstance(value, (enum.Enum, torch.Generator)):
-                    raise TypeError(
-                        f"{node.target}: torchop.export.{caller} cannot store the constant "
-                        f"{short_repr(value)} of the class {type(value).__name__}, because "
-                        "torch.export writes such an object but cannot read it. Pass its fields as "
-                        "numbers and strings, for example as a dataclass, which torchop flattens."
-                    )
+    for node in operators.nodes_in(ep.graph_module):
+        for value in classes.tree_leaves((node.args, node.kwargs)):
+            name = schemas.custom_class_name(type(value))
+            if name is not None and not isinstance(value, (enum.Enum, torch.Generator)):
+                raise TypeError(
+                    f"{node.target}: torchop.export.{caller} cannot store the constant "
+                    f"{short_repr(value)} of the class {type(value).__name__}, because "
+                    "torch.export writes such an object but cannot read it. Pass its fields as "
+                    "numbers and strings, for example as a dataclass, which torchop flattens."
+                )
 
 
 def modules_of(ep: ExportedProgram) -> str:
