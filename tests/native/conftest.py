@@ -106,6 +106,28 @@ def needs_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 Compiler = Callable[[str], Path]
+Environment = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture
+def child_environment(tmp_path: Path) -> Environment:
+    """Return a function that returns environment variables for a child process.
+
+    They select an empty cache, and a fake compiler with the given shell commands.
+    """
+
+    def make(lines: str) -> dict[str, str]:
+        compiler = tmp_path / "fake-c++"
+        compiler.write_text(f"#!/bin/sh\n{lines}\n")
+        compiler.chmod(0o755)
+        return {
+            "TORCHOP_NATIVE": "auto",
+            "TORCHOP_CACHE_DIR": str(tmp_path / "cache"),
+            "TORCHOP_NATIVE_DIR": "",
+            "CXX": str(compiler),
+        }
+
+    return make
 
 
 @pytest.fixture

@@ -304,18 +304,13 @@ def test_first_use(outcomes, use):
         "torchop.accelerate('unused2::*')",
     ],
 )
-def test_short_programs_start_no_compiler(tmp_path, use):
-    compiler = tmp_path / "fake-c++"
-    compiler.write_text(f'#!/bin/sh\ntouch "{tmp_path}/started"\nexit 1\n')
-    compiler.chmod(0o755)
+def test_short_programs_start_no_compiler(tmp_path, child_environment, use):
+    environment = child_environment(f'touch "{tmp_path}/started"\nexit 1')
     body = f"{use}\nassert state() == 'idle'"
     done = run_forked(
         PROGRAM,
         json.dumps({"definition": DEFINITION + body}),
-        TORCHOP_NATIVE="auto",
-        TORCHOP_CACHE_DIR=str(tmp_path / "cache"),
-        TORCHOP_NATIVE_DIR="",
-        CXX=str(compiler),
+        **environment,
     )
     assert json.loads(assert_clean(done)) == {"definition": ""}
     assert not (tmp_path / "started").exists()

@@ -12,6 +12,7 @@ import pytest
 import torchop
 from tests._support.common import assert_clean, needs_native, without_notes_of_pytorch
 from tests._support.forking import run_compiling, run_forked
+from tests.native.conftest import Environment
 from torchop._native.extension.api import NOTICE, NOTICE_IN_BACKGROUND
 
 pytestmark = needs_native
@@ -42,23 +43,15 @@ SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
+def environment(child_environment: Environment) -> dict[str, str]:
     """Return environment variables that select a slow fake compiler.
 
     Instead of compiling, the fake compiler copies the extension that this process has loaded.
     """
-    compiler = tmp_path / "fake-c++"
-    compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'
-        f'cp "{torchop.native.status().path}" "$2"\n'
+    return child_environment(
+        'while [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'
+        f'cp "{torchop.native.status().path}" "$2"'
     )
-    compiler.chmod(0o755)
-    return {
-        "TORCHOP_NATIVE": "auto",
-        "TORCHOP_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHOP_NATIVE_DIR": "",
-        "CXX": str(compiler),
-    }
 
 
 def test_in_a_log(environment: dict[str, str]) -> None:

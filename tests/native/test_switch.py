@@ -11,6 +11,7 @@ import torch
 import torchop
 from tests._support.common import assert_clean, needs_native
 from tests._support.forking import run_forked
+from tests.native.conftest import Environment
 from torchop._native import switch
 from torchop._native.extension import recipe
 
@@ -54,25 +55,17 @@ PREAMBLE = """
 
 
 @pytest.fixture
-def switching(tmp_path: Path):
+def switching(tmp_path: Path, child_environment: Environment):
     """A function that runs a program, which can call `finish_build` to get the extension."""
-    signal, compiler = tmp_path / "signal", tmp_path / "fake-c++"
-    compiler.write_text(
-        '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\n'
+    signal = tmp_path / "signal"
+    environment = child_environment(
+        'while [ "$1" != "-o" ]; do shift; done\n'
         f'while [ ! -e "{signal}" ]; do sleep 0.02; done\n'
-        f'cp "{torchop.native.status().path}" "$2"\n'
+        f'cp "{torchop.native.status().path}" "$2"'
     )
-    compiler.chmod(0o755)
 
     def run(body: str) -> str:
-        done = run_forked(
-            PREAMBLE + body,
-            str(signal),
-            TORCHOP_NATIVE="auto",
-            TORCHOP_CACHE_DIR=str(tmp_path / "cache"),
-            TORCHOP_NATIVE_DIR="",
-            CXX=str(compiler),
-        )
+        done = run_forked(PREAMBLE + body, str(signal), **environment)
         notice, _, rest = done.stderr.partition("\n")
         assert notice.startswith("torchop: compiling"), done.stderr
         done.stderr = re.sub(r"^torchop: native calls are ready, after \d+ s\.\n", "", rest)
@@ -351,17 +344,9 @@ FORMS = {
 
 
 @pytest.fixture
-def unusable(tmp_path: Path) -> dict[str, str]:
+def unusable(tmp_path: Path, child_environment: Environment) -> dict[str, str]:
     """Return environment variables that select a compiler that fails."""
-    compiler = tmp_path / "fake-c++"
-    compiler.write_text(f'#!/bin/sh\necho run >> "{tmp_path}/runs"\nexit 1\n')
-    compiler.chmod(0o755)
-    return {
-        "TORCHOP_NATIVE": "auto",
-        "TORCHOP_CACHE_DIR": str(tmp_path / "cache"),
-        "TORCHOP_NATIVE_DIR": "",
-        "CXX": str(compiler),
-    }
+    return child_environment(f'echo run >> "{tmp_path}/runs"\nexit 1')
 
 
 @pytest.mark.parametrize("form", FORMS)
