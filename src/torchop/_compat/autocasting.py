@@ -12,7 +12,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._errors import short_errors
 
-# The device types for which autocast is enabled, each with its dtype.
+# Pairs of a device type with enabled autocast and the autocast dtype
 State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -31,7 +31,7 @@ def is_enabled_for(device_type: str) -> bool:
 
 def state() -> State:
     """Return this thread's autocast state. A device whose autocast key is excluded is disabled."""
-    # Dynamo, which traces this function for compiled autograd, cannot call `device_types`.
+    # Compiled autograd traces this function, and Dynamo cannot trace `device_types`.
     names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
         (name, torch.get_autocast_dtype(name)) for name in names if torch.is_autocast_enabled(name)
@@ -47,7 +47,7 @@ _of_kernel = _OfKernel()
 
 
 def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
-    """Disable autocast for a device. `key` is its dispatch key, such as "AutocastCPU"."""
+    """Disable autocast for a device. `key` is the device's dispatch key, such as "AutocastCPU"."""
     keys = dispatch.without_keys(key)
     # Only the handlers of modes read `_of_kernel`.
     return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
@@ -77,10 +77,10 @@ def traced_in(state: State) -> Iterator[None]:
 
 
 def state_of_kernel() -> State:
-    """Return the autocast state in which the kernel of a call runs, in a handler of the call.
+    """Return the autocast state of the kernel. Only the handler of a mode may call this.
 
-    While the handler of a mode runs, PyTorch excludes the autocast keys. It only saves the keys
-    from before the outermost call.
+    PyTorch excludes the autocast keys while the handler of a mode runs, and restores the keys from
+    before the outermost call for the kernel.
     """
     found = _of_kernel.state
     if found is None:
@@ -103,8 +103,8 @@ def in_state_of_kernel() -> contextlib.AbstractContextManager[None]:
 def restored(saved: State | None) -> Iterator[None]:
     """Enable autocast only for the devices in `saved`, and restore the current state afterwards.
 
-    Do not use `torch.autocast`, because it rejects devices that this machine does not have. The
-    block does not use autocast's cache, which would keep the casts of its tensors alive.
+    Do not use `torch.autocast`, because it rejects devices that this machine does not have. Disable
+    autocast's cache in the block, because the cache would keep cast tensors alive.
     """
     before, wanted = dict(state()), dict(saved or ())
     is_caching = torch.is_autocast_cache_enabled()

@@ -43,7 +43,7 @@ def constant_in_traces(function: _Function) -> _Function:
 
 
 def eager_only(function: _Function) -> _Function:
-    """Make Dynamo break the graph at calls to `function`, which registers something.
+    """Make Dynamo break the graph at calls to `function`, a function that registers something.
 
     If Dynamo traced a registration, it would evaluate lookups in PyTorch's registries while it
     traces, before the registration has changed them. Unlike `torch.compiler.disable`, this does not
@@ -93,7 +93,7 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 
 
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Return the arguments of the call to `op` that Dynamo is tracing, or None if there is none.
+    """Return the arguments of the call to `op` that Dynamo is tracing, or None outside of a trace.
 
     The arguments come from the frame of `run_node` (torch/_dynamo/utils.py). The arguments that the
     kernel receives cannot be used, because the dispatcher has converted symbolic values to numbers.

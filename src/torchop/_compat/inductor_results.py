@@ -38,7 +38,7 @@ def _connect() -> None:
 
 
 def _operator(node: Any) -> OpOverload | None:
-    # The result of an operator is a node of its own, whose only input is the call.
+    # Each result of an operator is a separate node. The only input of this node is the call.
     ir: Any = sys.modules[_IR]
     call = node.inputs[0] if isinstance(node, ir.MultiOutput) else node
     operator = getattr(call, "op_overload", None)

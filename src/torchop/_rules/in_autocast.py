@@ -1,4 +1,4 @@
-"""Run an operator of a compiled program in the autocast state in which its call was traced.
+"""Run an operator of a compiled program in the autocast state of the traced call.
 
 Compiled code runs with autocast disabled (`_DisableAutocast` in
 torch/_functorch/_aot_autograd/runtime_wrappers.py), because the casts of PyTorch's operators are
@@ -42,7 +42,8 @@ from torchop._core.call import tensors_in
 from torchop._errors import FakeKernelError, TracingError
 from torchop._rules.checkpoint_modes import marked
 
-# The method `fake_kernel` of `FakeRule`, which sets it because an import would be circular.
+# The method `fake_kernel` of `FakeRule`. `_rules.fake.rule` sets this variable, because an import
+# would be circular.
 fake_kernel: Any = None
 
 
@@ -260,7 +261,7 @@ _dtypes_of_fakes: dict[tuple[Any, ...], list[torch.dtype]] = {}
 
 @compilers.never_traced
 def _functional(*args: Any) -> list[Tensor]:
-    """Call an operator on copies of the mutated tensors. Return its results and the copies."""
+    """Call an operator on copies of the mutated tensors. Return the results and the copies."""
     call = _Call(*args)
     call = call._replace(written=list(map(copy_with_strides, call.written)))
     return [*_in_dtypes_of_fakes(call, _run(call)), *call.written]

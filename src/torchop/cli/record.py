@@ -83,7 +83,7 @@ def record(
 
 @contextlib.contextmanager
 def _worker_recordings(recorded: Recorded, patterns: tuple[str, ...]) -> Iterator[None]:
-    """Add the calls in worker processes of pytest-xdist, which the pytest plugin records."""
+    """Add the calls that the pytest plugin records in the worker processes of pytest-xdist."""
     with tempfile.TemporaryDirectory(prefix="torchop-") as folder:
         os.environ["TORCHOP_RECORD_FOLDER"] = folder
         os.environ["TORCHOP_RECORD_PATTERNS"] = json.dumps(patterns)

@@ -1,6 +1,7 @@
 """Copy gradients into the layouts that a formula declares.
 
-A formula declares them by annotations, or for all gradients by the option `contiguous_grads`.
+Annotations declare layouts of single gradients. The option `contiguous_grads` declares a contiguous
+layout for all of them.
 """
 
 from __future__ import annotations

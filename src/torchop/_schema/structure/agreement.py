@@ -1,7 +1,7 @@
 """Check that kernels return the structure that the fake kernel returned for the same arguments.
 
-Compiled code contains the decisions of the fake kernel as constants: which results are None, the
-lengths of lists, and all values that are not tensors. Nothing in the graph compares them with the
+Compiled code contains the decisions of the fake kernel as constants: results that are None, lengths
+of lists, and all values that are not tensors. The graph does not compare these constants with the
 results of the kernel, so the wrapper of the kernel does.
 """
 

@@ -15,7 +15,7 @@ from torchop._schema.structure.source import Source
 class Rows(Node):
     """A list of structures, called rows. Each leaf, called a column, is a list of one field.
 
-    `row` describes one row. Its leaves have the names of the columns.
+    `row` describes one row. The leaves of `row` have the names of the columns.
     """
 
     def __init__(self, op: str, path: str, row: Node, container: type) -> None:
@@ -28,7 +28,7 @@ class Rows(Node):
         self._split, self._join = self._functions()
 
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Generate a function that splits a row into its leaves, and one that rebuilds the row."""
+        """Generate the functions that split a row into leaves and rebuild a row from leaves."""
         names = [leaf.name for leaf in self._row.leaves()]
         split = Source(f"rows of {self.where}", ("row",))
         variables = {name: split.variable(name) for name in names}

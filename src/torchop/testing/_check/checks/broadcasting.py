@@ -1,4 +1,4 @@
-"""Generate calls in which one argument of an elementwise operator is broadcast."""
+"""Generate calls that broadcast one argument of an elementwise operator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchop.testing._check.subject import Subject
 
 
 def broadcast(subject: Subject, example: Example) -> Iterator[tuple[str, Example]]:
-    """Yield examples in which one tensor is broadcast along one or more dimensions."""
+    """Yield examples that broadcast one tensor along one or more dimensions."""
     tensors = example.tensors
     if len(tensors) < 2:
         return
