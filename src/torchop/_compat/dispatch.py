@@ -265,7 +265,8 @@ _EXPORT_KEYS = (
 )
 _FUNC = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _FUNC_KEYS))
 _EXPORT = functools.reduce(DispatchKeySet.__or__, map(DispatchKeySet, _EXPORT_KEYS))
-_FUNCTIONALIZE = DispatchKeySet(DispatchKey.Functionalize)
+_TRANSFORMS = _FUNC | _EXPORT
+_TRANSFORMS_OF_FAKES = _TRANSFORMS - DispatchKeySet(DispatchKey.Functionalize)
 
 
 def is_handled_by_mode() -> bool:
@@ -288,13 +289,10 @@ def with_transforms() -> Any:
     called for the first time, because PyTorch runs that call under the mode
     `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    included_again = _FUNC | _EXPORT
-    if torch._C._meta_in_tls_dispatch_include():
-        # FakeTensorMode called the kernel. A compiler's trace includes Functionalize, and excludes
-        # it around the kernel. If it were included again, the kernel would create functional
-        # tensors.
-        included_again -= _FUNCTIONALIZE
-    return _including(included_again)
+    # If FakeTensorMode called the kernel, a compiler's trace includes Functionalize and excludes it
+    # around the kernel. If it were included again, the kernel would create functional tensors.
+    is_fake = torch._C._meta_in_tls_dispatch_include()
+    return _including(_TRANSFORMS_OF_FAKES if is_fake else _TRANSFORMS)
 
 
 def with_func_transforms() -> Any:

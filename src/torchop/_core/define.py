@@ -17,7 +17,7 @@ from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
-from torchop._core.registry import deregister_existing, is_free
+from torchop._core.registry import check_free, deregister_existing, is_free
 
 Result = TypeVar("Result")
 
@@ -43,6 +43,9 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         # Do not use `preserve_packet` as a decorator, because warnings would then report the
         # decorator's wrapper as the caller.
         with deregistration.preserve_packet(name.namespace, name.name):
+            with registration_lock:
+                if check_free(name, site) == (None, None):  # as for almost all definitions
+                    return _define(declaration, lib)
             while True:
                 deregister_existing(name, site)
                 with registration_lock:
