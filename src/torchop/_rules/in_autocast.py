@@ -34,6 +34,7 @@ from torchop._compat import (
     dispatch,
     fake_tensors,
     libraries,
+    operators,
     registries,
     torch_ops,
 )
@@ -207,9 +208,7 @@ _CONSTANTS: dict[str, Callable[[str], Any]] = {
 def _run(call: _Call) -> list[Tensor]:
     """Call the operator in the autocast state of the trace, and return the tensors it returns."""
     name, state, args, kwargs = _parsed(call.text)
-    qualname, _, overload = name.partition(".")
-    namespace, _, packet = qualname.partition("::")
-    op = torch_ops.lookup_overload(namespace, packet, overload)
+    op = torch_ops.lookup_overload(*operators.parts(name))
     values = _decoded(call, args)
     keywords = {name: _decoded(call, value) for name, value in kwargs.items()}
     with autocasting.traced_in(tuple((name, _decoded(call, dtype)) for name, dtype in state)):

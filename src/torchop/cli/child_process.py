@@ -14,13 +14,11 @@ There are three ways to start the child:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import importlib
 import itertools
 import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -35,10 +33,10 @@ import torch
 
 from torchop._compat import devices
 from torchop.extend import short_repr, short_text
+from torchop.testing import process_group
 from torchop.testing.process_state import set_environment
 
 START_LIMIT = 600.0  # the time limit for all imports, in seconds
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 class ChildError(RuntimeError):
@@ -124,8 +122,7 @@ def _answers(
         yield _received(process, receiver, limit)
     finally:
         # Kill the child's process group, which includes all processes that the child started.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        process_group.kill(process.pid)
         process.kill()
         process.join()
         receiver.close()
@@ -165,10 +162,7 @@ def _wait(process: Any, receiver: Connection, doing: str, seconds: float) -> Non
 
 def _exit_of(process: Any) -> str:
     process.join()
-    how = f"with exit code {process.exitcode}"
-    with contextlib.suppress(ValueError):
-        how = f"by {signal.Signals(-process.exitcode).name}"
-    return f"ended the process, {how}"
+    return f"ended the process, {process_group.end_of(process.exitcode)}"
 
 
 @contextlib.contextmanager
@@ -196,9 +190,7 @@ def _run(
 ) -> None:
     torch.set_num_threads(threads)
     set_environment(environment)  # instead of the environment of the forkserver
-    os.setpgid(0, 0)  # a new process group, which the parent will kill
-    if sys.platform == "linux":  # kill the child when the parent exits, even if the child hangs
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process_group.enter()
     try:
         for message in function(*args):
             sender.send(message)

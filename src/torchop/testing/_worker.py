@@ -8,14 +8,12 @@ main thread of the fork would wait forever for the threads of its pool, which a 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import json
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -26,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from torchop._compat import devices
+from torchop.testing import process_group
 from torchop.testing._check.findings import Result
 from torchop.testing._check.run import Check, program_of, run_check, shortened
 from torchop.testing.process_state import quiet
-
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def can_fork() -> bool:
@@ -107,20 +104,12 @@ class Worker:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(self._process, signal.SIGKILL)
             status = os.waitpid(self._process, 0)[1]
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(status)
-        if code >= 0:
-            return f" with exit code {code}"
-        with contextlib.suppress(ValueError):
-            return f" by {signal.Signals(-code).name}"
-        return ""
+        process_group.kill(self._process)
+        return f" {process_group.end_of(os.waitstatus_to_exitcode(status))}"
 
 
 def _serve(pipe: Connection, answer: Callable[[Any], Any], call_file: Path) -> None:
-    os.setpgid(0, 0)  # a new process group, which the parent kills
-    if sys.platform == "linux":  # end this process when the parent ends
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    process_group.enter()
     process = os.getpid()
     # Let the parent print tracebacks, in case a kernel crashes.
     crash = os.open(_crash_file(call_file), os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
