@@ -33,7 +33,6 @@ _floats = st.floats(allow_nan=False)
 _small = st.integers(-(2**40), 2**40)
 _tensors = st.integers(0, 3).map(lambda size: torch.ones(size))
 
-_NO_RESULTS = (dict[str, float], list[list[int]])
 LEAVES = (
     Structured(int, _small),
     Structured(float, _floats),
@@ -65,7 +64,7 @@ LEAVES = (
 ITEMS = (LEAVES[0], LEAVES[1], LEAVES[2], LEAVES[3], LEAVES[4], LEAVES[5], *LEAVES[17:19])
 # Fields of results
 RESULTS = (
-    *(leaf for leaf in LEAVES if leaf.annotation not in _NO_RESULTS),
+    *LEAVES,
     Structured(Optional[int], st.one_of(st.none(), _small)),
     Structured(Optional[str], st.one_of(st.none(), _text)),
     Structured(torch.device, st.just(torch.device("cpu"))),
@@ -81,6 +80,28 @@ RESULTS = (
     ),
 )
 
+
+def _list(item: Structured) -> Structured:
+    values = st.lists(item.values, max_size=2)
+    return Structured(list[item.annotation], values, item.holds_tensors)
+
+
+def _tuple(item: Structured) -> Structured:
+    values = st.lists(item.values, max_size=2).map(tuple)
+    return Structured(tuple[item.annotation, ...], values, item.holds_tensors)
+
+
+def _list_with_none(item: Structured) -> Structured:
+    values = st.lists(st.one_of(st.none(), item.values), max_size=2)
+    return Structured(list[Optional[item.annotation]], values, item.holds_tensors)
+
+
+def _dict(item: Structured) -> Structured:
+    values = st.dictionaries(_text, item.values, max_size=2)
+    return Structured(dict[str, item.annotation], values, item.holds_tensors)
+
+
+LISTS = (_list, _tuple, _list_with_none, _dict)
 _numbers = itertools.count()
 
 
@@ -106,11 +127,11 @@ def structures(draw: DrawFn, depth: int = 2, leaves: Sequence[Structured] = LEAV
     fields: dict[str, Structured] = {}
     for index in range(draw(st.integers(1, 4))):
         if depth and draw(st.booleans()):
-            is_list = leaves is LEAVES and draw(st.booleans())
-            field = draw(structures(0, ITEMS) if is_list else structures(depth - 1, leaves))
+            is_list, is_result = draw(st.booleans()), leaves is RESULTS
+            is_row = is_list and not is_result
+            field = draw(structures(0, ITEMS) if is_row else structures(depth - 1, leaves))
             if is_list:
-                values = st.lists(field.values, max_size=2)
-                field = Structured(list[field.annotation], values, field.holds_tensors)
+                field = draw(st.sampled_from(LISTS if is_result else LISTS[:1]))(field)
             if draw(st.booleans()):
                 values = st.one_of(st.none(), field.values)
                 field = Structured(Optional[field.annotation], values, field.holds_tensors)

@@ -50,8 +50,8 @@ class Layouts:
             if _is_symbolic(value):
                 raise ResultError(
                     f"{self._op}: {place} is a symbolic number, which depends on a size, but "
-                    "compilers need a constant. Annotate the field as int, or return the number "
-                    "in a tensor."
+                    "compilers need a constant. Return the number as a field of type int outside "
+                    "of lists and dicts, or in a tensor."
                 )
         # The number is the same in all processes, because files with recorded calls contain it.
         text = repr((values, exact)).encode()

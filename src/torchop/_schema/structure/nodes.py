@@ -271,15 +271,14 @@ class Fields(Node):
 class Pair(Node):
     """A value that becomes two parts. For example, a dict becomes lists of keys and values.
 
-    If one part is a list of tensors, the pair is a dict or a list of optional tensors, and the
-    tensors are the second part. The first part then determines the structure of the gradients.
+    If the second part is a list of tensors, the first part contains the keys of these tensors.
     """
 
     def __init__(
         self,
         op: str,
         path: str,
-        pair: tuple[Any, Leaf],
+        pair: tuple[Leaf, Leaf],
         encode: Callable[[Any, str], tuple[Any, Any]],
         decode: Callable[[Any, Any, str], Any],
     ) -> None:
@@ -309,7 +308,7 @@ class Pair(Node):
 
     def keys_of_tensors(self) -> Iterator[Leaf]:
         key, values = self.pair
-        if values.is_tensor and isinstance(key, Leaf):
+        if values.is_tensor:
             yield key
 
     def gather(self, values: Mapping[str, Any]) -> Any:
@@ -331,8 +330,6 @@ class Pair(Node):
                     f"{', '.join(map(str, value))}."
                 )
             value = [value.get(name) for name in names]
-        elif isinstance(value, (list, tuple)) and given is not None and len(value) == len(given):
-            value = [item for item, is_given in zip(value, given, strict=True) if is_given]
         return {tensors.name: value}
 
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from torchop._errors import ArgumentError, short_repr
 from torchop._schema.kinds import Container, Kind, check_length, list_of, wrong_type
 
@@ -30,27 +28,6 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
         if len(keys) != len(values):
             raise ArgumentError(f"{where}: got {len(keys)} keys for {len(values)} values.")
         return dict(zip(keys, values, strict=True))
-
-    return encode, decode
-
-
-def optional_tensors(container: type) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return a function that splits a list of optional tensors, and one that rebuilds the list.
-
-    The first function returns a bool for each item, and a list of the tensors.
-    """
-
-    def encode(values: Any, where: str) -> tuple[list[bool], list[Tensor]]:
-        if not isinstance(values, (list, tuple)):
-            raise wrong_type(where, "a list or tuple", values)
-        for index, value in enumerate(values):
-            if not (value is None or isinstance(value, Tensor)):
-                raise wrong_type(f"{where}[{index}]", "Tensor or None", value)
-        return [v is not None for v in values], [v for v in values if v is not None]
-
-    def decode(given: Any, tensors: Any, where: str) -> Any:
-        rest = iter(tensors)
-        return container([next(rest) if is_given else None for is_given in given])
 
     return encode, decode
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torchop._schema.kinds import Encode, Kind, unchanged
@@ -62,7 +62,8 @@ class Static(Node):
         exact: values of exactly this class need no check.
         decode: converts the hashable form to the value of the field. None if both are the same.
         is_number: whether the value may equal a value of another type, such as 1 and 1.0.
-        describe: describes the hashable form for error messages.
+        describe: yields the parts of the hashable form for error messages. Each part is a pair of
+            a path and a description.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Static(Node):
         is_optional: bool = False,
         decode: Callable[[Any], Any] | None = None,
         is_number: bool = False,
-        describe: Callable[[Any], Any] = lambda value: value,
+        describe: Callable[[Any], Iterable[tuple[str, Any]]] | None = None,
     ) -> None:
         super().__init__(op, path)
         self.name = f"{path} (static)"  # a list of optional tensors has a leaf with the same path
@@ -84,10 +85,16 @@ class Static(Node):
         self.is_optional = is_optional
         self.decode = decode
         self.is_number = is_number
-        self.describe = describe
+        self._describe = describe
 
     def statics(self) -> Iterator[Static]:
         yield self
+
+    def described(self, value: Any) -> Iterable[tuple[str, Any]]:
+        # Parts of an optional structure are None if the structure is None.
+        if value is None or self._describe is None:
+            return [(self.path, value)]
+        return self._describe(value)
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         name = variables[self.name]

@@ -12,14 +12,16 @@ from torchop._errors import ArgumentError, ResultError, SchemaError
 from torchop._schema import types
 from torchop._schema.kinds import (
     KINDS,
+    Container,
     Encode,
     Kind,
     leaf_kind,
+    list_of,
     read_container,
     without_annotated,
 )
-from torchop._schema.structure import pairs
-from torchop._schema.structure.nodes import Leaf, Maybe, Node, Pair
+from torchop._schema.structure.items import Items
+from torchop._schema.structure.nodes import Leaf, Maybe, Node
 from torchop._schema.structure.result_nodes import Described, ResultFields, Static, result_leaf
 from torchop._schema.structure.shapes import result_shape
 
@@ -49,10 +51,11 @@ def build_result(
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)
     inner = without_annotated(inner)
-    node = _tensors(op, inner, path, optional=optional) or _static(op, annotation, path)
+    node: Node | None
+    node = _leaf(op, inner, path, optional=optional) or _static(op, annotation, path)
     if node is None and optional:
         node = _maybe(op, build_result(op, inner, path, inside))
-    node = node or _fields(op, annotation, path, inside)
+    node = node or _fields(op, annotation, path, inside) or _items(op, annotation, path, inside)
     if node is None:
         raise UnsupportedTypeError(path, annotation)
     return node
@@ -67,46 +70,53 @@ def check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -
         )
 
 
-def _tensors(op: str, annotation: Any, path: str, *, optional: bool) -> Node | None:
-    """Build the node of a tensor, or of a list, tuple or dict of tensors."""
+def _leaf(op: str, annotation: Any, path: str, *, optional: bool) -> Leaf | None:
+    """Build the node of a tensor, of a list or tuple of tensors, or of an int."""
     if annotation is torch.Tensor:
         return result_leaf(op, path, "Tensor?" if optional else "Tensor")
     if optional:
         return None
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is int:
         kind = Kind("SymInt", _of_result(KINDS[int].encode), int)
         return Leaf(op, path, path, kind)
-    if origin is dict and args[0] is str and args[1] is torch.Tensor:
-        encode, decode = pairs.mapping(KINDS[torch.Tensor])
-        return _pair(op, path, encode, decode, lambda keys: Described(f"a dict with {keys}"))
-    if origin is not list and not (origin is tuple and args[1:] == (Ellipsis,)):
+    container = _container(annotation)
+    if container is None or container.item is not torch.Tensor:
         return None
-    if args[0] is torch.Tensor:
-        to_tuple = None if origin is list else lambda tensors, where: tuple(tensors)
-        return result_leaf(op, path, "Tensor[]", to_tuple)
-    if types.strip_optional(args[0]) == (torch.Tensor, True):
-        return _pair(op, path, *pairs.optional_tensors(origin), _describe_given)
-    return None
+    to_tuple = None if not container.is_tuple else lambda tensors, where: tuple(tensors)
+    return result_leaf(op, path, "Tensor[]", to_tuple)
 
 
-def _pair(
-    op: str,
-    path: str,
-    encode: Callable[..., Any],
-    decode: Callable[..., Any],
-    describe: Callable[[Any], Any] = lambda described: described,
-) -> Pair:
-    def hashable(value: Any, where: str) -> tuple[tuple[Any, ...], list[Any]]:
-        described, tensors = encode(value, where)
-        return tuple(described), tensors
-
-    parts = Static(op, path, hashable, describe=describe), result_leaf(op, path, "Tensor[]")
-    return Pair(op, path, parts, _of_result(hashable), decode)
+def _container(annotation: Any) -> Container | None:
+    """Parse `list[X]` or `tuple[X, ...]`."""
+    if typing.get_origin(annotation) not in (list, tuple):
+        return None
+    container = read_container(annotation)
+    return None if container is None or container.length is not None else container
 
 
-def _describe_given(given: tuple[bool, ...]) -> Described:
-    return Described(f"[{', '.join('a tensor' if is_given else 'None' for is_given in given)}]")
+def _items(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Items | None:
+    """Build the node of a list, tuple or dict with items that no other node describes."""
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is dict and args[0] is str:
+        container: type = dict
+        item = args[1]
+    elif (listed := _container(annotation)) is not None:
+        container, item = tuple if listed.is_tuple else list, listed.item
+    else:
+        return None
+    node = build_result(op, item, f"{path}[*]", inside)
+    for leaf in node.leaves():
+        if leaf.is_tensor:  # the dispatcher checks the items, but cannot name their paths
+            _check_tensors(leaf)
+    return Items(op, path, node, container)
+
+
+def _check_tensors(leaf: Leaf) -> None:
+    is_list = leaf.kind.schema == "Tensor[]"
+    leaf.is_optional = leaf.kind.schema == "Tensor?"
+    kind = list_of(KINDS[torch.Tensor]) if is_list else KINDS[torch.Tensor]
+    leaf.kind = leaf.kind._replace(encode=_of_result(kind.encode), exact=kind.exact)
+    leaf.checked = True
 
 
 def _maybe(op: str, inner: Node) -> Maybe:
@@ -120,7 +130,7 @@ def _maybe(op: str, inner: Node) -> Maybe:
         inner.path,
         lambda value, where: value,
         exact=bool,
-        describe=lambda given: Described("not None" if given else "None"),
+        describe=lambda given: [(inner.path, Described("not None" if given else "None"))],
     )
     flag.name = f"{inner.path} (given)"  # a static part of the structure may have the same path
     return Maybe(op, flag, inner)

@@ -102,8 +102,7 @@ class Structure:
     def _layout_of(self, number: int) -> list[tuple[str, Any]]:
         assert self.layouts is not None
         values = zip(self.result.statics(), self.layouts.values_of(number), strict=True)
-        # Parts of an optional structure are None if the structure is None.
-        return [(s.path, None if value is None else s.describe(value)) for s, value in values]
+        return [part for static, value in values for part in static.described(value)]
 
     def keys_of_call(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         return {leaf.name: kwargs.get(leaf.name) for leaf in self.keys}
