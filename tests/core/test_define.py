@@ -32,6 +32,7 @@ from torchop._native import switch
 from torchop._rules import inlining
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization import trace
+from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.kernels.rule import KernelRule
 
 T = torch.zeros(2)
@@ -57,7 +58,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "define": (libraries, "define"),
     "refresh the packet": (torch_ops, "refresh_packet"),
     "install the fake kernel": (FakeRule, "replace"),
-    "define the companions": (trace, "define_of_kind"),
+    "define the companions": (HelperOperator, "define"),
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),
     "publish": (registries, "publish"),

@@ -34,7 +34,7 @@ def test_too_many_arguments_for_a_derived_operator(namespace, method):
     with pytest.raises(torchop.SchemaError, match=expected):
         getattr(op, method)()
     assert op(*[torch.ones(1)] * 64).tolist() == [64]
-    assert [name for name in torch._C._dispatch_get_all_op_names() if namespace in name] == [
+    assert [name for name in torch._C._dispatch_get_all_op_names() if f"{namespace}::" in name] == [
         str(op.name)
     ]
 

@@ -63,6 +63,8 @@ class CompiledRule(Generic[Compiled]):
                 self._set(before)
                 raise
         logs.registration.debug("%s has the rule: %s", self.definition, self)
+        for helper in self.definition.helpers.values():
+            helper.inherit(self)
 
     def __str__(self) -> str:
         return self.repr_text() or f"{type(self).__name__}, nothing registered"
@@ -156,6 +158,7 @@ class Definition:
         "dispatcher_kernels",
         "follower",
         "handle",
+        "helpers",
         "name",
         "revision",
         "schema",
@@ -189,6 +192,9 @@ class Definition:
         # Maps dispatch keys to the kernels that this definition registered with the dispatcher.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
+        # The helper operators, which replace this operator in compiled graphs, by kind. They are
+        # instances of `_rules.helper_operators.HelperOperator`.
+        self.helpers: Mapping[str, Any] = NOTHING
 
     def __str__(self) -> str:
         return str(self.name)

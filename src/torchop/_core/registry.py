@@ -11,7 +11,7 @@ from torchop import _hooks
 from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
-from torchop._core.definition import Definition
+from torchop._core.definition import NOTHING, Definition
 from torchop._core.library import (
     DEFINITIONS,
     all_process_definitions,
@@ -202,10 +202,13 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
+        helpers = NOTHING
         if definition is not None:
+            helpers = definition.helpers
             for rule in definition.rules.values():
                 rule.retract()
         definition = definitions[str(name)] = Definition(Declaration(name, schema), library)
+        definition.helpers = helpers  # the names of these helper operators are still taken
         definition.follower = _hooks.new_follower(definition)
     return definition
 

@@ -4,80 +4,167 @@ Users call some derived operators, such as the in-place form of a functional ope
 derived operators are helper operators: an operator `name__kind` replaces the operator `name` in
 compiled graphs. Helper operators are defined during registration, and not when a graph is traced,
 because a process may load a graph from a cache or a file without tracing it.
+
+These are the kinds of helper operators. Each kind is a subclass of `HelperOperator`:
+
+| kind | replaces | defined in |
+| --- | --- | --- |
+| `mutable`, `functional` | calls that mutate arguments | `functionalization.helper_operators` |
+| `training`, `backward` | calls with a derived formula | `autograd.derived.graph_operators` |
+| `with_residuals` | calls that record a gradient | `residuals.training` |
+| `backward_kernel` | the backward of the operator | `residuals.backward_kernel` |
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast
 
 import torch.library
+from typing_extensions import Self  # in typing since Python 3.11
 
-from torchop._compat import operators, schemas
-from torchop._compat.classes import Tag
+from torchop._compat import operators
+from torchop._compat.classes import OpOverload, Tag
+from torchop._core.call import as_tuple
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define, deregister_with
-from torchop._core.definition import Definition
+from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.registry import registration_site
 from torchop._core.user_rule import follow_origin
 from torchop._errors import SchemaError
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, form_of
 from torchop._schema.layouts import Layout
-from torchop._schema.schema import MAX_ARGUMENTS, Schema
+from torchop._schema.naming import OpName
+from torchop._schema.schema import MAX_ARGUMENTS, Schema, write_schema
+from torchop._schema.text import results_of
 
 
-def define_helper_operator(
-    definition: Definition,
-    kind: str,
-    schema: str,
-    function: Callable[..., Any],
-    fake: Callable[..., Any],
-    *,
-    tags: Iterable[Tag] = (),
-    error: type[RuntimeError] = RuntimeError,
-    origin: Definition | None = None,
-    convention: Convention = FLAT,
-    inlined: Any = None,
-    layouts: Mapping[str, Layout] = MappingProxyType({}),
-) -> Definition:
-    """Define the helper operator `name__kind` of the operator `name`.
+class HelperOperator:
+    """An operator `name__kind` that replaces the operator `name` in compiled graphs.
 
-    It has the same tags, except for the tags of in-place and out= forms. If another library has
-    already defined an operator of this name, raise `error`. The helper operator inherits public
-    rules (`torchop.Rule`) from `origin`. `convention` converts functions that users register for
-    the helper operator to functions that take and return the values of the schema. The compilers
-    in `inlined` trace `function` instead of the helper operator.
+    A subclass describes a kind. It overrides the attributes and methods in which the helper
+    operator differs from the operator `name`.
+
+    Attributes:
+        kind: the last part of the name.
+        tags: further tags. A helper operator also has the operator's tags, except for the tags of
+            in-place and out= forms.
+        further_results: the types of the results after the results of the operator `name`.
+        error: raised if another library has already defined an operator `name__kind`.
+        inlined: the compilers that trace `kernel` instead of the helper operator.
+        convention: converts functions that users register for the helper operator to functions that
+            take and return the values of the schema.
+        layouts: the declared memory layouts of arguments.
+        kernel: takes the arguments of the schema. Most kernels call the operator `name` with other
+            arguments.
+        definition: the operator `name`.
+        helper: the operator `name__kind`. `define` sets this attribute.
     """
-    name = definition.name._replace(name=f"{definition.name.name}__{kind}")
-    if operators.is_registered(name.packet, name.overload):
-        raise error(
-            f"{definition}: a compiled graph needs an operator {name}, but another library "
-            f"defined one at {registration_site(name)}. Rename that operator."
-        )
-    inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
-    declaration = Declaration(
-        name,
-        Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
-        function,
-        definition.declaration.site or Site(__name__, str(name), __file__, 0),
-        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
-        fake=fake,
-        inlined=inlined,
-        convention=convention,
-        layouts=layouts,
-        is_helper=True,
-    )
 
-    return define_derived(origin or definition, declaration, kind, owner=definition)
+    kind: ClassVar[str]
+    tags: ClassVar[tuple[Tag, ...]] = ()
+    further_results: Sequence[str] = ()
+    error: ClassVar[type[RuntimeError]] = RuntimeError
+    inlined: Any = None
+    convention: Convention = FLAT
+    layouts: Mapping[str, Layout] = NOTHING
+    kernel: Callable[..., Any]
+    helper: Definition
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+
+    @classmethod
+    def of(cls, definition: Definition) -> Self:
+        """Return the operator's helper operator of this kind. Define it on first use.
+
+        Compiled graphs call a helper operator by name, so it is not defined again if the user
+        registers another formula.
+        """
+        helper = definition.helpers.get(cls.kind)
+        if helper is None or helper.helper.deregistration_reason is not None:
+            helper = cls(definition)
+            helper.define()
+        return cast(Self, helper)
+
+    @property
+    def overload(self) -> OpOverload:
+        return self.helper.overload
+
+    @property
+    def origin(self) -> Definition:
+        """The operator from which the helper operator inherits public rules (`torchop.Rule`)."""
+        return self.definition
+
+    def written_arguments(self) -> list[str]:
+        """Return the arguments of the helper operator, such as `["Tensor x", "*", "int n=1"]`."""
+        return self.definition.schema.written_arguments
+
+    def written_results(self) -> list[str]:
+        """Return the types of the helper operator's results."""
+        return [*results_of(self.definition.schema.written), *self.further_results]
+
+    def named_schema(self, name: OpName) -> Schema:
+        return write_schema(name, self.written_arguments(), self.written_results())
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        # A kernel that only calls the operator `name` can also serve as the fake kernel.
+        return self.kernel(*args, **kwargs)
+
+    def with_results(self, result: Any, *further: Any) -> tuple[Any, ...]:
+        """Return the result of the operator `name` and further results of the helper operator."""
+        return (*as_tuple(self.definition.schema, result), *further)
+
+    def split(self, results: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Return the result of the operator `name`, and a tuple of the further results."""
+        everything = as_tuple(self.helper.schema, results)
+        count = len(self.definition.schema.returns)
+        return everything[:count] if count > 1 else everything[0], everything[count:]
+
+    def register_rules(self) -> None:
+        """Register the rules of the new helper operator."""
+
+    def inherit(self, rule: CompiledRule[Any]) -> None:
+        """Update the helper operator after a rule of the operator `name` has changed."""
+
+    def define(self) -> None:
+        """Define the operator `name__kind`, or nothing if a step fails."""
+        definition, kind = self.definition, self.kind
+        name = definition.name._replace(name=f"{definition.name.name}__{kind}")
+        if operators.is_registered(name.packet, name.overload):
+            raise self.error(
+                f"{definition}: a compiled graph needs an operator {name}, but another library "
+                f"defined one at {registration_site(name)}. Rename that operator."
+            )
+        inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
+        declaration = Declaration(
+            name,
+            self.named_schema(name),
+            self.kernel,
+            definition.declaration.site or Site(__name__, str(name), __file__, 0),
+            tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *self.tags))),
+            fake=self.fake,
+            inlined=self.inlined,
+            convention=self.convention,
+            layouts=self.layouts,
+            is_helper=True,
+        )
+
+        def register_rules(helper: Definition) -> None:
+            self.helper = helper
+            self.register_rules()
+
+        define_derived(self.origin, declaration, kind, register_rules, owner=definition)
+        definition.helpers = {**definition.helpers, kind: self}
 
 
 def define_derived(
     origin: Definition,
     declaration: Declaration,
     kind: str,
+    register_rules: Callable[[Definition], None],
     *,
     owner: Definition | None = None,
     lib: torch.library.Library | None = None,
@@ -85,7 +172,8 @@ def define_derived(
     """Define an operator that is derived from `origin` and inherits its public rules.
 
     A public rule, such as a sharding rule, may behave differently for each `kind`, such as
-    `"inplace"`. Deregistering `owner`, or closing `lib`, also deregisters the derived operator.
+    `"inplace"`. `register_rules` registers the other rules of the derived operator. Deregistering
+    `owner`, or closing `lib`, also deregisters the derived operator.
     """
     name, owner = declaration.name, owner or origin
     count = len(declaration.schema.arguments)
@@ -106,6 +194,7 @@ def define_derived(
         derived = define(declaration, lib)
         deregister_with(owner.library, derived, reason)
         follow_origin(origin, derived, kind)
+        register_rules(derived)
         return derived
 
     return all_or_nothing(name, build)

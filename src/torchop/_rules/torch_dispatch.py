@@ -72,9 +72,6 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
                 None if cls in self.functions else install,
                 functions={**self.functions, cls: function},
             )
-            declared = definition.declaration.residuals
-            if declared is not None:
-                declared.follow_rule(definition, cls)
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:

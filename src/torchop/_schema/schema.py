@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop._compat import dispatch, schemas
 from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
-from torchop._schema.text import arguments_of
+from torchop._schema.naming import OpName
+from torchop._schema.text import arguments_of, write, write_results
 
 
 class Argument(NamedTuple):
@@ -281,6 +282,14 @@ class Schema:
     def _with_device(self, argument: Argument, value: Any) -> Any:
         is_spelled = argument.name in self.spelled_devices and isinstance(value, str)
         return dispatch.device(value) if is_spelled else value
+
+
+def write_schema(
+    name: OpName, arguments: Iterable[str], results: Sequence[str], form: Form = Form.PLAIN
+) -> Schema:
+    """Create a schema from texts such as `Tensor x`, `*` and `int n=1`, and types of results."""
+    text = write(arguments, write_results(results))
+    return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)
 
 
 def _fresh(default: Any) -> Any:

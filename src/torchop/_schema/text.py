@@ -65,6 +65,12 @@ def write(arguments: Iterable[str], results: str) -> str:
     return f"({', '.join(arguments)}) -> {results}"
 
 
+def with_keyword_only(arguments: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Append keyword-only arguments to the arguments of a schema."""
+    marker = ["*"] if added and "*" not in arguments else []
+    return [*arguments, *marker, *added]
+
+
 def write_results(results: Sequence[str]) -> str:
     if len(results) == 1 and not results[0].startswith("("):
         return results[0]

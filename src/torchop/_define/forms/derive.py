@@ -15,7 +15,6 @@ from torch import Tensor
 from torchop._compat.classes import FunctionalTensorMode, Tag
 from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
-from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._core.library import check_callers_library
 from torchop._define.forms import schemas
@@ -133,16 +132,14 @@ def define_member(
     )
     kind = "inplace" if schema.form is Form.INPLACE else "out"
 
-    def build() -> Definition:
-        form = define_derived(functional, declaration, kind, lib=lib)
+    def register_rules(form: Definition) -> None:
         form.rule(TorchDispatchRule).register(
             FunctionalTensorMode, _functionalization(writing_result(functional, name, schema))
         )
         if schema.form is Form.INPLACE:
             form.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
-        return form
 
-    return all_or_nothing(name, build)
+    return define_derived(functional, declaration, kind, register_rules, lib=lib)
 
 
 def writing_result(

@@ -8,11 +8,10 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from torchop._compat import schemas
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
-from torchop._schema.text import lettered_alias, with_write, write, write_results, written_tensor
+from torchop._schema.schema import Schema, write_schema
+from torchop._schema.text import lettered_alias, with_keyword_only, with_write, written_tensor
 
 
 def form_name(name: OpName, form: Form) -> OpName:
@@ -29,21 +28,14 @@ def inplace_schema(name: OpName, functional: Schema) -> Schema:
     first, *others = functional.written_arguments
     alias = lettered_alias(0)
     arguments = [with_write(first, alias), *others]
-    return _parsed(name, arguments, [written_tensor(alias)], Form.INPLACE)
+    return write_schema(name, arguments, [written_tensor(alias)], Form.INPLACE)
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
-    arguments = functional.written_arguments
-    if not functional.keyword_only:
-        arguments.append("*")
     results = [written_tensor(lettered_alias(index)) for index in range(len(outputs))]
     written = [f"{kind} {output}" for kind, output in zip(results, outputs, strict=True)]
-    return _parsed(name, [*arguments, *written], results, Form.OUT)
-
-
-def _parsed(name: OpName, arguments: Sequence[str], results: Sequence[str], form: Form) -> Schema:
-    text = write(arguments, write_results(results))
-    return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)
+    arguments = with_keyword_only(functional.written_arguments, written)
+    return write_schema(name, arguments, results, Form.OUT)
 
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])

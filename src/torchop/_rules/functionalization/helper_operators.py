@@ -13,38 +13,25 @@ the original operator but has a schema that functionalization and Inductor handl
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.call import Call, as_tuple, map_arguments, map_tensors, values_by_name
+from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
-from torchop._rules.helper_operators import define_helper_operator
+from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.in_autocast import copy_with_strides
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
-from torchop._schema.text import results_of, without_writes, write, write_results
-
-MUTABLE = "mutable"
-FUNCTIONAL = "functional"
+from torchop._schema.text import with_keyword_only, without_writes
 
 # Helper operators use this name instead of the argument name `mode`, with which PyTorch's
 # functionalization would fail. A user's operator is unlikely to have an argument with this name.
 _MODE = "torchop_mode"
 _NAMED_MODE = re.compile(r"^(\S+) mode(?==|$)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
-
-
-def define_of_kind(definition: Definition, kind: str) -> Definition:
-    """Define the helper operator `name__mutable` or `name__functional` of the operator `name`.
-
-    The operator itself must already be registered.
-    """
-    schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
-    # The kernel can also serve as the fake kernel, because it only calls the original operator.
-    return define_helper_operator(definition, kind, schema, kernel, kernel)
 
 
 def masks(schema: Schema) -> dict[str, str]:
@@ -82,21 +69,30 @@ def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any])
     return args, {_MODE if n == "mode" else n: v for n, v in {**keywords, **given}.items()}
 
 
-def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
-    schema = definition.schema
-    names = masks(schema)
-    arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in schema.written_arguments]
-    # Masks have no default, so add them as keyword-only arguments: a required positional argument
-    # must not follow an argument with a default.
-    given = [f"bool[]? {name}" for name in names.values()]
-    if given:
-        arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
-        arguments += given if "*" in arguments else ["*", *given]
-    returns_arguments = schema.form is not Form.PLAIN
-    results = [] if returns_arguments else results_of(schema.written)
+class Mutable(HelperOperator):
+    """The helper operator `name__mutable`."""
+
+    kind = "mutable"
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self._masks = masks(definition.schema)
+        self._returns_arguments = definition.schema.form is not Form.PLAIN
+
+    def written_arguments(self) -> list[str]:
+        arguments = [_NAMED_MODE.sub(rf"\1 {_MODE}", a) for a in super().written_arguments()]
+        if self._masks:
+            arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
+        # Masks have no default, so add them as keyword-only arguments: a required positional
+        # argument must not follow an argument with a default.
+        return with_keyword_only(arguments, [f"bool[]? {name}" for name in self._masks.values()])
+
+    def written_results(self) -> list[str]:
+        return [] if self._returns_arguments else super().written_results()
 
     @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(self, *args: Any, **kwargs: Any) -> Any:
+        definition, names = self.definition, self._masks
         kwargs = {"mode" if name == _MODE else name: value for name, value in kwargs.items()}
 
         def with_none(argument: Argument, value: Any) -> Any:
@@ -104,19 +100,22 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
             tensors = iter(value) if mask is not None else iter(())
             return value if mask is None else [next(tensors) if there else None for there in mask]
 
-        args, keywords = map_arguments(schema, args, kwargs, with_none)
+        args, keywords = map_arguments(definition.schema, args, kwargs, with_none)
         returned = definition.overload(*args, **keywords)
-        return None if returns_arguments else returned
-
-    return write(arguments, write_results(results)), kernel
+        return None if self._returns_arguments else returned
 
 
-def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
-    schema = definition.schema
-    results = write_results([*results_of(schema.written), "Tensor[]"])
+class Functional(HelperOperator):
+    """The helper operator `name__functional`."""
+
+    kind = "functional"
+    further_results = ("Tensor[]",)
+
+    def written_arguments(self) -> list[str]:
+        return list(map(without_writes, super().written_arguments()))
 
     @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(self, *args: Any, **kwargs: Any) -> Any:
         written: list[Tensor] = []
 
         def copied(argument: Argument, tensor: Tensor) -> Tensor:
@@ -125,8 +124,5 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
             written.append(copy_with_strides(tensor))
             return written[-1]
 
-        args, keywords = map_tensors(schema, args, kwargs, copied)
-        returned = definition.overload(*args, **keywords)
-        return (*as_tuple(schema, returned), written)
-
-    return write(map(without_writes, schema.written_arguments), results), kernel
+        args, keywords = map_tensors(self.definition.schema, args, kwargs, copied)
+        return self.with_results(self.definition.overload(*args, **keywords), written)

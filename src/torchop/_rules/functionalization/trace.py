@@ -18,7 +18,7 @@ For all operators, this module also copies mutated views that PyTorch describes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchop._compat import cpp_functionalization, registries
@@ -29,9 +29,8 @@ from torchop._errors import TracingError
 from torchop._rules import in_autocast, inlining
 from torchop._rules.checkpoint_modes import marked
 from torchop._rules.functionalization.helper_operators import (
-    FUNCTIONAL,
-    MUTABLE,
-    define_of_kind,
+    Functional,
+    Mutable,
     is_misread,
     masks,
     without_none,
@@ -50,6 +49,7 @@ from torchop._rules.functionalization.regions import (
     functionalizing_in_regions,
     needs_check_of_regions,
 )
+from torchop._rules.helper_operators import HelperOperator
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 
@@ -63,9 +63,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
     schema = definition.schema
     if not schema.is_mutable or definition.declaration.is_helper:
         return None
-    helpers: dict[str, Definition] = {}
     name = str(definition)
-    rule = inlining.around(definition, _functionalizing(definition, helpers))
+    rule = inlining.around(definition, _functionalizing(definition))
     registries.register_default_torch_dispatch(name, FunctionalTensorMode, rule)
     if needs_check_of_regions(schema):
         registries.register_default_torch_dispatch(
@@ -74,7 +73,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
 
     def finish() -> None:
         for kind in _needed(schema):
-            helpers[kind] = define_of_kind(definition, kind)
+            kind.of(definition)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
 
     return finish
@@ -91,24 +90,18 @@ def _traced_results(schema: Schema) -> tuple[str, ...]:
     return schema.returns if schema.form is Form.PLAIN else ()
 
 
-def _needed(schema: Schema) -> Iterator[str]:
+def _needed(schema: Schema) -> Iterator[type[HelperOperator]]:
     is_misread = masks(schema) or any(argument.name == "mode" for argument in schema.arguments)
     if schema.form is not Form.PLAIN or is_misread:
-        yield MUTABLE
+        yield Mutable
     if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
         mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
         if "List[Tensor]" in schema.returns or "Tensor" not in mutated:
-            yield FUNCTIONAL
+            yield Functional
 
 
-def _functionalizing(
-    definition: Definition, helpers: Mapping[str, Definition]
-) -> Callable[..., Any]:
-    """Return the rule for FunctionalTensorMode.
-
-    `helpers` maps kinds to the helper operators that may replace the operator. It is still empty
-    when this function is called, because the helper operators are defined later.
-    """
+def _functionalizing(definition: Definition) -> Callable[..., Any]:
+    """Return the rule for FunctionalTensorMode."""
     schema = definition.schema
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -120,7 +113,7 @@ def _functionalizing(
         (values, keywords), copies = copy_misread_views(mode, str(definition), schema, args, kwargs)
         values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
         with marked(op, args, kwargs):
-            result, written = _trace(definition, helpers, mode, types, values, keywords)
+            result, written = _trace(definition, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the call
         with mode:
@@ -135,7 +128,6 @@ def _functionalizing(
 
 def _trace(
     definition: Definition,
-    helpers: Mapping[str, Definition],
     mode: Any,
     types: Any,
     args: tuple[Any, ...],
@@ -148,7 +140,7 @@ def _trace(
     operators write the new values themselves.
     """
     schema = definition.schema
-    functional = helpers.get(FUNCTIONAL)
+    functional = definition.helpers.get(Functional.kind)
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and ("List[Tensor]" in _traced_results(schema) or not mutated):
         if names := names_if_shared(schema, args, kwargs, mutated):
@@ -161,10 +153,9 @@ def _trace(
         result = in_autocast.trace(mode, functional.overload, types, args, kwargs)
         if result is NotImplemented:
             return result, []
-        *returned, written = result
-        pairs = list(zip(mutated, written, strict=True))
-        return tuple(returned) if len(returned) > 1 else returned[0], pairs
-    mutable = helpers.get(MUTABLE)
+        returned, (written,) = functional.split(result)
+        return returned, list(zip(mutated, written, strict=True))
+    mutable = definition.helpers.get(Mutable.kind)
     overload = definition.overload
     if mutable is not None and (schema.form is not Form.PLAIN or is_misread(schema, args, kwargs)):
         overload = mutable.overload

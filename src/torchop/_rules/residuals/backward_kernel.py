@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
-from torchop._rules.helper_operators import define_helper_operator
+from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.kernels.register import register_kernel
 from torchop._rules.layout import LayoutRule
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
@@ -27,17 +27,19 @@ from torchop._schema.callables import check_callable
 from torchop._schema.convention import Convention
 from torchop._schema.declared import declared_schema
 from torchop._schema.layouts import check_layouts, declared_layouts
-from torchop._schema.schema import Argument
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Argument, Schema
 
 KIND = "backward_kernel"
-# An attribute that torchop adds to a `torch.library.Library`: a dict from the names of the
-# library's operators to the definitions of their helper operators `name__backward_kernel`.
-_ATTRIBUTE = "_torchop_backward_kernels"
 
 
-class BackwardKernel:
+class BackwardKernel(HelperOperator):
+    """The helper operator `name__backward_kernel`."""
+
+    kind = KIND
+
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
-        self.definition = definition
+        super().__init__(definition)
         self.what = what = f"{definition}: backward_kernel"
         check_callable(what, function)
         signature = signatures.signature(function)
@@ -105,10 +107,12 @@ class BackwardKernel:
         name = self.definition.name
         name = name._replace(name=f"{name.name}__{KIND}")
         try:
-            self.schema, self.kernel, self.convention = declared_schema(name, kernel, None, (), ())
+            self.schema, self.kernel, declared = declared_schema(name, kernel, None, (), ())
         except SchemaError as error:
             raise RuleSignatureError(f"{self.what}: {error}") from None
-        self.layouts = self.convention.of_tensors(declared_layouts(function))
+        self.declared_convention = declared
+        self.convention = typing.cast(Convention, _ZeroFillingConvention(self))
+        self.layouts = declared.of_tensors(declared_layouts(function))
         check_layouts(self.what, self.schema, self.layouts)
         returns = self.definition.schema.returns
         grads = [argument.kind for argument in self.schema.positional[: self.count]]
@@ -126,45 +130,42 @@ class BackwardKernel:
                     f"depends on it. Add the parameter {argument.name!r} to the backward kernel."
                 )
 
-    def define(self) -> Definition:
+    @property
+    def origin(self) -> Definition:
+        # The operator that runs in the forward. Sharding rules use it to derive the placements of
+        # the gradients.
+        if not self.residuals:
+            return self.definition
+        return typing.cast(
+            Definition, self.definition.declaration.residuals.training_form(self.definition).helper
+        )
+
+    def named_schema(self, name: OpName) -> Schema:
+        return self.schema
+
+    def register_rules(self) -> None:
+        self.helper.rule(VmapRule).register(SEQUENTIAL)  # a default that the user can replace
+
+    def define(self) -> None:
         """Define the operator `name__backward_kernel`.
 
         If the user has already registered a backward kernel with the same signature, reuse its
         operator and replace only the kernel, because compiled graphs may call the operator.
         """
-        definition = self.definition
-        kernels: dict[str, Any] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
-        before = kernels.get(str(definition))
-        if before is not None and self._can_replace(before.convention.of):
-            register_kernel(before.overload, None, self.kernel)
+        before = self.definition.helpers.get(KIND)
+        if before is not None and self._can_replace(before):
+            self.helper = before.helper
+            register_kernel(self.overload, None, self.kernel)
             if self.layouts:
-                before.rule(LayoutRule).register(self.layouts)
-            return typing.cast(Definition, before)
+                self.helper.rule(LayoutRule).register(self.layouts)
+            return
         if before is not None:
-            before.deregister(f"{definition} has another backward kernel.")
-        # `origin` is the operator that runs in the forward. Sharding rules use it to derive the
-        # placements of the gradients. If residuals are saved, the forward runs
-        # `name__with_residuals`.
-        origin = definition
-        if self.residuals:
-            origin = definition.declaration.residuals.training_form(definition).helper
-        text = self.schema.written
-        kernels[str(definition)] = helper = define_helper_operator(
-            definition,
-            KIND,
-            text[text.index("(") :],
-            self.kernel,
-            self._fake,
-            origin=origin,
-            convention=typing.cast(Convention, _ZeroFillingConvention(self)),
-            layouts=self.layouts,
-        )
-        helper.rule(VmapRule).register(SEQUENTIAL)  # a default that the user can replace
-        return helper
+            before.helper.deregister(f"{self.definition} has another backward kernel.")
+        super().define()
 
     def _can_replace(self, other: BackwardKernel) -> bool:
         """Return whether this kernel can replace `other` in graphs that were compiled with it."""
-        is_flat = self.convention.structure is other.convention.structure is None
+        is_flat = not self.declared_convention.structure and not other.declared_convention.structure
         if self.definition is not other.definition:  # the operator was redefined
             return False
         one, two = ((k.schema.written, k.are_optional, k.residuals) for k in (self, other))
@@ -174,8 +175,8 @@ class BackwardKernel:
         @functools.wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
             gradients = function(*args, **kwargs)
-            if self.convention.structure is not None:
-                args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
+            if self.declared_convention.structure is not None:
+                args, kwargs = self.declared_convention.structure.flat_arguments(*args, **kwargs)
             each = gradients if isinstance(gradients, tuple) else (gradients,)
             if len(each) != len(self.differentiated):
                 return gradients  # the operator's check of the result will raise
@@ -183,7 +184,7 @@ class BackwardKernel:
 
         return kernel
 
-    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
         taken = {argument.name for argument in self.schema.arguments}
         for argument, is_optional in zip(self.differentiated, self.are_optional, strict=True):
             name = argument.name
@@ -208,7 +209,8 @@ class BackwardKernel:
         return filled if len(filled) > 1 else filled[0]
 
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        helper = self.define()
+        self.define()
+        helper = self.helper
         count, of_operator = self.count, self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
@@ -234,8 +236,8 @@ class BackwardKernel:
             grads = [results[place] for place in self.results]
             args: Any = (*grads, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
-            if self.convention.structure is not None:
-                args, kwargs = self.convention.structure.flat_arguments(*args, **kwargs)
+            if self.declared_convention.structure is not None:
+                args, kwargs = self.declared_convention.structure.flat_arguments(*args, **kwargs)
             ctx.passed = _saved(ctx, (*args[count:], *[kwargs[name] for name in by_name]))
 
         def backward(ctx: Any, *grads: Any) -> Any:
@@ -264,15 +266,19 @@ class _ZeroFillingConvention(typing.NamedTuple):
     of: BackwardKernel
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.of.convention, name)
+        return getattr(self.of.declared_convention, name)
 
     def kernel(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         is_filled = function is self.of.kernel
-        return self.of.convention.kernel(function if is_filled else self.of.fill_zeros(function))
+        return self.of.declared_convention.kernel(
+            function if is_filled else self.of.fill_zeros(function)
+        )
 
     def fake(self, function: Callable[..., Any], /) -> Callable[..., Any]:
         is_declared = getattr(function, "is_declared", False)
-        return self.of.convention.fake(function if is_declared else self.of.fill_zeros(function))
+        return self.of.declared_convention.fake(
+            function if is_declared else self.of.fill_zeros(function)
+        )
 
 
 def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:

@@ -17,7 +17,7 @@ from torchop._rules.residuals.handover import (
     in_native_calls,
     wrap_kernel,
 )
-from torchop._rules.residuals.training import follow_rule, training_form
+from torchop._rules.residuals.training import WithResiduals
 from torchop._schema.declared import declared_schema
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -85,8 +85,7 @@ class Declared:
         fields = self.named, functools.partial(Request, self), count
         return *in_native_calls(native), *fields, *(setup or [None] * 3)
 
-    training_form = staticmethod(training_form)
-    follow_rule = staticmethod(follow_rule)
+    training_form = WithResiduals.of
 
     @property
     def spelled(self) -> str:

@@ -18,62 +18,62 @@ from torch import Tensor
 from torchop._compat import compilers, flop_counter, functorch, registries
 from torchop._core.call import as_tuple, tensors_in
 from torchop._core.contract import storage_of
-from torchop._core.define import all_or_nothing
-from torchop._core.definition import Definition
+from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import GradientError, MissingFormulaError
 from torchop._rules.autograd.constants import constant
 from torchop._rules.autograd.formula import Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import register_for_checkpoints
-from torchop._rules.helper_operators import define_helper_operator
-from torchop._rules.residuals import vmap
+from torchop._rules.helper_operators import HelperOperator
+from torchop._rules.residuals import modes, vmap
 from torchop._rules.residuals.handover import Request, request, requested
-from torchop._rules.residuals.modes import follow
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._schema.text import results_of, write, write_results
-
-# The attribute of the operator's `torch.library.Library` that stores the training form.
-_ATTRIBUTE = "_torchop_with_residuals"
+from torchop._rules.vmap.rule import VmapRule
+from torchop._schema.text import results_of
 
 
-class TrainingForm:
+class WithResiduals(HelperOperator):
+    """The training form `name__with_residuals`."""
+
+    kind = "with_residuals"
+
     def __init__(self, definition: Definition) -> None:
-        self.definition = definition
+        super().__init__(definition)
         self.declared: Any = definition.declaration.residuals
-        schema = definition.schema
+        self.inlined = definition.declaration.inlined
         residuals = results_of(self.declared.schema.written)
         if self.declared.structure is None:  # otherwise there are more results than names
             names = self.declared.named._fields
             residuals = [f"{kind} {name}" for kind, name in zip(residuals, names, strict=True)]
-        results = [*results_of(schema.written), *residuals]
-        self.helper = define_helper_operator(
-            definition,
-            "with_residuals",
-            write(schema.written_arguments, write_results(results)),
-            self._kernel,
-            self._kernel,  # also the fake kernel, because it only calls the operator
-            inlined=definition.declaration.inlined,
-        )
+        self.further_results = residuals
         op = str(definition)
         # `guard(places)` returns a function that replaces the saved tensors at these places, which
         # are residuals, with tensors that raise if they are differentiated. The cache lets calls
         # that save residuals at the same places share the function.
         self.guard = functools.cache(lambda places: functools.partial(_guarded, op, places))
         self.vmap_rule: Any = None
-        vmap.follow(self)
-        register_for_checkpoints(self.helper, definition.overload)
         self.is_counted = False
-        for cls in definition.rule(TorchDispatchRule).functions:
-            follow(self, cls)
+
+    def register_rules(self) -> None:
+        register_for_checkpoints(self.helper, self.definition.overload)
+        for kind in (VmapRule, TorchDispatchRule):
+            self.inherit(self.definition.rule(kind))
+
+    def inherit(self, rule: CompiledRule[Any]) -> None:
+        if isinstance(rule, VmapRule):
+            vmap.follow(self)
+        elif isinstance(rule, TorchDispatchRule):
+            for cls in rule.functions:
+                modes.follow(self, cls)
 
     @compilers.never_traced
-    def _kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def kernel(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         schema, call = self.definition.schema, self.definition.overload
         output, request = requested(self.declared, lambda: call(*args, **kwargs))
         flat = self.declared.flat(request)
         self.declared.check_fresh(schema, args, kwargs, output, flat)
-        return (*as_tuple(schema, output), *flat)
+        return self.with_results(output, *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Call `name__with_residuals`. Return the operator's result and a tuple of residuals."""
@@ -82,12 +82,7 @@ class TrainingForm:
             op = self.definition.overload
             count = flop_counter.counted_for(op, lambda result: self.split(result)[0])
             registries.register_default_torch_dispatch(str(self.helper), mode, count)
-        return self.split(self.helper.overload(*args, **kwargs))
-
-    def split(self, result: Any) -> tuple[Any, tuple[Any, ...]]:
-        everything = as_tuple(self.helper.schema, result)
-        count = len(self.definition.schema.returns)
-        return everything[:count] if count > 1 else everything[0], everything[count:]
+        return self.split(self.overload(*args, **kwargs))
 
     def before_kernel(self, inputs: Any, keywords: Any) -> Request:
         return request(self.declared)
@@ -218,25 +213,3 @@ def _through_residual(op: str) -> MissingFormulaError:
         "differentiable operators; or save inputs too, and call .detach() on the residual if it is "
         "constant."
     )
-
-
-def training_form(definition: Definition) -> TrainingForm:
-    """Return the helper operator `name__with_residuals` of `name`. Define it on first use."""
-    attributes: dict[str, Any] = definition.library.__dict__
-    if _ATTRIBUTE not in attributes:
-        attributes[_ATTRIBUTE] = all_or_nothing(definition, lambda: TrainingForm(definition))
-    form: TrainingForm = attributes[_ATTRIBUTE]
-    return form
-
-
-def follow_rule(definition: Definition, cls: type | None = None) -> None:
-    """Update `name__with_residuals` when the user registers a rule for the operator `name`.
-
-    The new rule is a vmap rule if `cls` is None, and otherwise a torch_dispatch rule for `cls`.
-    """
-    form = definition.library.__dict__.get(_ATTRIBUTE)
-    if form is not None:
-        if cls is None:
-            vmap.follow(form)
-        else:
-            follow(form, cls)

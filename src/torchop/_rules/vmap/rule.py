@@ -50,9 +50,6 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
             function = self._checked_function(self.definition.convention.vmap(authored))
         with self.definition.registering("vmap rule"):
             self.update(self._install, function=function)
-        declared = self.definition.declaration.residuals
-        if declared is not None:
-            declared.follow_rule(self.definition)
 
     def _check_sequential(self) -> None:
         if self.definition.schema.is_view:

@@ -31,7 +31,7 @@ class DerivedFormula(Formula):
     The body is the code of the operator's kernel. The forward only saves the inputs.
     """
 
-    def __init__(self, definition: Definition, for_graphs: tuple[Any, Definition] | None) -> None:
+    def __init__(self, definition: Definition, for_graphs: tuple[Any, Any] | None) -> None:
         super().__init__(definition)
         # The two helper operators for compiled graphs: `name__training` and `name__backward`. None
         # in the formulas of the helper operators themselves, because AOTAutograd does not support

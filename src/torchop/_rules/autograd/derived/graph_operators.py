@@ -36,10 +36,10 @@ from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_ten
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.checkpoint_modes import register_for_checkpoints
-from torchop._rules.helper_operators import define_helper_operator, free_name
+from torchop._rules.helper_operators import HelperOperator, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
-from torchop._schema.text import results_of, write, write_results
+from torchop._schema.text import with_keyword_only
 
 # If this value is passed as the argument `call_number`, `name__training` returns no ambient state.
 _WITHOUT_STATE = -1
@@ -53,57 +53,42 @@ _IN_CUDA_GRAPH = (
 
 def derived_formula(definition: Definition) -> DerivedFormula:
     """Return the derived formula of an operator, and define its helper operators on first use."""
-    # Store the helper operators on the operator's library, because the library lives as long as the
-    # operator. Compiled graphs call the helper operators by name, so do not define them again if
-    # the formula is derived again.
-    attributes: dict[str, Any] = definition.library.__dict__
-    if "_torchop_for_graphs" not in attributes:
 
-        def build() -> None:
-            training = TrainingOperator(definition)
-            backward = define_backward(definition)
-            for helper in (training.helper, backward):
-                helper.rule(AutogradRule).update(formula=DerivedFormula(helper, None))
-            attributes["_torchop_for_graphs"] = training, backward
+    def build() -> DerivedFormula:
+        return DerivedFormula(definition, (Training.of(definition), Backward.of(definition)))
 
-        all_or_nothing(f"the derived formula of {definition}", build)
-    return DerivedFormula(definition, attributes["_torchop_for_graphs"])
+    return all_or_nothing(f"the derived formula of {definition}", build)
 
 
-class TrainingOperator:
-    """The helper operator `name__training`, which replaces `name` in compiled graphs."""
+class Training(HelperOperator):
+    """The helper operator `name__training`, which replaces `name` in the forward."""
 
-    __slots__ = ("_calls", "_definition", "helper", "number")
+    kind = "training"
+    error = GradientError
+    # The results include the states of random number generators, so a recomputation must start from
+    # the same states. This tag makes compilers restore the states when they recompute a
+    # checkpointed region.
+    tags = (Tag.nondeterministic_seeded,)
+    further_results = ("Tensor",)
 
     def __init__(self, definition: Definition) -> None:
-        self._definition = definition
-        schema = definition.schema
-        arguments = schema.written_arguments
+        super().__init__(definition)
         # AOTAutograd merges calls with equal arguments, even if they draw random numbers
         # (`fx_graph_cse` in torch/_functorch/compile_utils.py). So each call gets a number, which
         # makes the arguments differ.
-        self.number = free_name("call_number", schema)
+        self.number = free_name("call_number", definition.schema)
         self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
-        if "*" not in arguments:
-            arguments.append("*")
-        arguments.append(f"int {self.number}=0")
-        self.helper = define_helper_operator(
-            definition,
-            "training",
-            write(arguments, write_results([*results_of(schema.written), "Tensor"])),
-            self._kernel,
-            self._fake,
-            # The results include the states of random number generators, so a recomputation must
-            # start from the same states. This tag makes compilers restore the states when they
-            # recompute a checkpointed region.
-            tags=(Tag.nondeterministic_seeded,),
-            error=GradientError,
-        )
-        register_for_checkpoints(self.helper, definition.overload, self.number)
+
+    def written_arguments(self) -> list[str]:
+        return with_keyword_only(super().written_arguments(), [f"int {self.number}=0"])
+
+    def register_rules(self) -> None:
+        self.helper.rule(AutogradRule).update(formula=DerivedFormula(self.helper, None))
+        register_for_checkpoints(self.helper, self.definition.overload, self.number)
 
     @property
     def draws_numbers(self) -> bool:
-        return Tag.nondeterministic_seeded in self._definition.declaration.tags
+        return Tag.nondeterministic_seeded in self.definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Call `name__training`. Return the result of the operator and the packed ambient state."""
@@ -116,26 +101,25 @@ class TrainingOperator:
             and _accelerator_device((*args, *kwargs.values())) is not None
         ):
             number = _WITHOUT_STATE
-        *results, packed = self.helper.overload(*args, **kwargs, **{self.number: number})
-        return results[0] if len(results) == 1 else tuple(results), packed
+        result, (packed,) = self.split(self.overload(*args, **kwargs, **{self.number: number}))
+        return result, packed
 
     def forbid_random_numbers(self) -> None:
         if self.draws_numbers:
             raise GradientError(
-                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded. Inside "
+                f"{self.definition} is tagged with torch.Tag.nondeterministic_seeded. Inside "
                 "torch.vmap, a compiler cannot pass the generator state from the forward to the "
                 "backward. Compile without vmap, or write the formula with register_autograd."
             )
 
     @compilers.never_traced
-    def _kernel(self, *args: Any, **kwargs: Any) -> Any:
-        definition = self._definition
+    def kernel(self, *args: Any, **kwargs: Any) -> Any:
+        definition = self.definition
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
         values = (*args, *kwargs.values())
         state = ambient_state(values, in_graph=True)
         if not is_without_state:
-            result = definition.overload(*args, **kwargs)
-            return (*as_tuple(definition.schema, result), state.packed)
+            return self.with_results(definition.overload(*args, **kwargs), state.packed)
         if not state.is_plain:
             raise GradientError(
                 f"{definition}: the derived formula runs the body again in the backward, but the "
@@ -143,21 +127,20 @@ class TrainingOperator:
                 f"device was changed. {_IN_CUDA_GRAPH}"
             )
         with ForbidRandomNumbers(definition, _IN_CUDA_GRAPH):
-            result = definition.overload(*args, **kwargs)
-        return (*as_tuple(definition.schema, result), _no_state(values))
+            return self.with_results(definition.overload(*args, **kwargs), _no_state(values))
 
-    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
         values = (*args, *kwargs.values())
-        result = self._definition.overload(*args, **kwargs)
-        results = as_tuple(self._definition.schema, result)
+        result = self.definition.overload(*args, **kwargs)
         if is_without_state:
-            return (*results, _no_state(values))
+            return self.with_results(result, _no_state(values))
         # The ambient state is a CPU tensor. But if the arguments are meta tensors, all results must
         # be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
-        return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
+        packed = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
+        return self.with_results(result, packed)
 
 
 def _accelerator_device(values: Sequence[Any]) -> torch.device | None:
@@ -169,17 +152,28 @@ def _no_state(values: Sequence[Any]) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=_accelerator_device(values))
 
 
-def define_backward(definition: Definition) -> Definition:
-    schema = definition.schema
-    leading = (
-        f"Tensor?[] {free_name('grad_outputs', schema)}",
-        f"Tensor? {free_name('state', schema)}",
-        f"bool[] {free_name('needed', schema)}",
-    )
-    text = write([*leading, *schema.written_arguments], "Tensor[]")
+class Backward(HelperOperator):
+    """The helper operator `name__backward`, which computes the gradients."""
+
+    kind = "backward"
+    error = GradientError
+
+    def written_arguments(self) -> list[str]:
+        leading = {"grad_outputs": "Tensor?[]", "state": "Tensor?", "needed": "bool[]"}
+        schema = self.definition.schema
+        added = [f"{kind} {free_name(name, schema)}" for name, kind in leading.items()]
+        return [*added, *super().written_arguments()]
+
+    def written_results(self) -> list[str]:
+        return ["Tensor[]"]
+
+    def register_rules(self) -> None:
+        self.helper.rule(AutogradRule).update(formula=DerivedFormula(self.helper, None))
+        self.helper.rule(VmapRule).register(_vmap_rule(self.definition, self.helper))
 
     @compilers.never_traced
-    def backward(
+    def kernel(
+        self,
         grads: Sequence[Tensor | None],
         state: Tensor | None,
         needed: Sequence[bool],
@@ -190,19 +184,13 @@ def define_backward(definition: Definition) -> Definition:
         # If autograd is active, the gradients may be differentiated again (double backward), so
         # record a graph for them.
         create_graph = not autograd.is_excluded()
-        rerun = Rerun(definition, call, tensors, needed, state)
+        rerun = Rerun(self.definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
         return in_fresh_memory(gradients, compress(tensors, needed), (*grads, *tensors))
 
-    def fake(grads: Any, state: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    def fake(self, grads: Any, state: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
         _, tensors = split_tensors(args, kwargs)
         return list(map(torch.empty_like, compress(tensors, needed)))
-
-    helper = define_helper_operator(
-        definition, "backward", text, backward, fake, error=GradientError
-    )
-    helper.rule(VmapRule).register(_vmap_rule(definition, helper))
-    return helper
 
 
 def _vmap_rule(definition: Definition, helper: Definition) -> Any:
