@@ -21,8 +21,9 @@ from torchop.testing._check.findings import Result
 from torchop.testing._check.report import CheckReport
 from torchop.testing._check.run import Check, is_named, plan_checks
 from torchop.testing._check.table import CHECKS
+from torchop.testing._fork import WorkerError
 from torchop.testing._suite_calls import StoredCall, examples_of, grown, has_rows
-from torchop.testing._worker import CheckWorker, WorkerError
+from torchop.testing._worker import CheckWorker
 
 # The time limit of one check in seconds. It is much longer than the budget of an operator, because
 # a check that exceeds this limit fails, whereas a check after the budget is skipped.

@@ -232,16 +232,25 @@ def rounding(dtype: torch.dtype, results: Sequence[Any]) -> dict[str, float]:
     return {"rtol": 2 * eps, "atol": 2 * eps * largest}
 
 
-def has_digits_of_float32(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor look as if they were rounded to float32.
+def narrower_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """Return float32 or bfloat16 if the elements of a double tensor look as if rounded to it.
 
-    Float32 must be able to represent every element. If bfloat16 can represent more than half of the
-    elements, they are simple numbers such as 0.5, which prove nothing, so return False.
+    The dtype must be able to represent every element. If bfloat16 can represent more than half of
+    the elements, they may be simple numbers, such as small integers and multiples of 0.5, which
+    prove nothing. They are multiples of one step, whereas the last digit of rounded numbers has
+    another value in each range from a power of two to the next.
     """
     tensor = tensor.detach()[tensor.isfinite()]
-    if not tensor.numel() or (tensor.bfloat16().double() == tensor).float().mean() > 0.5:
-        return False
-    return torch.equal(tensor.float().double(), tensor)
+    if not tensor.numel():
+        return None
+    is_short = tensor.bfloat16().double() == tensor
+    if is_short.float().mean() <= 0.5:
+        return torch.float32 if torch.equal(tensor.float().double(), tensor) else None
+    fractions, exponents = torch.frexp(tensor)
+    has_last_digit = (fractions * 2**8).remainder(2) == 1  # bfloat16 has 8 binary digits
+    ranges = exponents[has_last_digit].unique()
+    is_rounded = bool(is_short.all()) and len(ranges) >= 2 and int(has_last_digit.sum()) >= 4
+    return torch.bfloat16 if is_rounded else None
 
 
 def shown(tensor: torch.Tensor) -> str:

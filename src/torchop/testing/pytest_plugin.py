@@ -30,7 +30,8 @@ from torchop.testing._check.run import (
     run_check,
     shortened,
 )
-from torchop.testing._worker import CheckWorker, can_fork, crashed, noted
+from torchop.testing._fork import can_fork
+from torchop.testing._worker import CheckWorker, crashed, noted
 
 # The arguments of `pytest.mark.torchop` that are passed to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "seed", "rtol", "atol")

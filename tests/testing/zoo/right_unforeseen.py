@@ -288,3 +288,40 @@ def _gradients_of_total(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 _total = define("total_of_rows", total_of_rows)
 _total.register_autograd(_gradients_of_total, setup_context=save)
 right(_total, lambda: [(torch.arange(6.0).view(2, 3).cos(), torch.zeros(2, 1))])
+
+
+def joined(x: Tensor, y: Tensor, dim: int) -> Tensor:
+    """A negative dimension is one of the result, which has one more than the arguments."""
+    return torch.stack([x, y], dim)
+
+
+right(define("joined", joined), lambda: [(torch.ones(2, 3), torch.zeros(2, 3), 1)])
+
+
+_COSINES: dict[int, Tensor] = {}
+
+
+def turned_by_table(x: Tensor) -> Tensor:
+    """Keeps a table between calls, which depends only on the number of rows."""
+    floats_only("turned_by_table", x)
+    if len(x) not in _COSINES:
+        _COSINES[len(x)] = torch.arange(float(len(x)), dtype=torch.double).cos()
+    return x * _COSINES[len(x)].to(x).view(-1, *[1] * (x.dim() - 1))
+
+
+right(
+    define("turned_by_table", turned_by_table, fake=torch.empty_like),
+    lambda: [(torch.arange(6.0).view(2, 3).sin(),)],
+)
+
+
+def in_eighths(x: Tensor) -> Tensor:
+    """Bfloat16 can represent the results, because they are multiples of 1/8 below 32."""
+    floats_only("in_eighths", x)
+    return (x * 8).round() / 8
+
+
+right(
+    define("in_eighths", in_eighths, fake=torch.empty_like),
+    lambda: [(torch.arange(-90.0, 90.0).mul(0.17),)],
+)

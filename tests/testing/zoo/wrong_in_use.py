@@ -256,3 +256,87 @@ def caches_by_address(x: Tensor) -> Tensor:
 
 
 wrong(define("caches_by_address", caches_by_address, fake=like), "contracts.state", one)
+
+# --------------------------------------------------------------------------------------------------
+# Values of the first call that later calls reuse
+
+_MEANS: dict[torch.Size, Tensor] = {}
+
+
+def keeps_mean_of_shape(x: Tensor) -> Tensor:
+    return x - _MEANS.setdefault(x.shape, x.mean())
+
+
+wrong(define("keeps_mean_of_shape", keeps_mean_of_shape, fake=like), "contracts.state", one)
+
+_FACTORS: dict[torch.dtype, Tensor] = {}
+
+
+def keeps_factor(x: Tensor, factor: float) -> Tensor:
+    return x * _FACTORS.setdefault(x.dtype, torch.full((), factor)).to(x)
+
+
+wrong(
+    define("keeps_factor", keeps_factor, fake=like),
+    "contracts.state",
+    lambda: [(torch.arange(6.0), 0.5)],
+)
+
+_TABLES: list[Tensor] = []
+
+
+def keeps_table(x: Tensor) -> Tensor:
+    """Turns each row by an angle from a table, which the first call creates for its length."""
+    if not _TABLES:
+        _TABLES.append(torch.arange(float(len(x))).cos())
+    (table,) = _TABLES
+    if len(x) > len(table):
+        table = torch.nn.functional.pad(table, (0, len(x) - len(table)))
+    return x * table[: len(x), None].to(x)
+
+
+wrong(define("keeps_table", keeps_table, fake=like), "contracts.state", one)
+
+# --------------------------------------------------------------------------------------------------
+# Arguments and results that callers of PyTorch expect to work
+
+
+def reversed_along(x: Tensor, dim: int) -> Tensor:
+    return x.flip(1 if dim == 1 else 0)
+
+
+wrong(
+    define("reversed_along", reversed_along, fake=like),
+    "values.negative_dim",
+    lambda: [(torch.arange(6.0).view(2, 3), 1)],
+)
+
+
+@torch.library.custom_op("zoo::stock_inference_result", mutates_args=())
+def stock_inference_result(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.cos()
+
+
+stock_inference_result.register_fake(torch.empty_like)
+wrong("zoo::stock_inference_result", "contracts.schema", one)
+
+
+@torch.library.custom_op("zoo::stock_requires_grad", mutates_args=())
+def stock_requires_grad(x: Tensor) -> Tensor:
+    return x.detach().cos().requires_grad_(x.is_floating_point())
+
+
+stock_requires_grad.register_fake(torch.empty_like)
+wrong("zoo::stock_requires_grad", "contracts.schema", one)
+
+
+def sums_in_bfloat16(x: Tensor) -> Tensor:
+    return x.bfloat16().sum(0).to(x.dtype)
+
+
+wrong(
+    define("sums_in_bfloat16", sums_in_bfloat16, fake=lambda x: x.new_empty(x.shape[1:])),
+    "dtypes.double",
+    lambda: [(torch.arange(640.0).view(10, 64).cos(),)],
+)

@@ -29,7 +29,7 @@ from torchop.testing._check.calls import (
     text_of,
 )
 from torchop.testing._check.cases import Case, Details
-from torchop.testing._check.checks import providers, results
+from torchop.testing._check.checks import later_calls, providers, results
 from torchop.testing._check.findings import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import Subject
@@ -81,13 +81,17 @@ def plan_checks(
     subject = Subject(op, examples, **options)
     planned = list(_planned(subject))
     if only is None:
-        return [c for c in planned if c.subject.provider or not c.kind.is_of_providers]
-    patterns = (only,) if isinstance(only, str) else only
-    chosen = [check for check in planned if any(map(check.is_named, patterns))]
-    unknown = [p for p in patterns if not any(check.is_named(p) for check in planned)]
-    if unknown or not chosen:
-        name = unknown[0] if unknown else only
-        raise ValueError(f"check({subject}, only={short_repr(name)}): {_no_such_check()}")
+        chosen = [c for c in planned if c.subject.provider or not c.kind.is_of_providers]
+    else:
+        patterns = (only,) if isinstance(only, str) else only
+        chosen = [check for check in planned if any(map(check.is_named, patterns))]
+        unknown = [p for p in patterns if not any(check.is_named(p) for check in planned)]
+        if unknown or not chosen:
+            name = unknown[0] if unknown else only
+            raise ValueError(f"check({subject}, only={short_repr(name)}): {_no_such_check()}")
+    for check in chosen:
+        if check.kind.cases is later_calls.state:
+            check.subject.needs_first_outcomes = True
     return chosen
 
 
@@ -205,6 +209,9 @@ class _Run:
             raise _OutOfTime
         # Some probes compare later calls with the first call of the operator in this process, so
         # make the first calls before all others.
+        if self.subject.needs_first_outcomes:
+            self.subject.needs_first_outcomes = False
+            later_calls.note_first_outcomes(self.subject)
         _ = self.subject.first_calls
         refusals: dict[str, str] = {}
         rejected = self.subject.counts["rejected"]

@@ -84,6 +84,10 @@ class Subject:
         # Detached and contiguous copies of the examples, because variants choose the layouts and
         # the tensors that require grad.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
+        # Whether to call the operator in new processes before its first call in this process, and
+        # these calls with their outcomes.
+        self.needs_first_outcomes = False
+        self.first_outcomes: list[tuple[Example, list[Any]]] = []
         self._cases: dict[str, tuple[list[Case], CannotCheck | None]] = {}
         self._calls: dict[Case, Call] = {}
         self._outcomes: list[tuple[Example, Call]] = []
@@ -115,6 +119,7 @@ class Subject:
                 vars(made).pop(name, None)
         made.provider, made.unsupported = provider, unsupported
         made._calls, made._outcomes, made.broken_in = {}, [], None
+        made.first_outcomes = []
         return made
 
     # ----------------------------------------------------------------------------------------------

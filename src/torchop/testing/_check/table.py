@@ -20,6 +20,7 @@ from torchop.testing._check.checks import (
     fakes,
     gradients,
     incoming_gradients,
+    later_calls,
     leaking,
     process,
     providers,
@@ -190,7 +191,7 @@ CHECKS: tuple[CheckKind, ...] = (
         "Does it write only declared arguments, and return fresh memory?",
         of_kernel=_always,
     ),
-    *alone("contracts", process.repeated, process.state, of_kernel=_if_deterministic),
+    *alone("contracts", process.repeated, later_calls.state, of_kernel=_if_deterministic),
     *alone("contracts", process.kept, leaking.leaks, process.process, of_kernel=_always),
     *alone("contracts", process.environment, of_kernel=_if_deterministic),
     *_of(
@@ -258,7 +259,7 @@ CHECKS: tuple[CheckKind, ...] = (
         "dtypes.double",
         {"probe": digits.computes_in_double},
         "digits",
-        "Are double results not rounded to float32?",
+        "Are double results not rounded to float32 or bfloat16?",
     ),
     *alone("dtypes", digits.int64, digits.float_arguments),
     *_each(
@@ -276,6 +277,7 @@ CHECKS: tuple[CheckKind, ...] = (
         int8="Does it agree with the reference for the limits of 8-bit integers?",
         scalars="Does it agree with the reference for other scalars?",
     ),
+    *alone("values", results.negative_dim),
     *_each(
         "sharing",
         _SAME,

@@ -88,16 +88,17 @@ def agrees_with_double(call: Call, rtol: float | None = None, atol: float | None
 
 
 def computes_in_double(call: Call) -> None:
-    """Check that the kernel does not compute results in double with the precision of float32."""
+    """Check that the kernel does not compute results in double with fewer digits."""
     succeeds(call)
     for index, result in enumerate(call.record.outcome):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
             continue
         result = probes.dense(result)
-        if probes.has_digits_of_float32(result):
+        if (dtype := probes.narrower_dtype(result)) is not None:
+            name = str(dtype).removeprefix("torch.")
             raise AssertionError(
-                f"result {index} has dtype float64, but float32 can represent each element: "
-                f"{probes.shown(result)}. The kernel computes in float32."
+                f"result {index} has dtype float64, but {name} can represent each element: "
+                f"{probes.shown(result)}. The kernel computes in {name}."
             )
 
 

@@ -99,18 +99,19 @@ def _moved(call: Call, distance: float) -> list[Tensor]:
 
 
 def gradients_are_double(call: Call) -> None:
-    """Check that the formula does not compute gradients in double with the precision of float32."""
+    """Check that the formula does not compute gradients in double with fewer digits."""
     function, _ = call.function()
     seed_torch(0)
     moved = _moved(call, -1e-9)
     total = probes.weighted_sum(function(*moved)) / 3
     for place, grad in enumerate(torch.autograd.grad(total, moved, allow_unused=True)):
-        is_double = grad is not None and grad.dtype is torch.double
-        if is_double and probes.has_digits_of_float32(probes.dense(grad)):
-            name = call.differentiable[place]
+        if grad is None or grad.dtype is not torch.double:
+            continue
+        if (dtype := probes.narrower_dtype(probes.dense(grad))) is not None:
+            name = str(dtype).removeprefix("torch.")
             raise AssertionError(
-                f"the gradient of {name} has dtype {grad.dtype}, but float32 can represent each "
-                f"element: {probes.shown(grad)}. The formula computes in float32."
+                f"the gradient of {call.differentiable[place]} has dtype {grad.dtype}, but {name} "
+                f"can represent each element: {probes.shown(grad)}. The formula computes in {name}."
             )
 
 
@@ -281,7 +282,10 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
         raise CannotCheck("no autograd formula: no kernel is registered at an autograd key")
     try:
         function, inputs = Call(subject.op, *subject.trainable_examples[0]).function()
-        results = [r for r in function(*inputs) if r.requires_grad]
+        results = function(*inputs)
+        if any(result.is_inference() for result in results):
+            raise CannotCheck("autograd cannot save inference tensors; see contracts.schema")
+        results = [result for result in results if result.requires_grad]
         if not results:
             raise CannotCheck("no autograd formula that runs: results do not require grad")
         for _ in range(order):

@@ -1,4 +1,4 @@
-"""Checks of the side effects of a call on the process, on later calls and on other threads."""
+"""Checks of the side effects of a call on the process, and of repeated and concurrent calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ from torchop.testing import probes
 from torchop.testing._check.calls import (
     Call,
     CannotCheck,
-    Example,
     ForkError,
     filled_memory,
     reason,
 )
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks.gradients import same_gradients, trainable_example
-from torchop.testing._check.sizes import each_resized, sizes
 from torchop.testing._check.subject import Subject
-from torchop.testing._check.variants import other_scalars
 from torchop.testing.process_state import (
     forks,
     generator_states,
@@ -41,7 +38,7 @@ from torchop.testing.process_state import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Later calls
+# Repeated calls
 
 
 def _differ(actual: Any, expected: Any) -> bool:
@@ -110,38 +107,6 @@ def draws_anew(call: Call) -> None:
         "results, and no generator advances. Draw from PyTorch's generator, or from one that is "
         "seeded from it."
     )
-
-
-def has_no_memory(call: Call, others: Any) -> None:
-    """Check that earlier calls do not change the results of a call."""
-    first = call.again()
-    single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
-    for what, calls in [*single, ("several others", others)]:
-        for other in calls:
-            with contextlib.suppress(Exception):  # even failed calls must not change later results
-                call.again(other)
-        probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
-    # A faulty kernel may cache results by the address of its arguments. To detect this, change the
-    # values of the tensors in place, and compare with calls on copies at other addresses.
-    try:
-        call.changed(_minus_twice)
-    except CannotCheck:
-        return
-    same = tuple(call.example.copy())
-    probes.outcome(call.op, *same)
-    probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
-    # Make 32 copies, because the allocator may place some at the address of an earlier argument.
-    elsewhere = [probes.copies(same) for _ in range(32)]
-    try:
-        here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
-    except Exception:
-        return  # the operator refuses these values
-    for each in there:
-        probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
-
-
-def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
-    return -2 * tensor if tensor.is_floating_point() else tensor
 
 
 def keeps_no_input(call: Call) -> None:
@@ -285,28 +250,6 @@ def repeated(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("two equal generators", example, probe=draws_from_its_generator)
         elif subject.is_random and not is_off and any(t.numel() for t in example.tensors):
             yield Case("other seeds", example, probe=draws_anew, shrink=False)
-
-
-def state(subject: Subject, details: Details) -> Iterator[Case]:
-    """Does a call give the same results after other calls?"""
-    examples = subject.accepted(most=8)
-    for index, example in enumerate(examples[:3]):
-        options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
-        label = "other calls between two equal ones"
-        yield Case(label, example, probe=has_no_memory, options=options)
-
-
-def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
-    changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
-    others = [
-        *examples[:2],
-        *(larger for _, larger in each_resized(arranged, *changes)),
-        *(case.example for case in other_scalars(subject, arranged)),
-        Example(*probes.other_values(tuple(arranged))),
-        arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
-        arranged.map(_minus_twice),
-    ]
-    return {"others": [tuple(other) for other in others if subject.is_valid(other)]}
 
 
 def kept(subject: Subject, details: Details) -> Iterator[Case]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torchop import AliasError
 from torchop.extend import Form, named_inputs, named_outputs
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.subject import Subject
 from torchop.testing._contents import check_outputs
 from torchop.testing._snapshot import overlap
 from torchop.testing.process_state import restored
@@ -95,6 +98,7 @@ def keeps_its_schema(call: Call) -> None:
     given, schema = call.record.given, call.schema
     assert given is not None
     outputs = list(named_outputs(call.record.result))
+    _is_plain_data(call, outputs)
     if schema.is_functional:
         inputs = list(named_inputs(schema, *given))
         for (where, tensor), (argument, name, other) in itertools.product(outputs, inputs):
@@ -130,6 +134,34 @@ def keeps_its_schema(call: Call) -> None:
     check_outputs(schema, call.op, *call.example)
 
 
+def _is_plain_data(call: Call, outputs: list[tuple[str, Tensor]]) -> None:
+    """Check that the kernel returns no tensors that require grad, and no inference tensors.
+
+    Compiled programs would return ordinary tensors.
+    """
+    if any(t.requires_grad or t.is_inference() for t in call.tensors):
+        return
+    for where, tensor in outputs:
+        if tensor.requires_grad:
+            raise AssertionError(
+                f"{where} of {call.schema} requires grad, but no argument does. Return a detached "
+                "tensor, and register a gradient formula."
+            )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise AssertionError(
+                f"{where} of {call.schema} is an inference tensor, so autograd cannot save it for "
+                "the backward. Do not enable inference mode in the kernel; use torch.no_grad."
+            )
+
+
+def negative_means_from_the_end(call: Call, name: str, value: int) -> None:
+    """Check that a negative dimension counts from the end, unless the operator rejects it."""
+    succeeds(call)
+    expected = call.again(call.valid(call.example.with_argument(name, value)))
+    what = f"{name}={call.kwargs[name]}, compared with {name}={value}"
+    probes.assert_same(call.again(), expected, what)
+
+
 def _share_memory(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided or right.layout is not torch.strided:
         return left is right
@@ -142,6 +174,30 @@ def _is_same_view(left: Tensor, right: Tensor) -> bool:
     if not probes.is_plain(left) or not probes.is_plain(right):
         return True
     return left.data_ptr() == right.data_ptr() and left.shape == right.shape
+
+
+_DIMENSIONS = ("dim", "axis")
+
+
+def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a negative dimension count from the end, or is it refused?"""
+    subject.needs_fixed_results()
+    for example in subject.accepted():
+        named = subject.by_name(example)
+        dims = {tensor.dim() for tensor in example.tensors}
+        results = subject.first_calls[subject.place(example)].record.outcome
+        # In operators such as `stack`, a dimension of the result is meant.
+        if len(dims) != 1 or any(t.dim() > max(dims) for t in probes.tensors_of(results)):
+            continue
+        (count,) = dims
+        for name in _DIMENSIONS:
+            value = named.kwargs.get(name)
+            if type(value) is int and 0 <= value < count:
+                changed = named.with_argument(name, value - count)
+                options = {"name": name, "value": value}
+                label = f"{name}={value - count}"
+                yield Case(label, changed, None, "scalar", negative_means_from_the_end, options)
+    raise CannotCheck(f"no argument is named {' or '.join(_DIMENSIONS)}")
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:

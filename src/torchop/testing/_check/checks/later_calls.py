@@ -1,0 +1,150 @@
+"""Checks that a call does not change the results of later calls of the operator."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchop.testing import probes
+from torchop.testing._check.calls import Call, CannotCheck, Example, reason
+from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.sizes import each_resized, sizes
+from torchop.testing._check.subject import Subject
+from torchop.testing._check.variants import other_scalars
+from torchop.testing._fork import Worker, WorkerError, can_fork
+from torchop.testing.process_state import restored
+
+# The seconds after which a call in a fork is killed, and not compared.
+_LONGEST_CALL = 5.0
+
+
+def has_no_memory(call: Call, others: Any) -> None:
+    """Check that earlier calls do not change the results of a call."""
+    first = call.again()
+    single = [(f"another one ({number})", [other]) for number, other in enumerate(others)]
+    for what, calls in [*single, ("several others", others)]:
+        for other in calls:
+            with contextlib.suppress(Exception):  # even failed calls must not change later results
+                call.again(other)
+        probes.assert_same(call.again(), first, f"the same call after {what}", rtol=0, atol=0)
+    # A faulty kernel may cache results by the address of its arguments. To detect this, change the
+    # values of the tensors in place, and compare with calls on copies at other addresses.
+    try:
+        call.changed(_minus_twice)
+    except CannotCheck:
+        return
+    same = tuple(call.example.copy())
+    probes.outcome(call.op, *same)
+    probes.mapped(same, lambda t: t.copy_(_minus_twice(t)))
+    # Make 32 copies, because the allocator may place some at the address of an earlier argument.
+    elsewhere = [probes.copies(same) for _ in range(32)]
+    try:
+        here, *there = (probes.outcome(call.op, *each) for each in (same, *elsewhere))
+    except Exception:
+        return  # the operator refuses these values
+    for each in there:
+        probes.assert_same(here, each, "other values at the same address", rtol=0, atol=0)
+
+
+def _minus_twice(tensor: torch.Tensor) -> torch.Tensor:
+    return -2 * tensor if tensor.is_floating_point() else tensor
+
+
+def is_the_first(call: Call, before: Any, first: Any) -> None:
+    """Check that a call after another one returns `first`, its outcome in a new process.
+
+    A faulty kernel may keep a value of its first call, such as a table that fits the sizes of that
+    call. All later calls then agree with each other, so compare with a process that has no such
+    value.
+    """
+    with contextlib.suppress(Exception):  # even failed calls must not change later results
+        call.again(before)
+    what = "the call after a call with other arguments, compared with a new process"
+    try:
+        again = call.again()
+    except Exception as error:
+        raise AssertionError(
+            f"{what}: it raises {reason(error)} The kernel keeps a value of an earlier call."
+        ) from error
+    probes.assert_same(again, first, what)
+
+
+def note_first_outcomes(subject: Subject) -> None:
+    """Call the operator in forks of the process, before the process itself calls it.
+
+    Each fork makes a single call, and so has no values of earlier calls.
+    """
+    if subject.is_random or not can_fork():
+        return
+    (example, *_) = subject.examples
+    with contextlib.suppress(CannotCheck):
+        others = _others(subject, [], example)["others"]
+        # The last one has other values in tensors of the same sizes.
+        for arguments in [*others[: _MOST_FORKS - 1], *others[_MOST_FORKS - 1 :][-1:]]:
+            other = Example(*arguments)
+            if subject.declined(other) is None:
+                with contextlib.suppress(WorkerError):
+                    subject.first_outcomes.append((other, _in_a_fork(Call(subject.op, *other))))
+
+
+# Each fork takes about 20 ms.
+_MOST_FORKS = 4
+
+
+def _in_a_fork(call: Call) -> list[Any]:
+    def answer(request: None) -> bytes:
+        with restored(), torch.no_grad():
+            outcome = call.again()
+        # The fork would send a tensor as a handle of shared memory, which ends with the fork.
+        file = io.BytesIO()
+        torch.save(outcome, file)
+        return file.getvalue()
+
+    worker = Worker(answer)
+    try:
+        saved = worker.ask(None, _LONGEST_CALL)
+    finally:
+        worker.close()
+    outcome: list[Any] = torch.load(io.BytesIO(saved), weights_only=False)
+    return outcome
+
+
+def state(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a call give the same results after other calls?"""
+    examples = subject.accepted(most=8)
+    for index, example in enumerate(examples[:3]):
+        options = functools.partial(_others, subject, [*examples[:index], *examples[index + 1 :]])
+        label = "other calls between two equal ones"
+        yield Case(label, example, probe=has_no_memory, options=options)
+    example = subject.examples[0]
+    for other, first in subject.first_outcomes:
+        compared = {"before": tuple(example), "first": first}
+        # With `calls=False`, an exception is a failure, because the call succeeded in the fork.
+        yield Case(
+            "the call in a new process",
+            other,
+            None,
+            "plain",
+            is_the_first,
+            compared,
+            calls=False,
+            shrink=False,
+        )
+
+
+def _others(subject: Subject, examples: list[Example], arranged: Example) -> dict[str, Any]:
+    changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
+    others = [
+        *examples[:2],
+        *(larger for _, larger in each_resized(arranged, *changes)),
+        *(case.example for case in other_scalars(subject, arranged)),
+        Example(*probes.other_values(tuple(arranged))),
+        arranged.map(lambda t: 3 * t + 1 if probes.is_plain(t) and t.is_floating_point() else t),
+        arranged.map(_minus_twice),
+    ]
+    return {"others": [tuple(other) for other in others if subject.is_valid(other)]}
