@@ -113,10 +113,6 @@ class HelperOperator:
         # A kernel that only calls the operator `name` can also serve as the fake kernel.
         return self.kernel(*args, **kwargs)
 
-    def with_results(self, result: Any, *further: Any) -> tuple[Any, ...]:
-        """Return the result of the operator `name` and further results of the helper operator."""
-        return (*as_tuple(self.definition.schema, result), *further)
-
     def split(self, results: Any) -> tuple[Any, tuple[Any, ...]]:
         """Return the result of the operator `name`, and a tuple of the further results."""
         everything = as_tuple(self.helper.schema, results)

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
+from torchop._core.call import Call, as_tuple, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.in_autocast import copy_with_strides
@@ -124,5 +124,7 @@ class Functional(HelperOperator):
             written.append(copy_with_strides(tensor))
             return written[-1]
 
-        args, keywords = map_tensors(self.definition.schema, args, kwargs, copied)
-        return self.with_results(self.definition.overload(*args, **keywords), written)
+        definition = self.definition
+        args, keywords = map_tensors(definition.schema, args, kwargs, copied)
+        returned = definition.overload(*args, **keywords)
+        return (*as_tuple(definition.schema, returned), written)

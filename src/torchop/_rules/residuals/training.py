@@ -73,7 +73,7 @@ class WithResiduals(HelperOperator):
         output, request = requested(self.declared, lambda: call(*args, **kwargs))
         flat = self.declared.flat(request)
         self.declared.check_fresh(schema, args, kwargs, output, flat)
-        return self.with_results(output, *flat)
+        return (*as_tuple(schema, output), *flat)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
         """Call `name__with_residuals`. Return the operator's result and a tuple of residuals."""

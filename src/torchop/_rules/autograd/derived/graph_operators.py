@@ -119,7 +119,8 @@ class Training(HelperOperator):
         values = (*args, *kwargs.values())
         state = ambient_state(values, in_graph=True)
         if not is_without_state:
-            return self.with_results(definition.overload(*args, **kwargs), state.packed)
+            result = definition.overload(*args, **kwargs)
+            return (*as_tuple(definition.schema, result), state.packed)
         if not state.is_plain:
             raise GradientError(
                 f"{definition}: the derived formula runs the body again in the backward, but the "
@@ -127,20 +128,21 @@ class Training(HelperOperator):
                 f"device was changed. {_IN_CUDA_GRAPH}"
             )
         with ForbidRandomNumbers(definition, _IN_CUDA_GRAPH):
-            return self.with_results(definition.overload(*args, **kwargs), _no_state(values))
+            result = definition.overload(*args, **kwargs)
+        return (*as_tuple(definition.schema, result), _no_state(values))
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
         values = (*args, *kwargs.values())
         result = self.definition.overload(*args, **kwargs)
+        results = as_tuple(self.definition.schema, result)
         if is_without_state:
-            return self.with_results(result, _no_state(values))
+            return (*results, _no_state(values))
         # The ambient state is a CPU tensor. But if the arguments are meta tensors, all results must
         # be on the meta device.
         is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
         device = "meta" if is_meta else "cpu"
-        packed = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
-        return self.with_results(result, packed)
+        return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
 
 
 def _accelerator_device(values: Sequence[Any]) -> torch.device | None:
