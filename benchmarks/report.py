@@ -34,8 +34,8 @@ def passages() -> dict[str, list[str]]:
         "docs/index.md": [_alternative_text()],
         "docs/how-to/several-kernels.md": [*_providers()],
         "docs/reference/differences.md": [*_registration()],
-        "docs/tutorials/kernels.md": [*_devices()],
-        "docs/tutorials/mutating.md": [*_families()],
+        "docs/tutorials/gpu-kernels.md": [*_devices()],
+        "docs/tutorials/families.md": [*_families()],
     }
 
 

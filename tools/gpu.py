@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 PROCESSES = min(12, os.cpu_count() or 1)
 PAGES = (
     "docs/tutorials/getting-started.md",
-    "docs/tutorials/kernels.md",
+    "docs/tutorials/gpu-kernels.md",
     "docs/tutorials/class-form.md",
 )
 DESCRIBE = """

@@ -156,7 +156,7 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 
 
 # Pages that show which calls are native, so they need the native extension.
-NATIVE = {"accelerate", "class-form", "debugging", "engines", "native-calls"}
+NATIVE = {"accelerate", "build", "class-form", "debugging", "engines", "native-calls"}
 
 
 NEEDS = {

@@ -25,9 +25,9 @@ from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing._check.run import plan_checks
 from torchop.testing._check.table import CHECKS
 
-PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "checks-compared.md"
-_PAGE = """# What each check finds
-
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "checks.md"
+_SECTION = "## All checks\n"
+_TEXT = """
 The test suite of torchop contains a zoo of operators: {wrong} faulty operators, each with one
 deliberate fault, and {right} correct operators. The tests verify that `torchop.testing.check` finds
 every fault, and reports no fault in a correct operator. The faults were chosen together with the
@@ -76,6 +76,7 @@ def rows() -> list[str]:
 
 
 def page_of(measured: Sequence[Measured]) -> str:
+    """Return the page with a new section of measurements."""
     names = {specimen.name for specimen in WRONG}
     wrongs = [each for each in measured if each.name in names]
     counts = counted([each.failed for each in wrongs])
@@ -86,12 +87,17 @@ def page_of(measured: Sequence[Measured]) -> str:
         found, alone = counts.get(check.name, (0, 0))
         is_left_out = is_quick and check.name in costly
         table.append(f"{row} - | - |" if is_left_out else f"{row} {found} | {alone} |")
-    return _PAGE.format(
-        wrong=len(WRONG),
-        right=len(RIGHT),
-        measured=len(wrongs),
-        kinds=", without the checks that compile programs" if is_quick else "",
-        table="\n".join(table),
+    before = PAGE.read_text(encoding="utf-8").partition(_SECTION)[0]
+    return (
+        before
+        + _SECTION
+        + _TEXT.format(
+            wrong=len(WRONG),
+            right=len(RIGHT),
+            measured=len(wrongs),
+            kinds=", without the checks that compile programs" if is_quick else "",
+            table="\n".join(table),
+        )
     )
 
 
