@@ -131,10 +131,10 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     if definition is None:
         return None, (), None
     definition.check_defined()
-    choice, arguments, keywords = choice_of_call(definition, call.args, call.kwargs)
+    choice, (args, kwargs) = choice_of_call(str(definition), call.args, call.kwargs)
     if choice is None:
         return None, (), None
-    provider, skipped, function = choice.explain(arguments, keywords)
+    provider, skipped, function = choice.explain(args, kwargs)
     return provider, in_order(definition, choice, provider, skipped), function
 
 

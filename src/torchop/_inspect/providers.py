@@ -99,11 +99,10 @@ def in_order(
     `runs` is the selected provider. `skipped` maps each provider that was tried before `runs` to
     the reason why it was skipped.
     """
-    kernels, found = choice.kernels, list(_registered(definition.rule(KernelRule)))
-    settings = priority.current()
-    order = priority.active_order(kernels.op, kernels.device, kernels.author, settings).names
+    found, settings = list(_registered(definition.rule(KernelRule))), priority.current()
+    order = priority.active_order(choice.op, choice.device, choice.author, settings).names
     references = [each for each in found if each.provider is None]
-    of_device = [each for each in references if kernels.device in each.devices]
+    of_device = [each for each in references if choice.device in each.devices]
     of_device = of_device or [each for each in references if None in each.devices]
     lines = []
     for each in (*found[len(references) :], *references):

@@ -126,10 +126,9 @@ class Choice:
         cls,
         # The value is (combined settings of the open blocks, open blocks).
         blocks: ContextVar[tuple[Any, ...]],
-        # select(settings, is_deterministic) returns an object. The attribute `function` is the
-        # kernel for all calls. If it is None, the method `answer(args, kwargs)` returns the kernel
-        # for a call.
-        select: Callable[[Any, bool], Any],
+        # resolve(settings, is_deterministic) returns a function, and True if it is the kernel for
+        # all calls. Otherwise, the function takes the arguments of a call and returns its kernel.
+        resolve: Callable[[Any, bool], tuple[Callable[..., Any], bool]],
         asks_for_determinism: bool,  # whether a provider is nondeterministic
     ) -> Choice: ...
     @property

@@ -239,8 +239,8 @@ def _chosen(
     If the provider's `supports` function reads a symbolic size, the graph gets a guard for it.
     """
     choice = definition.rule(KernelRule).choice(args, kwargs)
-    provider = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))
-    return provider and bind(provider.function, definition.schema)
+    kernel = choice and choice.trace(*definition.schema.fill_defaults(args, kwargs))
+    return kernel and bind(kernel, definition.schema)
 
 
 def _check_fresh(

@@ -18,7 +18,7 @@ import torchop
 from torchop import MissingRuleError
 from torchop._accelerate.accelerate import aligned
 from torchop._inspect import call_record
-from torchop._rules.providers import kernels_of_call
+from torchop._rules.providers import choice_of_call
 from torchop._rules.providers.measurements import Measured
 from torchop._rules.user.examples import make_examples, operator_of_examples
 from torchop.cli.child_process import ChildError, answers_of, first_line, preload, report_errors
@@ -259,7 +259,7 @@ def _comparisons(
         for given in calls:
             call = mapped(given, torch.Tensor.detach)
             yield f"a call with {described(call)}"
-            kernels, full = kernels_of_call(operator.overload, *call)
+            kernels, full = choice_of_call(operator.overload, *call)
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
             assert kernels is not None  # checked by `why_not`

@@ -18,8 +18,8 @@ import torch
 from torchop import ProviderWarning, priority
 from torchop._compat import autograd, devices, fake_tensors
 from torchop._native.extension import files
-from torchop._rules.providers import kernels_of_call, measurements, tuned
-from torchop._rules.providers.candidates import DeviceKernels
+from torchop._rules.providers import choice_of_call, measurements, tuned
+from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.measurements import Measured, Measurement
 from torchop._rules.providers.priority import REFERENCE
 from torchop._rules.residuals.handover import requested
@@ -125,7 +125,7 @@ def tune(
         raise TypeError(f"tune: budget is a number of seconds, got {short_repr(budget)}.")
     calls = [_call(operator, each) for each in _given(op, inputs)]
     tuner = _Tuner(budget, None if table is None else Path(table))
-    kernels = [kernels_of_call(op, *call) for call in calls]
+    kernels = [choice_of_call(op, *call) for call in calls]
     for each, _ in kernels:
         if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
@@ -195,9 +195,7 @@ class _Tuner:
         self._problems: list[str] = []
         self._lock = threading.RLock()  # concurrent measurements would slow each other down
 
-    def measure(
-        self, kernels: DeviceKernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> None:
+    def measure(self, kernels: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Measure a call that the program makes inside `tuning`, if the call may be repeated."""
         call = args, dict(kwargs)
         if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
@@ -209,7 +207,7 @@ class _Tuner:
 
     def find(
         self,
-        kernels: DeviceKernels,
+        kernels: Choice,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         calls: int,
@@ -267,7 +265,7 @@ class _Tuner:
 
 
 def measure_kernels(
-    kernels: DeviceKernels,
+    kernels: Choice,
     call: Sample,
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
@@ -344,7 +342,7 @@ def _call(operator: Operator, given: Any) -> Sample:
         raise TypeError(f"tune: an input does not fit {operator}: {short_text(error)}") from None
 
 
-def why_not(operator: Operator, kernels: DeviceKernels | None) -> str | None:
+def why_not(operator: Operator, kernels: Choice | None) -> str | None:
     """Return why the kernels of an operator cannot be measured, or None if they can be."""
     if kernels is None or not kernels.providers:
         return (

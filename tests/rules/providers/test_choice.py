@@ -166,8 +166,7 @@ def test_tables_are_bounded(namespace, table, monkeypatch):
         if table == "C++":
             most = max(most, in_plan(op).count)
         else:
-            (selection,) = in_plan(op).__self__._selections.values()
-            most = max(most, len(selection.chosen))
+            most = max(most, len(in_plan(op).__self__._cache))
     assert most == (4096 if table == "C++" else 100)
 
 

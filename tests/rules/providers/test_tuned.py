@@ -70,7 +70,7 @@ def measured(op: Any, *names: str, sizes: Any = ((5, 8),), **changes: Any) -> Me
 
 
 def digest(op: Any, provider: str) -> str:
-    kernels, _ = torchop._rules.providers.kernels_of_call(op, (torch.ones(1),), {})
+    kernels, _ = torchop._rules.providers.choice_of_call(op, (torch.ones(1),), {})
     written = {name: p.written for name, p in kernels.providers.items()}
     return tuned.digest(written.get(provider, kernels.reference))
 

@@ -8,39 +8,44 @@
 
 #include <structmember.h>
 
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/Context.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "call_key.h"
 #include "dispatch.h"
 #include "python_node.h"
-#include "seen_calls.h"
 #include "types.h"
 
 namespace torchop {
 
 namespace {
 
-// If the cache contains this many selections, it is cleared. Otherwise the cache could grow
-// forever, because each new combination of settings adds a selection.
+// If a cache reaches one of these limits, it is cleared. Otherwise it could grow forever, because
+// some programs keep changing the settings, or call operators with new shapes all the time.
 constexpr size_t max_selections = 64;
+constexpr size_t max_keys = 4096;
+constexpr size_t max_words = size_t{1} << 18; // 2 MiB for all keys
 
-// The result of the Python function `select` for one combination of settings, which come from the
-// open `torchop.priority` blocks. Owns all references.
+// The candidates for calls with the same settings, which come from the open `torchop.priority`
+// blocks, as resolved by the Python function `resolve`.
 struct Selection {
-  PyObject* settings; // the combined settings of the open blocks; interned, so compare addresses
+  THPObjectPtr settings; // the combined settings of the open blocks; interned, so compare addresses
   bool is_deterministic;
-  PyObject* object;   // the selection in Python; `object.answer(args, kwargs)` returns a kernel
-  PyObject* function; // the kernel for all calls; nullptr if the kernel depends on the arguments
+  bool is_fixed;         // true if `function` is the kernel for all calls
+  THPObjectPtr function; // otherwise, `function` takes the arguments and returns the kernel
 };
 
-// The selections, and for selections that depend on the arguments, the kernels that were selected
-// for calls. Guarded by the critical section in `call_choice`.
+// Guarded by the critical section in `call_choice`.
 struct Cache {
   std::vector<Selection> selections;
-  SeenCalls table; // the subject of each key is an index into `selections`
+  // The kernels of calls whose selection is not fixed.
+  std::unordered_map<CallKey, THPObjectPtr, CallKey::Hash> kernels;
+  size_t words = 0; // in all keys of `kernels`
 };
 
 struct Choice {
@@ -48,7 +53,7 @@ struct Choice {
 
       vectorcallfunc call;
   PyObject* blocks;          // a ContextVar whose value is a tuple (combined settings, open blocks)
-  PyObject* select;          // the Python function select(settings, is_deterministic) -> Selection
+  PyObject* resolve;         // the Python function resolve(settings, is_deterministic)
   bool asks_for_determinism; // true if a provider is nondeterministic, so the setting matters
   Cache cache;
 };
@@ -57,53 +62,47 @@ Choice& choice_of(PyObject* self) {
   return *reinterpret_cast<Choice*>(self);
 }
 
-void release(Cache& cache) {
-  for (const Selection& selection : cache.selections) {
-    Py_DECREF(selection.settings);
-    Py_DECREF(selection.object);
-    Py_XDECREF(selection.function);
-  }
-  cache.table.each_function([](PyObject* function) { Py_DECREF(function); });
-}
-
 // Replaces the cache with an empty one before releasing the references, because releasing them may
 // run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
-  Cache before;
-  std::swap(before, choice.cache);
-  release(before);
+  const Cache before = std::exchange(choice.cache, Cache());
 }
 
-constexpr size_t no_index = ~size_t{0};
-
-size_t index_of(const Choice& choice, PyObject* settings, bool is_deterministic) {
-  const std::vector<Selection>& selections = choice.cache.selections;
-  for (size_t position = 0; position < selections.size(); ++position) {
-    if (selections[position].settings == settings &&
-        selections[position].is_deterministic == is_deterministic)
-      return position;
+const Selection* find_selection(const Choice& choice, PyObject* settings, bool is_deterministic) {
+  for (const Selection& selection : choice.cache.selections) {
+    if (selection.settings.get() == settings && selection.is_deterministic == is_deterministic)
+      return &selection;
   }
-  return no_index;
+  return nullptr;
 }
 
-// If the cache is full, clears it first. Returns the index of the new selection.
-size_t add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
-  THPObjectPtr object = checked(PyObject_CallFunctionObjArgs(
-      choice.select, settings, is_deterministic ? Py_True : Py_False, nullptr));
-  THPObjectPtr function = checked(PyObject_GetAttrString(object.get(), "function"));
+// A selection's address may change, but the cache owns its settings, so their address is unique.
+CallKey key_for(const Selection& selection) {
+  return CallKey(
+      reinterpret_cast<uintptr_t>(selection.settings.get()) | selection.is_deterministic);
+}
+
+// If the cache is full, clears it first.
+const Selection* add_selection(Choice& choice, PyObject* settings, bool is_deterministic) {
+  THPObjectPtr resolved = checked(PyObject_CallFunctionObjArgs(
+      choice.resolve, settings, is_deterministic ? Py_True : Py_False, nullptr));
+  PyObject* function;
+  int is_fixed;
+  if (!PyArg_ParseTuple(resolved.get(), "Op", &function, &is_fixed))
+    throw_python_error();
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
-  // `select` runs Python code, so another thread may have added the same selection in the meantime.
-  // Look it up again before adding it.
-  if (const size_t position = index_of(choice, settings, is_deterministic); position != no_index)
-    return position;
+  // `resolve` runs Python code, so another thread may have added the same selection in the
+  // meantime. Look it up again before adding it.
+  if (const Selection* added = find_selection(choice, settings, is_deterministic))
+    return added;
   choice.cache.selections.push_back(
       Selection{
-          Py_NewRef(settings),
+          THPObjectPtr(Py_NewRef(settings)),
           is_deterministic,
-          object.release(),
-          function.get() == Py_None ? nullptr : function.release()});
-  return choice.cache.selections.size() - 1;
+          is_fixed != 0,
+          THPObjectPtr(Py_NewRef(function))});
+  return &choice.cache.selections.back();
 }
 
 // Calls Python to select the kernel for a call that is not in the cache, and caches the kernel.
@@ -115,39 +114,29 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
     PyObject* const* args,
     size_t count,
     PyObject* keywords) {
-  size_t position = index_of(choice, settings, is_deterministic);
-  if (position == no_index)
-    position = add_selection(choice, settings, is_deterministic);
-  if (PyObject* function = choice.cache.selections[position].function; function != nullptr)
-    return Py_NewRef(function);
-  CallKey key; // compute it now, because `supports` may modify a list argument
+  const Selection* selection = find_selection(choice, settings, is_deterministic);
+  if (selection == nullptr)
+    selection = add_selection(choice, settings, is_deterministic);
+  THPObjectPtr function(Py_NewRef(selection->function.get()));
+  if (selection->is_fixed)
+    return function.release();
+  CallKey key = key_for(*selection);
+  // Compute the key now, because `supports` may modify a list argument.
   const bool is_known = key.read(args, count, keywords);
-  THPObjectPtr object(Py_NewRef(choice.cache.selections[position].object));
-  THPObjectPtr positional = checked(PyTuple_New(Py_ssize_t(count)));
-  for (size_t index = 0; index < count; ++index)
-    PyTuple_SET_ITEM(positional.get(), index, Py_NewRef(args[index]));
-  THPObjectPtr named = checked(PyDict_New());
-  for (Py_ssize_t index = 0; keywords != nullptr && index < PyTuple_GET_SIZE(keywords); ++index) {
-    PyObject* name = PyTuple_GET_ITEM(keywords, index);
-    if (PyDict_SetItem(named.get(), name, args[count + size_t(index)]) < 0)
-      throw_python_error();
-  }
-  THPObjectPtr name = checked(PyUnicode_InternFromString("answer"));
-  THPObjectPtr function = checked(
-      PyObject_CallMethodObjArgs(object.get(), name.get(), positional.get(), named.get(), nullptr));
-  // This Python code may have modified the cache, so look up the index again.
-  position = index_of(choice, settings, is_deterministic);
-  if (is_known && position != no_index) {
-    key.set_subject(position);
-    const uint64_t hash = key.hash();
-    if (choice.cache.table.find(key, hash) == nullptr) {
-      if (choice.cache.table.has_capacity(key))
-        choice.cache.table.add(key, hash, function.get());
-      else
-        clear_cache(choice);
+  THPObjectPtr kernel = checked(PyObject_Vectorcall(function.get(), args, count, keywords));
+  if (!is_known)
+    return kernel.release();
+  if (choice.cache.kernels.size() >= max_keys || choice.cache.words + key.size() > max_words)
+    clear_cache(choice);
+  // Python code may have cleared the cache, which then owns no settings with this address.
+  if (find_selection(choice, settings, is_deterministic) != nullptr) {
+    const auto [place, is_new] = choice.cache.kernels.try_emplace(key);
+    if (is_new) {
+      place->second = Py_NewRef(kernel.get());
+      choice.cache.words += key.size();
     }
   }
-  return function.release();
+  return kernel.release();
 }
 
 // Returns the value of the ContextVar `blocks` (new reference), which describes the open
@@ -181,16 +170,14 @@ C10_ALWAYS_INLINE PyObject* find(
   // From here on, `settings` is borrowed. It stays alive because the context owns the tuple, and no
   // Python code runs before we take a reference below.
   Py_DECREF(blocks);
-  const size_t position = index_of(choice, settings, is_deterministic);
-  if (C10_LIKELY(position != no_index)) {
-    PyObject* function = choice.cache.selections[position].function;
-    if (function != nullptr)
-      return Py_NewRef(function);
-    CallKey key;
+  if (const Selection* selection = find_selection(choice, settings, is_deterministic)) {
+    if (selection->is_fixed)
+      return Py_NewRef(selection->function.get());
+    CallKey key = key_for(*selection);
     if (C10_LIKELY(key.read(args, count, keywords))) {
-      key.set_subject(position);
-      if ((function = choice.cache.table.find(key, key.hash())) != nullptr)
-        return Py_NewRef(function);
+      const auto known = choice.cache.kernels.find(key);
+      if (C10_LIKELY(known != choice.cache.kernels.end()))
+        return Py_NewRef(known->second.get());
     }
   }
   THPObjectPtr owned(Py_NewRef(settings));
@@ -218,8 +205,8 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 }
 
 PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"blocks", "select", "asks_for_determinism", nullptr};
-  PyObject *blocks, *select;
+  static const char* names[] = {"blocks", "resolve", "asks_for_determinism", nullptr};
+  PyObject *blocks, *resolve;
   int asks_for_determinism;
   if (!PyArg_ParseTupleAndKeywords(
           args,
@@ -228,7 +215,7 @@ PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           const_cast<char**>(names),
           &PyContextVar_Type,
           &blocks,
-          &select,
+          &resolve,
           &asks_for_determinism))
     return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
@@ -238,7 +225,7 @@ PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&choice.cache) Cache();
   choice.call = call_choice;
   choice.blocks = Py_NewRef(blocks);
-  choice.select = Py_NewRef(select);
+  choice.resolve = Py_NewRef(resolve);
   choice.asks_for_determinism = asks_for_determinism != 0;
   return self;
 }
@@ -247,18 +234,14 @@ int traverse_choice(PyObject* self, visitproc visit, void* arg) {
   const Choice& choice = choice_of(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(choice.blocks);
-  Py_VISIT(choice.select);
+  Py_VISIT(choice.resolve);
   for (const Selection& selection : choice.cache.selections) {
-    Py_VISIT(selection.settings);
-    Py_VISIT(selection.object);
-    Py_VISIT(selection.function);
+    Py_VISIT(selection.settings.get());
+    Py_VISIT(selection.function.get());
   }
-  int stop = 0;
-  choice.cache.table.each_function([&](PyObject* function) {
-    if (stop == 0)
-      stop = visit(function, arg);
-  });
-  return stop;
+  for (const auto& [key, kernel] : choice.cache.kernels)
+    Py_VISIT(kernel.get());
+  return 0;
 }
 
 // Like Plan, the type has no tp_clear, because the garbage collector must not clear these members
@@ -267,16 +250,15 @@ void dealloc_choice(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   Choice& choice = choice_of(self);
-  release(choice.cache);
   choice.cache.~Cache();
   Py_DECREF(choice.blocks);
-  Py_DECREF(choice.select);
+  Py_DECREF(choice.resolve);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
 PyObject* get_count(PyObject* self, void*) {
-  return PyLong_FromSize_t(choice_of(self).cache.table.count());
+  return PyLong_FromSize_t(choice_of(self).cache.kernels.size());
 }
 
 PyMemberDef choice_members[] = {

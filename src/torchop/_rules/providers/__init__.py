@@ -27,7 +27,6 @@ from torchop._rules.kernels import register
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.providers import priority
-from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.choice import Choice
 from torchop._rules.providers.priority import (
     REFERENCE,
@@ -157,26 +156,15 @@ def provider_table(rule: KernelRule) -> ProviderTable:
 
 
 def choice_of_call(
-    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Choice | None, tuple[Any, ...], dict[str, Any]]:
+    op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Choice | None, Call]:
     """Return the `Choice` that selects the kernel of a call, and the call's arguments.
 
     The `Choice` is None if the operator has no providers. The arguments include default values.
     """
-    arguments, keywords = definition.schema.fill_defaults(args, kwargs)
-    return definition.rule(KernelRule).choice(arguments, keywords), arguments, keywords
-
-
-def kernels_of_call(
-    op: OpLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[DeviceKernels | None, Call]:
-    """Return the kernels that can run a call, and the call's arguments including default values.
-
-    The kernels are None if the operator has no providers.
-    """
     definition = resolve(op, "tune")
-    choice, args, kwargs = choice_of_call(definition, args, kwargs)
-    return None if choice is None else choice.kernels, (args, kwargs)
+    args, kwargs = definition.schema.fill_defaults(args, kwargs)
+    return definition.rule(KernelRule).choice(args, kwargs), (args, kwargs)
 
 
 def providers_of(op: OpLike) -> list[Provider]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,120 +15,105 @@ from torchop import _hooks
 from torchop._compat import dispatch, logs
 from torchop._core.call import tensors_in
 from torchop._errors import MissingKernelError, ProviderError, ProviderWarning, warn
-from torchop._rules.providers import priority
-from torchop._rules.providers.candidates import DeviceKernels, Function, TunedKernels
+from torchop._rules.providers import priority, tuned
+from torchop._rules.providers.measurements import Measurement
 from torchop._rules.providers.priority import (
     NO_BLOCK,
     REFERENCE,
     TUNED,
     ActiveOrder,
+    Order,
     Settings,
 )
-from torchop._rules.providers.provider import TUNED_PROVIDER, Provider
-from torchop._rules.providers.tuned import PLAIN, UnknownKindError
+from torchop._rules.providers.provider import Function, Provider, Selected
+from torchop._rules.providers.tuned import PLAIN, Tuning, UnknownKindError
+from torchop.extend import OpName
 
-# The maximum numbers of entries in the caches `Selection.chosen` and `Choice._selections`. Without
-# a limit, the caches would grow forever if tensor sizes keep changing.
+# The maximum number of entries in the cache of a `Choice`. Without a limit, the cache would grow
+# forever if tensor sizes keep changing.
 _MOST_KEYS = 4096
-_MOST_SELECTIONS = 64
 
 
-@dataclasses.dataclass(slots=True, eq=False)
-class Selection:
-    """The providers that calls try, for one combination of open `torchop.priority` blocks.
+class Candidate(NamedTuple):
+    """An entry of an order of providers.
 
     Attributes:
-        candidates: the providers to try, in order, and their kernels.
-        fallback: the kernel that runs if no provider supports a call: the reference kernel, or a
-            function that raises.
-        skipped: maps the name of each provider that cannot run any call to the reason.
-        falls_back: True if `fallback` is the reference kernel although the order does not name it.
-        function: the kernel, if the same kernel runs every call. None if the choice depends on the
-            arguments.
-        chosen: caches the kernels that `answer` returned, by properties of the arguments. Threads
-            write to this dict without a lock, because they all store the same kernel for a key.
+        select: returns the kernel for a call, or None if this candidate does not support the call.
+            It takes the call's positional arguments, its keyword arguments, and whether a compiler
+            is tracing the call.
+        takes_all: whether `select` returns the same kernel for all calls.
+        declined: the reason, for messages, if `select` returns None.
     """
 
+    name: str
+    select: Callable[[tuple[Any, ...], Mapping[str, Any], bool], Selected | None]
+    takes_all: bool = False
+    declined: str = "`supports` returned False"
+
+
+class Resolved(NamedTuple):
+    """The candidates for all calls on a device with the same settings.
+
+    Attributes:
+        candidates: the candidates, in the order in which calls try them. The last one stands for
+            the reference kernel, and takes all calls. If the reference cannot run, it raises.
+        skipped: maps each name in the order that cannot run any call to the reason.
+        falls_back: whether the last candidate is the reference although the order does not name it.
+    """
+
+    settings: Settings
     order: ActiveOrder
-    candidates: list[tuple[Provider, Function]]
-    fallback: Function
+    candidates: Sequence[Candidate]
     skipped: Mapping[str, str]
     falls_back: bool
-    report: Callable[[Selection], None]
-    tuned: TunedKernels | None
-    function: Function | None = None
-    chosen: dict[Any, Function] = dataclasses.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if not self.candidates:
-            self.function = self.fallback
-        elif self.candidates[0][0].accepts is None:
-            self.function = self.candidates[0][1]
-
-    def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        try:
-            with dispatch.WithoutTorchFunctions():  # see `choose`
-                key = tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
-        except UnknownKindError:
-            return self.answer(args, kwargs)
-        function = self.chosen.get(key)
-        if function is None:
-            function = self.answer(args, kwargs)
-            if len(self.chosen) >= _MOST_KEYS:
-                self.chosen = {}
-            self.chosen[key] = function
-        return function
-
-    def answer(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function:
-        """Choose the kernel for this call, and for all calls with the same cache key."""
-        if self.tuned is not None:
-            self.tuned.measure(args, kwargs)
-        provider, function = self.choose(args, kwargs)
-        if provider is None:
-            self.report(self)
-        return function
-
-    def choose(
+    def select(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
-    ) -> tuple[Provider | None, Function]:
-        """Return the provider that runs a call (None for the fallback), and the kernel to run."""
+    ) -> tuple[Selected, Mapping[str, str], Candidate]:
+        """Return the kernel for a call, and its candidate.
+
+        The second value maps the name of each earlier candidate to the reason why it was not
+        selected.
+        """
+        declined: dict[str, str] = {}
         # Ignore `shape` and other properties that a tensor subclass overrides, because the C++
         # implementation of the cache (csrc/choice.cpp) also ignores the overrides.
         with dispatch.WithoutTorchFunctions():
-            for provider, function in self.candidates:
-                if provider is TUNED_PROVIDER and self.tuned is not None:
-                    if (fastest := self.tuned.fastest(args, kwargs, is_traced)) is not None:
-                        return fastest
-                elif provider.takes(args, kwargs, is_traced):
-                    return provider, function
-        return None, self.fallback
+            for candidate in self.candidates:
+                if (found := candidate.select(args, kwargs, is_traced)) is not None:
+                    return found, declined, candidate
+                declined[candidate.name] = candidate.declined
+        raise AssertionError("the last candidate did not take the call")
 
 
-def _exclusion_reason(
-    provider: Provider, settings: Settings, only_deterministic: bool
-) -> str | None:
-    if settings.batch_invariant_only and not provider.batch_invariant:
-        return "it is not batch-invariant, and only such kernels are allowed"
-    if only_deterministic and not provider.deterministic:
-        return "it is not deterministic, and only such kernels are allowed"
-    return provider.why_unsupported()
-
-
+@dataclasses.dataclass(eq=False)
 class Choice:
-    """Chooses a kernel for each call on one device type, and runs it.
+    """Chooses among an operator's kernels on one device type, for each call.
 
     An operator's call plan contains this object, or an equivalent C++ object, in place of a kernel.
-    The C++ object calls `_selection`.
+    The C++ object calls `resolve`. `ProviderTable` documents the settings of the author.
+
+    Attributes:
+        device: the device type. None stands for all devices that have no kernel of their own.
+        reference: the kernel that was registered without a provider, if there is one.
+        providers: the providers on this device by name, in the order of registration.
+        known: the names of all providers of the operator, including those for other devices.
+        prepare: wraps a kernel to check the operator's arguments before calling it.
     """
 
-    __slots__ = ("_has_random", "_selections", "kernels")
-
-    def __init__(self, kernels: DeviceKernels) -> None:
-        self.kernels = kernels
-        self._has_random = not all(p.deterministic for p in kernels.providers.values())
-        # The keys contain the settings of the open `torchop.priority` blocks, and whether PyTorch
-        # requires deterministic algorithms.
-        self._selections: dict[tuple[Settings, bool], Selection] = {}
+    op: OpName
+    device: str | None
+    reference: Function | None
+    providers: Mapping[str, Provider]
+    known: Collection[str]
+    removed: Collection[str]
+    author: Mapping[str | None, Order]
+    reported: set[tuple[str, bool]]
+    tuning: Tuning
+    prepare: Callable[[Function], Function]
+    # Results of `resolve` by the settings, and kernels by the settings and arguments of calls.
+    # Threads write to this dict without a lock, because all store equal values for a key.
+    _cache: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def function(self) -> Function:
         """Return the function that runs all calls.
@@ -138,130 +123,46 @@ class Choice:
         """
         if not priority.blocks_were_opened():
             with contextlib.suppress(ProviderError):  # each call will raise this error
-                usual = self._selection(NO_BLOCK, False)
-                is_fixed = not usual.candidates or usual.candidates[0][0].deterministic
-                if usual.function is not None and is_fixed:
-                    return usual.function
-        return self._choosing()
-
-    def _choosing(self) -> Function:
+                first = self._resolved(NO_BLOCK, False).candidates[0]
+                provider = self.providers.get(first.name)
+                if first.takes_all and (provider is None or provider.deterministic):
+                    return self.resolve(NO_BLOCK, False)[0]
         if _hooks.extension.Choice is None:
             return self.__call__
         chosen: Function = _hooks.extension.Choice(
-            priority.open_blocks, self._selection, self._has_random
+            priority.open_blocks, self.resolve, self._has_random
         )
         return chosen
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        selection = self._selection(priority.current(), self._is_deterministic())
-        function = selection.function or selection.lookup(args, kwargs)
-        return function(*args, **kwargs)
+    def resolve(self, settings: Settings, is_deterministic: bool) -> tuple[Function, bool]:
+        """Return a function for all calls with the same settings, and whether it is a kernel.
 
-    def explain(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that runs a call, why the others do not, and the kernel."""
-        selection = self._made(priority.current(), self._is_deterministic())
-        provider, function = selection.choose(args, kwargs)
-        chosen = REFERENCE if provider is None else provider.name
-        skipped = dict(selection.skipped)
-        own = [candidate for candidate, _ in selection.candidates]
-        is_measured = provider is not None and all(provider is not each for each in own)
-        for other, _ in selection.candidates:
-            if other is provider or (is_measured and other is TUNED_PROVIDER):
-                break
-            skipped[other.name] = _UNMEASURED if other is TUNED_PROVIDER else _DECLINED
-        for name in (*self.kernels.providers, REFERENCE):
-            if name != chosen and is_measured:
-                skipped[name] = f"{chosen} was measured as the fastest"
-            elif name != chosen:
-                skipped.setdefault(name, f"{chosen} comes before it")
-        return chosen, skipped, function
-
-    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Provider | None:
-        """Return the provider whose kernel a compiler must inline.
-
-        None means that the compiler must inline the reference kernel.
+        If it is not a kernel, it takes the arguments of a call, and returns the kernel for all
+        calls with the same cache key. `is_deterministic` says whether PyTorch requires
+        deterministic algorithms.
         """
-        selection = self._selection(priority.current(), self._is_deterministic())
-        provider, _ = selection.choose(args, kwargs, is_traced=True)
-        return None if provider is None or provider.name == REFERENCE else provider
+        resolved = self._resolved(settings, is_deterministic)
+        self._report(resolved, {})
+        if resolved.candidates[0].takes_all:
+            return self._prepared(settings, resolved.select((), {})[0]), True
+        return functools.partial(self._select, resolved), False
 
-    def _is_deterministic(self) -> bool:
-        return self._has_random and torch.are_deterministic_algorithms_enabled()
+    def _select(self, resolved: Resolved, /, *args: Any, **kwargs: Any) -> Function:
+        tuner = resolved.settings.tuner
+        if tuner is not None and any(each.name == TUNED for each in resolved.candidates):
+            tuner.measure(self, args, kwargs)
+        selected, declined, candidate = resolved.select(args, kwargs)
+        if candidate is resolved.candidates[-1]:
+            self._report(resolved, declined)
+        return self._prepared(resolved.settings, selected)
 
-    def _selection(self, settings: Settings, is_deterministic: bool) -> Selection:
-        key = settings, is_deterministic
-        selection = self._selections.get(key)
-        if selection is None:
-            selection = self._made(settings, is_deterministic)
-            self._report(selection, False)
-            if len(self._selections) >= _MOST_SELECTIONS:
-                self._selections = {}
-            self._selections[key] = selection
-        return selection
-
-    def _made(self, settings: Settings, is_deterministic: bool) -> Selection:
-        kernels = self.kernels
-        order = priority.active_order(kernels.op, kernels.device, kernels.author, settings)
-        only_deterministic = settings.deterministic_only or is_deterministic
-        candidates: list[Provider] = []
-        skipped: dict[str, str] = {}
-        for name in order.names:
-            if name == REFERENCE:
-                break
-            if name == TUNED:
-                candidates.append(TUNED_PROVIDER)
-                continue
-            provider = kernels.providers.get(name)
-            if provider is None:
-                skipped[name] = self._absence_reason(name, order)
-            elif (why := _exclusion_reason(provider, settings, only_deterministic)) is not None:
-                skipped[name] = why
-            else:
-                candidates.append(provider)
-                if provider.accepts is None:
-                    break
-        for name in kernels.providers:
-            if name not in order.names:
-                skipped[name] = (
-                    f"the order of {order.by} does not name it" if order.names else _UNNAMED
-                )
-        pairs = [
-            (p, self._profiled(settings, p.name, kernels.prepare(p.function))) for p in candidates
-        ]
-        falls_back = bool(order.names) and REFERENCE not in order.names
-        fallback = kernels.reference
-        if fallback is None or (settings.strict and falls_back):
-            falls_back = False
-            fallback = self._raising_kernel(order, candidates, skipped)
-        fallback = self._profiled(settings, REFERENCE, fallback)
-        tuned = None
-        if TUNED_PROVIDER in candidates:
-            allowed = {
-                name: provider
-                for name, provider in kernels.providers.items()
-                if _exclusion_reason(provider, settings, only_deterministic) is None
-            }
-            profiled = functools.partial(self._profiled, settings)
-            tuned = TunedKernels(kernels, allowed, settings.tuner, profiled)
-        report = functools.partial(self._report, is_declined=True)
-        return Selection(order, pairs, fallback, skipped, falls_back, report, tuned)
-
-    def _absence_reason(self, name: str, order: ActiveOrder) -> str:
-        op, device, *_ = self.kernels
-        if name in self.kernels.known:
-            return f"it has no kernel for {device or 'every device'}"
-        if name in self.kernels.removed:
-            return "it was removed, with the library that it was registered through"
-        if order.is_exact:
-            raise priority.unknown_provider(order.by, op, name, self.kernels.known)
-        return f"{op} has no such provider"
-
-    def _profiled(self, settings: Settings, name: str, function: Function) -> Function:
+    def _prepared(self, settings: Settings, selected: Selected) -> Function:
+        name, function = selected
+        if name != REFERENCE:  # the reference is already prepared
+            function = self.prepare(function)
         if not settings.profile:
             return function
-        label = f"{self.kernels.op}[{name}]"
+        label = f"{self.op}[{name}]"
 
         def profiled(*args: Any, **kwargs: Any) -> Any:
             with torch.profiler.record_function(label):
@@ -270,23 +171,155 @@ class Choice:
         profiled.__wrapped__ = function  # type: ignore[attr-defined]
         return profiled
 
-    def _raising_kernel(
-        self, order: ActiveOrder, candidates: list[Provider], skipped: Mapping[str, str]
-    ) -> Function:
-        op, device, reference, providers, *_ = self.kernels
-        reasons = {name: why for name, why in skipped.items() if name in order.names}
-        reasons |= {
-            provider.name: _UNMEASURED if provider is TUNED_PROVIDER else _DECLINED
-            for provider in candidates
-        }
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run a call, if the C++ extension is not loaded. csrc/choice.cpp does the same."""
+        settings = priority.current(), self._is_deterministic()
+        function, is_kernel = self._cached(settings, lambda: self.resolve(*settings))
+        if not is_kernel:
+            select = functools.partial(function, *args, **kwargs)
+            try:
+                with dispatch.WithoutTorchFunctions():  # see `Resolved.select`
+                    key = settings, tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
+            except UnknownKindError:
+                function = select()
+            else:
+                function = self._cached(key, select)
+        return function(*args, **kwargs)
+
+    def _cached(self, key: Any, compute: Callable[[], Any]) -> Any:
+        found = self._cache.get(key)
+        if found is None:
+            found = compute()
+            if len(self._cache) >= _MOST_KEYS:
+                self._cache = {}
+            self._cache[key] = found
+        return found
+
+    def explain(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[str, Mapping[str, str], Function]:
+        """Return the provider that runs a call, why the others do not, and the kernel."""
+        resolved = self._current()
+        (chosen, function), declined, candidate = resolved.select(args, kwargs)
+        reasons = {**resolved.skipped, **declined}
+        names = resolved.order.names
+        for name in (*self.providers, REFERENCE):
+            if candidate.name == TUNED:
+                why = f"{chosen} was measured as the fastest"
+            elif name in (REFERENCE, *names):
+                why = f"{chosen} comes before it"
+            else:
+                why = f"the order of {resolved.order.by} does not name it" if names else _UNNAMED
+            reasons.setdefault(name, why)
+        reasons.pop(chosen, None)
+        return chosen, reasons, self._prepared(resolved.settings, Selected(chosen, function))
+
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function | None:
+        """Return the provider's kernel that a compiler must inline.
+
+        None means that the compiler must inline the reference kernel.
+        """
+        resolved = self._current()
+        self._report(resolved, {})
+        name, function = resolved.select(args, kwargs, is_traced=True)[0]
+        return None if name == REFERENCE else function
+
+    def _current(self) -> Resolved:
+        return self._resolved(priority.current(), self._is_deterministic())
+
+    def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
+        digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
+        if self.reference is not None:
+            digests[REFERENCE] = tuned.digest(self.reference)
+        return tuned.find(self.op, self.tuning, digests, args, kwargs, self.reported)
+
+    @property
+    def _has_random(self) -> bool:
+        return not all(provider.deterministic for provider in self.providers.values())
+
+    def _is_deterministic(self) -> bool:
+        return self._has_random and torch.are_deterministic_algorithms_enabled()
+
+    def _resolved(self, settings: Settings, is_deterministic: bool) -> Resolved:
+        order = priority.active_order(self.op, self.device, self.author, settings)
+        only_deterministic = settings.deterministic_only or is_deterministic
+        candidates: list[Candidate] = []
+        skipped: dict[str, str] = {}
+
+        def why_excluded(provider: Provider) -> str | None:
+            if settings.batch_invariant_only and not provider.batch_invariant:
+                return "it is not batch-invariant, and only such kernels are allowed"
+            if only_deterministic and not provider.deterministic:
+                return "it is not deterministic, and only such kernels are allowed"
+            return provider.why_unsupported()
+
+        for name in order.names:
+            provider = self.providers.get(name)
+            if name == REFERENCE:
+                break
+            if name == TUNED:
+                all_providers = self.providers.items()
+                candidates.append(
+                    self._tuned({n: p for n, p in all_providers if why_excluded(p) is None})
+                )
+            elif provider is None:
+                skipped[name] = self._why_absent(name, order)
+            elif (why := why_excluded(provider)) is not None:
+                skipped[name] = why
+            else:
+                candidates.append(Candidate(name, provider.select, provider.accepts is None))
+                if provider.accepts is None:
+                    break
+        falls_back = bool(order.names) and REFERENCE not in order.names
+        fallback = self.reference
+        if fallback is None or (settings.strict and falls_back):
+            falls_back = False
+            declined = {each.name: each.declined for each in candidates}
+            fallback = self._raising_kernel(order, {**skipped, **declined})
+        reference = Selected(REFERENCE, fallback)
+        candidates.append(Candidate(REFERENCE, lambda *_: reference, takes_all=True))
+        return Resolved(settings, order, candidates, skipped, falls_back)
+
+    def _tuned(self, allowed: Mapping[str, Provider]) -> Candidate:
+        """Return a candidate that selects the kernel that was measured as the fastest."""
+        reference = self.reference
+
+        def select(
+            args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
+        ) -> Selected | None:
+            measurement = self.measured(args, kwargs)
+            for name, config, *_ in () if measurement is None else measurement.kernels:
+                if name == REFERENCE and reference is not None:
+                    return Selected(name, reference)
+                # The stored measurement may name a provider or config that no longer exists or does
+                # not support this call.
+                provider = allowed.get(name)
+                if provider is not None and provider.takes(args, kwargs, is_traced):
+                    configs = provider.configs or ({},)
+                    if config in configs:
+                        return Selected(name, provider.kernels[configs.index(config)])
+            return None
+
+        return Candidate(TUNED, select, declined="no measurement matches the call")
+
+    def _why_absent(self, name: str, order: ActiveOrder) -> str:
+        if name in self.known:
+            return f"it has no kernel for {self.device or 'every device'}"
+        if name in self.removed:
+            return "it was removed, with the library that it was registered through"
+        if order.is_exact:
+            raise priority.unknown_provider(order.by, self.op, name, self.known)
+        return f"{self.op} has no such provider"
+
+    def _raising_kernel(self, order: ActiveOrder, reasons: Mapping[str, str]) -> Function:
+        op, device, names = self.op, self.device, list(self.providers)
         listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-        names = list(providers)
 
         def raise_error(*args: Any, **kwargs: Any) -> Any:
             # `device` is None if these kernels are for every device, so name the device of the
             # call.
             where = device or next((t.device.type for t in tensors_in(args)), "every device")
-            if reference is not None:
+            if self.reference is not None:
                 raise ProviderError(
                     f"{op}: no provider of the order of {order.by} can run this call on {where} "
                     f"({listed}), and strict=True forbids the reference."
@@ -305,28 +338,27 @@ class Choice:
 
         return raise_error
 
-    def _report(self, selection: Selection, is_declined: bool) -> None:
-        """Log or warn once for each provider that the order contains but that calls skip."""
-        op, device, _, providers, known, removed, *_ = self.kernels
-        reportable = {*providers, *(set(removed) - set(known))}
-        reasons = {name: why for name, why in selection.skipped.items() if name in reportable}
-        if is_declined:
-            reasons |= {p.name: _DECLINED for p, _ in selection.candidates if p.name in providers}
-        falls_back = selection.falls_back and (is_declined or not selection.candidates)
-        for name, why in reasons.items():
-            if name not in selection.order.names:
+    def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
+        """Log or warn once for each provider that the order contains but that calls skip.
+
+        `declined` contains the candidates that do not support a call, as in `Resolved.select`.
+        """
+        falls_back = resolved.falls_back and len(declined) == len(resolved.candidates) - 1
+        reportable = {*self.providers, *(set(self.removed) - set(self.known))}
+        for name, why in {**resolved.skipped, **declined}.items():
+            if name not in reportable:
                 continue
             # Skipping a provider is normal if a later one in the order runs instead, so only log
             # that. Warn if the provider can never run, or if the reference kernel runs instead.
-            provider = providers.get(name)
+            provider = self.providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
-            if (name, warns) in self.kernels.reported:
+            if (name, warns) in self.reported:
                 continue
-            self.kernels.reported.add((name, warns))
-            on = "" if device is None else f" on {device}"
+            self.reported.add((name, warns))
+            on = "" if self.device is None else f" on {self.device}"
             end = ", and the reference runs instead" if falls_back else ""
-            text = f"{op}: the provider {name!r} is skipped{on}, because {why}{end}."
+            text = f"{self.op}: the provider {name!r} is skipped{on}, because {why}{end}."
             logs.calls.info("%s", text)
             if warns:
                 fix = (
@@ -335,14 +367,12 @@ class Choice:
                     else f"end that order with {REFERENCE!r}"
                 )
                 warn(
-                    f"{text} It is in the order of {selection.order.by}. If that is intended, "
+                    f"{text} It is in the order of {resolved.order.by}. If that is intended, "
                     f"{fix}.",
                     ProviderWarning,
                 )
 
 
-_UNMEASURED = "no measurement matches the call"
-_DECLINED = "`supports` returned False"
 _UNNAMED = "no order names it"
 
 

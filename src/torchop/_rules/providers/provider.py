@@ -34,6 +34,14 @@ Supported: TypeAlias = "bool | Callable[[], bool]"
 # result of the reference kernel.
 Tolerance: TypeAlias = "Mapping[torch.dtype, tuple[float, float]]"
 Configs: TypeAlias = "Sequence[Mapping[str, Any]]"
+Function = Callable[..., Any]
+
+
+class Selected(NamedTuple):
+    """The kernel that was selected for a call, and the name of its provider."""
+
+    name: str
+    function: Function
 
 
 class Provider(NamedTuple):
@@ -70,27 +78,10 @@ class Provider(NamedTuple):
         """Return whether the kernel supports a call. The arguments must include all defaults."""
         return self.accepts is None or self.accepts(args, kwargs, is_traced)
 
+    def select(self, args: Any, kwargs: Any, is_traced: bool = False) -> Selected | None:
+        takes = self.takes(args, kwargs, is_traced)
+        return Selected(self.name, self.function) if takes else None
 
-def _not_callable(*arguments: Any) -> Any:
-    raise AssertionError("the placeholder 'tuned' was called")
-
-
-# A placeholder for the entry `"tuned"` in `Selection.candidates`. In each call, `Selection.choose`
-# replaces it with the provider that was measured as the fastest.
-TUNED_PROVIDER = Provider(
-    name=TUNED,
-    devices=(),
-    function=_not_callable,
-    why_unsupported=lambda: None,
-    accepts=_not_callable,
-    batch_invariant=True,
-    deterministic=True,
-    tolerance={},
-    configs=(),
-    kernels=(),
-    written=_not_callable,
-    site=Site(__name__, TUNED, __file__, 1),
-)
 
 # A call to `supports` that takes longer than this is slow. The limit is far above the usual few
 # microseconds, because the machine may be busy.

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
 from torchop._rules.providers import priority, tuned
-from torchop._rules.providers.candidates import DeviceKernels
 from torchop._rules.providers.choice import Choice, choice_by_device
 from torchop._rules.providers.priority import Order
 from torchop._rules.providers.provider import Provider
@@ -117,18 +116,16 @@ class ProviderTable(NamedTuple):
         providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
         reference = references.get(at, references.get(None))
         return Choice(
-            DeviceKernels(
-                op,
-                device,
-                reference,
-                providers,
-                self.names,
-                self.removed,
-                self.orders,
-                self.reported,
-                self.tuning,
-                prepare,
-            )
+            op=op,
+            device=device,
+            reference=reference,
+            providers=providers,
+            known=self.names,
+            removed=self.removed,
+            author=self.orders,
+            reported=self.reported,
+            tuning=self.tuning,
+            prepare=prepare,
         )
 
     def cache_parts(self, op: OpName) -> Iterator[object]:

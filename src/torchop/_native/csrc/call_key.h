@@ -1,10 +1,9 @@
-// seen_calls.h: a cache that remembers which kernel was selected for a call, so that similar calls
-// can skip the selection (see choice.cpp). The key consists of the tensors' metadata (shapes,
-// strides, dtypes, devices) and the values of the other arguments.
+// call_key.h: a key for a call's arguments, so that choice.cpp can reuse the kernel that was
+// selected for an equal call. The key consists of the tensors' metadata (shapes, strides, dtypes,
+// devices) and the values of the other arguments.
 #pragma once
 
 #include <cstring>
-#include <vector>
 
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Size.h>
@@ -18,11 +17,11 @@ namespace torchop {
 // Calls with a longer key than this (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call. It contains no pointers and no tensor data.
+// The key of a call. It contains no pointers to arguments and no tensor data.
 class CallKey {
  public:
-  // words_[0] is reserved for the subject (see `set_subject`).
-  CallKey() : words_{0} {}
+  // Calls with equal arguments have different keys if they have different subjects.
+  explicit CallKey(uint64_t subject) : words_{subject} {}
 
   // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if an
   // argument has a type that keys do not support.
@@ -40,27 +39,24 @@ class CallKey {
     return words_.size() <= max_key_words;
   }
 
-  // Sets the subject, a number that the caller chooses so that calls with the same arguments can
-  // have different keys. For example, choice.cpp uses one subject per combination of settings.
-  void set_subject(uint64_t subject) {
-    words_[0] = subject;
-  }
-
-  uint64_t hash() const {
-    uint64_t hash = 0;
-    for (const uint64_t word : words_) {
-      hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
-      hash ^= hash >> 32;
-    }
-    return hash;
-  }
-
-  const uint64_t* begin() const {
-    return words_.data();
-  }
   size_t size() const {
     return words_.size();
   }
+
+  bool operator==(const CallKey& other) const {
+    return words_ == other.words_;
+  }
+
+  struct Hash {
+    size_t operator()(const CallKey& key) const {
+      uint64_t hash = 0;
+      for (const uint64_t word : key.words_) {
+        hash = (hash ^ word) * 0x9E3779B97F4A7C15u;
+        hash ^= hash >> 32;
+      }
+      return hash;
+    }
+  };
 
  private:
   // Each argument is stored in the key as one or more 64-bit words. The lowest byte of the first
@@ -68,8 +64,7 @@ class CallKey {
   // Because of the tags, different argument lists never have equal keys.
   enum class Tag : uint8_t {
     None,
-    True,
-    False,
+    Bool,
     Int,
     Float,
     Complex,
@@ -143,7 +138,7 @@ class CallKey {
     if (value == Py_None)
       return add_tag(Tag::None);
     if (PyBool_Check(value))
-      return add_tag(value == Py_True ? Tag::True : Tag::False);
+      return add_tag(Tag::Bool, value == Py_True);
     if (PyLong_CheckExact(value)) {
       int overflow = 0;
       const long long number = PyLong_AsLongLongAndOverflow(value, &overflow);
@@ -181,84 +176,6 @@ class CallKey {
   }
 
   c10::SmallVector<uint64_t, 40> words_;
-};
-
-// A hash table with open addressing. It owns references to the kernels. The size is limited,
-// because some programs call operators with new shapes all the time. If the table is full (see
-// `has_capacity`), the caller must replace it with an empty one. Not thread-safe.
-class SeenCalls {
- public:
-  PyObject* find(const CallKey& key, uint64_t hash) const { // borrowed; nullptr if missing
-    for (size_t place = hash & mask(); !slots_.empty(); place = (place + 1) & mask()) {
-      const Slot& slot = slots_[place];
-      if (slot.function == nullptr)
-        return nullptr;
-      if (slot.hash == hash && slot.size == key.size() &&
-          std::memcmp(&words_[slot.start], key.begin(), key.size() * sizeof(uint64_t)) == 0)
-        return slot.function;
-    }
-    return nullptr;
-  }
-
-  // Adds a key that is not in the table yet. `has_capacity(key)` must be true.
-  void add(const CallKey& key, uint64_t hash, PyObject* function) {
-    if (2 * (count_ + 1) > slots_.size())
-      grow();
-    const Slot slot{hash, uint32_t(words_.size()), uint32_t(key.size()), Py_NewRef(function)};
-    words_.insert(words_.end(), key.begin(), key.begin() + key.size());
-    put(slot);
-    ++count_;
-  }
-
-  bool has_capacity(const CallKey& key) const {
-    return count_ < max_keys && words_.size() + key.size() <= max_words;
-  }
-
-  size_t count() const {
-    return count_;
-  }
-
-  template <class Visitor>
-  void each_function(Visitor&& visit) const {
-    for (const Slot& slot : slots_) {
-      if (slot.function != nullptr)
-        visit(slot.function);
-    }
-  }
-
- private:
-  struct Slot {
-    uint64_t hash = 0;
-    uint32_t start = 0, size = 0; // position of the key in `words_`
-    PyObject* function = nullptr; // owned; nullptr if the slot is empty
-  };
-
-  static constexpr size_t max_keys = 4096;
-  static constexpr size_t max_words = size_t{1} << 18; // 2 MiB for all keys
-
-  size_t mask() const {
-    return slots_.size() - 1; // a power of two minus one
-  }
-
-  void put(const Slot& slot) {
-    size_t place = slot.hash & mask();
-    while (slots_[place].function != nullptr)
-      place = (place + 1) & mask();
-    slots_[place] = slot;
-  }
-
-  void grow() {
-    std::vector<Slot> before(std::max<size_t>(16, 2 * slots_.size()));
-    before.swap(slots_);
-    for (const Slot& slot : before) {
-      if (slot.function != nullptr)
-        put(slot);
-    }
-  }
-
-  std::vector<Slot> slots_;
-  std::vector<uint64_t> words_;
-  size_t count_ = 0;
 };
 
 } // namespace torchop
