@@ -61,6 +61,8 @@ class Declaration(NamedTuple):
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
         layouts: the declared layouts of arguments, by name; see `_rules.layout`.
+        functionalize: for the in-place or out= form of an operator, the rule for
+            FunctionalTensorMode. It traces the operator and a copy in place of the form.
         is_helper: True for an operator that replaces another one in compiled graphs.
         is_lenient: True for operators of `torchop.compat`. They may return aliases of inputs, and
             use PyTorch's autograd fallback if no formula is registered, because the operators that
@@ -81,5 +83,6 @@ class Declaration(NamedTuple):
     residuals: Any = None
     convention: Convention = FLAT
     layouts: Mapping[str, Layout] = MappingProxyType({})
+    functionalize: Callable[..., Any] | None = None
     is_helper: bool = False
     is_lenient: bool = False

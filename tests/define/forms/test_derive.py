@@ -9,6 +9,7 @@ from torch import Tensor
 import torchop
 from tests._support.combinations import BACKENDS
 from tests._support.devices import OTHER, TYPE
+from tests.core.operators import all_names
 from tests.define.families import SAMPLES
 
 
@@ -58,6 +59,11 @@ def test_forms_call_the_functional_operator(scale: Any, namespace: str) -> None:
     assert buffer.tolist() == [4, 4, 4]
     assert inplace(x) is x
     assert x.tolist() == [2, 2, 2]
+
+
+def test_forms_need_no_helper_operators(scale: Any, namespace: str) -> None:
+    scale.derive_inplace(), scale.derive_out()
+    assert all_names(namespace) == {f"{namespace}::{n}" for n in ("scale", "scale_", "scale.out")}
 
 
 def test_several_results_and_names_of_outputs(two: Any, namespace: str) -> None:

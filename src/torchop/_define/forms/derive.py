@@ -12,7 +12,7 @@ from typing import Any
 import torch.library
 from torch import Tensor
 
-from torchop._compat.classes import FunctionalTensorMode, Tag
+from torchop._compat.classes import Tag
 from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import Definition
@@ -23,7 +23,6 @@ from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.helper_operators import define_derived
-from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -129,13 +128,11 @@ def define_member(
         tuple(dict.fromkeys(all_tags)),
         fake=writing_result(functional, name, schema, copies=False),
         guard=guard,
+        functionalize=_functionalization(writing_result(functional, name, schema)),
     )
     kind = "inplace" if schema.form is Form.INPLACE else "out"
 
     def register_rules(form: Definition) -> None:
-        form.rule(TorchDispatchRule).register(
-            FunctionalTensorMode, _functionalization(writing_result(functional, name, schema))
-        )
         if schema.form is Form.INPLACE:
             form.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
 

@@ -64,7 +64,8 @@ def install(definition: Definition) -> Callable[[], None] | None:
     if not schema.is_mutable or definition.declaration.is_helper:
         return None
     name = str(definition)
-    rule = inlining.around(definition, _functionalizing(definition))
+    of_form = definition.declaration.functionalize
+    rule = of_form or inlining.around(definition, _functionalizing(definition))
     registries.register_default_torch_dispatch(name, FunctionalTensorMode, rule)
     if needs_check_of_regions(schema):
         registries.register_default_torch_dispatch(
@@ -72,7 +73,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
         )
 
     def finish() -> None:
-        for kind in _needed(schema):
+        for kind in _needed(schema) if of_form is None else ():
             kind.of(definition)
         cpp_functionalization.implement(definition.overload, functionalizing_in_regions(definition))
 
