@@ -257,6 +257,23 @@ def test_another_kernel_replaces_the_one_before(namespace):
     assert_close(gradients_of(op, x)[0], 2 * X.softmax(-1))
 
 
+def test_an_operator_of_another_library_is_redefined(namespace):
+    def triple(grad: Tensor) -> Tensor:
+        return grad * 3
+
+    def multiply(grad: Tensor, n: int) -> Tensor:
+        return grad * n
+
+    for arguments, kernel, values in (("", triple, ()), (", int n", multiply, (5,))):
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define(f"op(Tensor x{arguments}) -> Tensor")
+            library.impl("op", lambda x, *_: x.clone(), "CompositeExplicitAutograd")
+            torchop.register_autograd(f"{namespace}::op", backward_kernel=kernel)
+            x = torch.ones(2, requires_grad=True)
+            getattr(torch.ops, namespace).op(x, *values).sum().backward()
+            assert x.grad.tolist() == [values[0] if values else 3.0] * 2
+
+
 # A cached graph would contain a backward that was compiled with the previous kernel.
 @torch._functorch.config.patch(enable_autograd_cache=False)
 @pytest.mark.parametrize("backend", [None, "inductor"])
