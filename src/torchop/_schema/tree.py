@@ -31,6 +31,7 @@ from torchop._schema.kinds import (
 )
 from torchop._schema.mutates_args import mutated_arguments, mutated_names
 from torchop._schema.structure import pairs
+from torchop._schema.structure.gradients import GradientsOf
 from torchop._schema.structure.nodes import (
     Fields,
     Leaf,
@@ -292,6 +293,8 @@ class _Builder:
         enclosing structures, to detect a structure that contains itself.
         """
         annotation = without_annotated(annotation)
+        if isinstance(annotation, GradientsOf):
+            return annotation.node(self.op, path)
         kind = leaf_kind(annotation)
         if not self.structures:
             if kind is None or kind.inferred is None:

@@ -69,8 +69,10 @@ def register_autograd(
             ... if there are several outputs). The function returns the gradients of all tensor
             arguments in the order of the schema, in newly allocated memory. The gradient of a list
             of tensors is a list. The function may use the same type annotations as the kernel of an
-            operator, including structures. The default fake kernel of the new operator returns
-            tensors with the metadata of the arguments.
+            operator, including structures. It may take the gradients of a structured result as the
+            class of the result, and return any class whose fields have the names of the arguments,
+            or of the fields of a structured argument. The default fake kernel of the new operator
+            returns tensors with the metadata of the arguments.
         contiguous_grads: pass only contiguous gradients to `backward` or `backward_kernel`. Set
             this for kernels that ignore strides: the gradient from `loss.sum()` is expanded and has
             strides of 0, and the gradient from `torch.cat` is a slice of a larger tensor. Gradients

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop._core.call import as_tuple
 from torchop._core.definition import Definition
 from torchop._errors import MissingFakeError, RuleSignatureError, SchemaError
 from torchop._rules.helper_operators import HelperOperator
@@ -29,6 +30,10 @@ from torchop._schema.declared import declared_schema
 from torchop._schema.layouts import check_layouts, declared_layouts
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
+from torchop._schema.structure import saved
+from torchop._schema.structure.gradients import Gradients, GradientsOf
+from torchop._schema.structure.nodes import TENSOR_LISTS, Fields, Leaf, Maybe, Node
+from torchop._schema.structure.shapes import result_shape
 
 KIND = "backward_kernel"
 
@@ -44,19 +49,25 @@ class BackwardKernel(HelperOperator):
         check_callable(what, function)
         signature = signatures.signature(function)
         schema = definition.schema
-        # The indices of the forward's tensor results. The backward kernel's first parameters are
-        # the gradients of these results.
+        # The indices of the forward's tensor results, in the schema. The first arguments of the
+        # helper operator are the gradients of these results.
         self.results = [n for n, kind in enumerate(schema.returns) if "Tensor" in kind]
-        self.count = len(self.results)
-        # The forward's tensor arguments, in the order in which the backward kernel returns their
+        # The forward's tensor arguments, in the order in which the helper operator returns their
         # gradients.
         self.differentiated = [a for a in schema.positional if a.holds_tensors]
-        names = list(signature.parameters)
-        if len(names) < self.count:
+        parameters = list(signature.parameters.values())
+        structured = self._structured_grads(parameters)
+        # The types of the backward kernel's first parameters, which receive the gradients.
+        self.grads = structured or [p.annotation for p in parameters[: len(self.results)]]
+        self.takes_objects = structured is not None
+        self.count = len(self.grads)
+        if not self.takes_objects and len(parameters) < len(self.results):
             raise RuleSignatureError(
-                f"{what} takes {len(names)} arguments, but it is called with one gradient for each "
-                f"result, {self.count} in total. {definition} is {schema}."
+                f"{what} takes {len(parameters)} arguments, but it is called with one gradient for "
+                f"each result, {len(self.results)} in total. {definition} is {schema}."
+                f"{self._structured_hint()}"
             )
+        names = [parameter.name for parameter in parameters]
         self._check_saved(names[self.count :])
         by_name = {n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY}
         self.keywords = [name for name in names if name in by_name]
@@ -64,12 +75,39 @@ class BackwardKernel(HelperOperator):
         self.are_optional = self._check_returned(signature.return_annotation)
         self._declare(function, signature)
 
+    def _structured_grads(self, parameters: Sequence[Any]) -> list[Any] | None:
+        """Return the annotations of the gradients, if the kernel takes them as structures.
+
+        A kernel may also take one gradient for each tensor in the results. In this case, return
+        None.
+        """
+        structure = self.definition.structure
+        if structure is None:
+            return None
+        results = [(a, node) for a, node in structure.results if node.holds_tensors]
+        grads: list[Any] = []
+        for (annotation, node), parameter in zip(results, parameters, strict=False):
+            if isinstance(node, Leaf):
+                grads.append(parameter.annotation)
+            elif parameter.annotation == annotation:
+                statics_of = structure.layouts and structure.statics_of_layout
+                grads.append(GradientsOf(annotation, node, statics_of or None))
+        is_structured = any(isinstance(each, GradientsOf) for each in grads)
+        return grads if is_structured and len(grads) == len(results) else None
+
+    def _structured_hint(self) -> str:
+        structure = self.definition.structure
+        if structure is None or not structure.returns_objects:
+            return ""
+        spelled = ", ".join(types.spell(a) for a, node in structure.results if node.holds_tensors)
+        return f" Or annotate the first parameters with the types of the results: {spelled}."
+
     def _check_saved(self, names: Sequence[str]) -> None:
         schema, declared = self.definition.schema, self.definition.declaration.residuals
         structure = self.definition.structure
         arguments = schema.arguments if structure is None else structure.parameters
         self.arguments = [argument.name for argument in arguments]
-        count = len(schema.returns)
+        count = structure.result_count if self.takes_objects and structure else len(schema.returns)
         self.outputs = [f"output_{n}" for n in range(count)] if count > 1 else ["output"]
         residuals = () if declared is None else declared.named._fields
         known = (*self.arguments, *residuals, *self.outputs)
@@ -84,26 +122,50 @@ class BackwardKernel(HelperOperator):
 
     def _check_returned(self, returned: Any) -> list[bool]:
         """Check the return annotation. For each gradient, return whether it may be None (zero)."""
+        structure = self.definition.structure
+        parameters = () if structure is None else structure.positional_parameters
+        inputs = [parameter for parameter in parameters if parameter.node.holds_tensors]
         each = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
+        self.names = [argument.name for argument in inputs or self.differentiated]
+        # A class with a field for each argument, or None
+        self.by_name: Any = None
+        shape = result_shape(returned)
+        if shape is not None and set(shape.fields) == set(self.names):
+            self.by_name = returned
+            each = tuple(shape.fields[name].annotation for name in self.names)
+        self.returns_objects = False
         stripped = [types.strip_optional(annotation) for annotation in each]
-        if len(each) != len(self.differentiated) or not all(
+        if len(each) == len(self.differentiated) and all(
             _returns_gradient_of(kind, argument)
             for (kind, _), argument in zip(stripped, self.differentiated, strict=True)
         ):
-            names = ", ".join(a.name for a in self.differentiated)
-            raise RuleSignatureError(
-                f"{self.what} must be annotated to return a Tensor for each tensor argument "
-                f"({names}), or Tensor | None if None means zeros. For a list of tensors, use "
-                f"list[Tensor] or list[Tensor | None]. Got {types.spell(returned)}."
-            )
-        return [is_optional for _, is_optional in stripped]
+            return [is_optional for _, is_optional in stripped]
+        given = [
+            _gradient_leaves(parameter.node, kind)
+            for (kind, _), parameter in zip(stripped, inputs, strict=False)
+        ]
+        if len(each) == len(inputs) > 0 and None not in given:
+            self.returns_objects = True
+            leaves = {name for found in given for name in found or ()}
+            return [argument.name not in leaves for argument in self.differentiated]
+        flat = ", ".join(argument.name for argument in self.differentiated)
+        structured = ", ".join(p.name for p in inputs if not isinstance(p.node, Leaf))
+        hint = f"For {structured}, use a class with fields of the same names. " * bool(structured)
+        raise RuleSignatureError(
+            f"{self.what} must be annotated to return a Tensor for each tensor argument "
+            f"({flat}), or Tensor | None if None means zeros. For a list of tensors, use "
+            f"list[Tensor] or list[Tensor | None]. {hint}Got {types.spell(returned)}."
+        )
 
     def _declare(self, function: Callable[..., Any], signature: Any) -> None:
         each = [list[Tensor] if a.is_tensor_list else Tensor for a in self.differentiated]
         returned = tuple[tuple(each)] if len(each) > 1 else each[0]  # type: ignore[misc]
 
         kernel = self.fill_zeros(function)
-        kernel.__signature__ = signature.replace(return_annotation=returned)
+        parameters = list(signature.parameters.values())
+        for index, annotation in enumerate(self.grads):
+            parameters[index] = parameters[index].replace(annotation=annotation)
+        kernel.__signature__ = signature.replace(parameters=parameters, return_annotation=returned)
         name = self.definition.name
         name = name._replace(name=f"{name.name}__{KIND}")
         try:
@@ -115,7 +177,7 @@ class BackwardKernel(HelperOperator):
         self.layouts = declared.of_tensors(declared_layouts(function))
         check_layouts(self.what, self.schema, self.layouts)
         returns = self.definition.schema.returns
-        grads = [argument.kind for argument in self.schema.positional[: self.count]]
+        grads = [argument.kind for argument in self.schema.positional[: len(self.results)]]
         if not all(map(_is_gradient_of, grads, (returns[place] for place in self.results))):
             raise RuleSignatureError(
                 f"{self.what}: the first parameters must be the gradients of the results, "
@@ -177,12 +239,23 @@ class BackwardKernel(HelperOperator):
             gradients = function(*args, **kwargs)
             if self.declared_convention.structure is not None:
                 args, kwargs = self.declared_convention.structure.flat_arguments(*args, **kwargs)
+            values = self._named(args, kwargs)
+            if type(gradients) is self.by_name:
+                gradients = tuple([getattr(gradients, name) for name in self.names])
+            if self.returns_objects:
+                assert self.definition.structure is not None
+                flat = self.definition.structure.spread_gradients(gradients, values)
+                gradients = tuple(flat.get(argument.name) for argument in self.differentiated)
             each = gradients if isinstance(gradients, tuple) else (gradients,)
             if len(each) != len(self.differentiated):
                 return gradients  # the operator's check of the result will raise
-            return self._with_zeros(each, args, kwargs)
+            return self._with_zeros(each, values)
 
         return kernel
+
+    def _named(self, args: Any, kwargs: Any) -> dict[str, Any]:
+        names = (argument.name for argument in self.schema.positional)
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         taken = {argument.name for argument in self.schema.arguments}
@@ -195,15 +268,13 @@ class BackwardKernel(HelperOperator):
                     f"create the gradient. Add the parameter {name!r} to the backward kernel, or "
                     f"register one, torchop.register_fake({op!r}, fake), with the same parameters."
                 )
-        return self._with_zeros([None] * len(self.differentiated), args, kwargs)
+        return self._with_zeros([None] * len(self.differentiated), self._named(args, kwargs))
 
-    def _with_zeros(self, gradients: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    def _with_zeros(self, gradients: Sequence[Any], values: Mapping[str, Any]) -> Any:
         """Replace each gradient that is None with zeros in the shape of the argument.
 
         A gradient stays None if the backward kernel does not take the argument.
         """
-        names = (argument.name for argument in self.schema.positional)
-        values = {**dict(zip(names, args, strict=False)), **kwargs}
         likes = (values.get(argument.name) for argument in self.differentiated)
         filled = tuple(map(_filled, self.differentiated, gradients, likes))
         return filled if len(filled) > 1 else filled[0]
@@ -211,7 +282,7 @@ class BackwardKernel(HelperOperator):
     def formula(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         self.define()
         helper = self.helper
-        count, of_operator = self.count, self.definition.convention
+        count, of_operator = len(self.results), self.definition.convention
         inputs = self.definition.schema.positional
         taken = [argument.name for argument in self.schema.positional[count:]]
         # One pair for each argument that gets a gradient: the position of the argument in `inputs`,
@@ -224,25 +295,30 @@ class BackwardKernel(HelperOperator):
         ]
         by_position = len(taken)
         by_name = [argument.name for argument in self.schema.keyword_only]
+        structure = self.declared_convention.structure
+        nodes = [p.node for p in structure.parameters] if structure is not None else []
+        layouts = [n.layout.name for n in nodes if isinstance(n, Gradients) and n.layout]
 
         def save(ctx: Any, inputs: Any, keywords: Any, output: Any, residuals: Any) -> None:
+            flat = as_tuple(self.definition.schema, output)
+            if self.takes_objects:
+                assert self.definition.structure is not None
+                output = self.definition.structure.rebuilt_result(output)
             results = output if len(self.outputs) > 1 else (output,)
             objects, named = of_operator.arguments(tuple(inputs), keywords)
             known = dict(zip(self.outputs, results, strict=True))
             known |= {name: getattr(residuals, name) for name in self.residuals}
             known |= {**dict(zip(self.arguments, objects, strict=False)), **named}
-            # There are no gradients yet. Pass the results in their place, because they have the
-            # types that `flat_arguments` expects.
-            grads = [results[place] for place in self.results]
-            args: Any = (*grads, *[known[name] for name in self.positional])
+            # There are no gradients yet, so pass None in their place.
+            args: Any = (*[None] * self.count, *[known[name] for name in self.positional])
             kwargs = {name: known[name] for name in self.keywords}
             if self.declared_convention.structure is not None:
                 args, kwargs = self.declared_convention.structure.flat_arguments(*args, **kwargs)
-            ctx.passed = _saved(ctx, (*args[count:], *[kwargs[name] for name in by_name]))
+            kwargs |= dict.fromkeys(layouts, flat[-1])
+            saved.save(ctx, (*args[count:], *[kwargs[name] for name in by_name]))
 
         def backward(ctx: Any, *grads: Any) -> Any:
-            saved = iter(ctx.saved_tensors)
-            values = [v.read(saved) if type(v) is _Saved else v for v in ctx.passed]
+            values = saved.saved(ctx)
             named = dict(zip(by_name, values[by_position:], strict=True))
             taken_grads = [grads[place] for place in self.results]
             returned = helper.overload(*taken_grads, *values[:by_position], **named)
@@ -288,6 +364,33 @@ def _returns_gradient_of(annotation: Any, argument: Argument) -> bool:
     return typing.get_origin(annotation) is list and item is Tensor
 
 
+def _gradient_leaves(node: Node, annotation: Any) -> set[str] | None:
+    """Return the names of the leaves whose gradients an annotation contains.
+
+    Return None if the annotation cannot contain the gradients of an argument with this node.
+    """
+    annotation, _ = types.strip_optional(annotation)
+    node = node.inner if isinstance(node, Maybe) else node
+    tensors = {leaf.name for leaf in node.leaves() if leaf.is_tensor}
+    origin = typing.get_origin(annotation)
+    if isinstance(node, Leaf):
+        expected = origin is list if node.kind.schema in TENSOR_LISTS else annotation is Tensor
+        return tensors if expected else None
+    if origin is dict or (origin in (list, tuple) and not isinstance(node, Fields)):
+        return tensors
+    shape = result_shape(annotation)
+    if shape is None or not isinstance(node, Fields) or not set(shape.fields) <= set(node.fields):
+        return None
+    found: set[str] = set()
+    for name, field in shape.fields.items():
+        if node.fields[name].holds_tensors:
+            leaves = _gradient_leaves(node.fields[name], field.annotation)
+            if leaves is None:
+                return None
+            found |= leaves
+    return found
+
+
 def _is_gradient_of(kind: str, result: str) -> bool:
     # The gradient of a result of type Tuple[Tensor] is a tensor, not a tuple.
     expected = "Tensor" if result == "Tuple[Tensor]" else result
@@ -321,36 +424,6 @@ def _with_none(gradients: Sequence[Tensor], inputs: Any) -> list[Tensor | None]:
     """Insert a gradient of None for each input that is None. `_filled` omits these gradients."""
     rest = iter(gradients)
     return [None if tensor is None else next(rest) for tensor in inputs or ()]
-
-
-class _Saved(typing.NamedTuple):
-    """A placeholder for a saved tensor, or for a list of saved tensors if `length` is not None."""
-
-    length: int | None
-
-    def read(self, tensors: Any) -> Any:
-        if self.length is None:
-            return next(tensors)
-        return [next(tensors) for _ in range(self.length)]
-
-
-_TENSOR = _Saved(None)
-
-
-def _saved(ctx: Any, values: Sequence[Any]) -> list[Any]:
-    tensors: list[Any] = []
-    passed: list[Any] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            passed.append(_TENSOR)
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
-            tensors.extend(value)
-            passed.append(_Saved(len(value)))
-        else:
-            passed.append(value)
-    ctx.save_for_backward(*tensors)
-    return passed
 
 
 def _setup_context(

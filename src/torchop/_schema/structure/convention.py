@@ -10,9 +10,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchop._errors import GradientError, OperatorGoneError
+from torchop._errors import OperatorGoneError
 from torchop._schema.callables import check_setup_context, check_signature, setup_caller
 from torchop._schema.convention import Convention, Formula, Function
+from torchop._schema.structure import saved
 from torchop._schema.structure.structure import Structure
 from torchop._schema.tree import FunctionTree
 
@@ -93,34 +94,17 @@ class StructuredConvention(Convention):
         """Convert a backward formula for objects to a formula for flat arguments.
 
         As the gradient of a structure, `backward` may return a mapping from field names to
-        gradients.
+        gradients, or an object of another class with fields of these names.
         """
         structure = self.structure
-        op, inputs = structure.op, structure.positional_parameters
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
-        check_signature(f"{op}: backward", backward, names)
+        check_signature(f"{structure.op}: backward", backward, names)
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             statics = getattr(ctx, _STATICS, {})
             each = structure.gather_each_result(grads, statics)
             returned = backward(Context(ctx, structure), *each)
-            # A subclass of tuple is a NamedTuple: the gradient of a single structured argument, not
-            # a tuple with the gradients of several arguments.
-            gradients = returned if type(returned) is tuple else (returned,)
-            while len(gradients) > len(inputs) and gradients[-1] is None:
-                gradients = gradients[:-1]
-            if len(gradients) > len(inputs) or any(
-                parameter.node.holds_tensors and not parameter.has_default
-                for parameter in inputs[len(gradients) :]
-            ):
-                raise GradientError(
-                    f"{op}: backward returned an incorrect number of gradients (expected "
-                    f"{len(inputs)}, got {len(gradients)}). It must return one for each input: "
-                    f"{', '.join(parameter.name for parameter in inputs)}."
-                )
-            flat: dict[str, Any] = {}
-            for parameter, gradient in zip(inputs, gradients, strict=False):
-                flat |= parameter.node.spread(gradient, statics)
+            flat = structure.spread_gradients(returned, statics)
             return tuple(flat.get(leaf.name) for leaf in structure.positional)
 
         return _wrapping(backward, flat_backward), self._setup_context(setup_context)
@@ -229,6 +213,14 @@ class Context:
     def __init__(self, context: Any, structure: Structure) -> None:
         object.__setattr__(self, "_context", context)
         object.__setattr__(self, "_structure", structure)
+
+    def save_for_backward(self, *values: Any) -> None:
+        """Save tensors and structures. `saved_tensors` then contains the same values."""
+        saved.save(self._context, values)
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        return saved.saved(self._context)
 
     @property
     def needs_input_grad(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchop._errors import ArgumentError, GradientError, SchemaError
 from torchop._schema import defaults, types
 from torchop._schema.kinds import Kind, unchanged
-from torchop._schema.structure.shapes import MISSING, Shape
+from torchop._schema.structure.shapes import MISSING, Shape, as_mapping
 from torchop._schema.structure.source import Source
 
 # Maps the name of each leaf to the variable that holds its value in the generated code.
@@ -257,7 +257,8 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        parts = {} if value is None else self.shape.parts(value)
+        # Authors may declare a class of their own for the gradients.
+        parts = {} if value is None else self.shape.parts(as_mapping(value))
         if parts is None:
             names = ", ".join(self.fields)
             expected = f"None, {self.shape.spelled}, or a mapping with the fields {names}"

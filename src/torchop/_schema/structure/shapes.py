@@ -159,6 +159,13 @@ class NamedTupleShape(ClassShape):
         return f"{source.object(self.cls)}({', '.join(fields.values())})"
 
 
+def as_mapping(value: Any) -> Any:
+    """Return a dict of the fields of a dataclass or NamedTuple, and other values unchanged."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return value._asdict() if hasattr(value, "_asdict") else value
+
+
 def argument_shape(annotation: Any) -> Shape | None:
     if not isinstance(annotation, type):
         return None

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from torchop._errors import GradientError
+from torchop._schema import signatures
 from torchop._schema.structure.agreement import Decisions
 from torchop._schema.structure.layouts import Layouts
-from torchop._schema.structure.nodes import Leaf, Parameter
+from torchop._schema.structure.nodes import Fields, Leaf, Node, Parameter
 from torchop._schema.structure.result_nodes import result_leaf
 from torchop._schema.structure.shapes import TupleShape
 from torchop._schema.structure.source import Source
@@ -75,6 +78,19 @@ class Structure:
     def positional_parameters(self) -> tuple[Parameter, ...]:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
+    @property
+    def results(self) -> list[tuple[Any, Node]]:
+        """The annotation and the tree of each result that needs a conversion.
+
+        If the function returns a tuple, each item is a result.
+        """
+        if not self.returns_objects:
+            return []
+        returned = signatures.signature(self.function).return_annotation
+        if not isinstance(self.result, Fields) or not self._returns_tuple:
+            return [(returned, self.result)]
+        return list(zip(typing.get_args(returned), self.result.fields.values(), strict=True))
+
     def gather(
         self, values: Iterable[Any], statics: Mapping[str, Any] = MappingProxyType({})
     ) -> tuple[Any, ...]:
@@ -95,9 +111,12 @@ class Structure:
         """
         statics = self.keys_of_call(kwargs)
         if self.layouts is not None:
-            number = flat[-1] if len(self._flat) > 1 else flat
-            statics |= zip(self._statics, self.layouts.values_of(number), strict=True)
+            statics |= self.statics_of_layout(flat[-1] if len(self._flat) > 1 else flat)
         return statics
+
+    def statics_of_layout(self, number: int) -> dict[str, Any]:
+        assert self.layouts is not None
+        return dict(zip(self._statics, self.layouts.values_of(number), strict=True))
 
     def _layout_of(self, number: int) -> list[tuple[str, Any]]:
         assert self.layouts is not None
@@ -124,6 +143,28 @@ class Structure:
             return flat
         gathered = self.result.gather({**statics, **dict(zip(self._flat, flat, strict=False))})
         return gathered if self._returns_tuple else (gathered,)
+
+    def spread_gradients(self, returned: Any, statics: Mapping[str, Any]) -> dict[str, Any]:
+        """Split the gradients that a backward formula returned into a dict by leaf name."""
+        inputs = self.positional_parameters
+        # A subclass of tuple is a NamedTuple: the gradient of a single structured argument, not
+        # a tuple with the gradients of several arguments.
+        gradients = returned if type(returned) is tuple else (returned,)
+        while len(gradients) > len(inputs) and gradients[-1] is None:
+            gradients = gradients[:-1]
+        if len(gradients) > len(inputs) or any(
+            parameter.node.holds_tensors and not parameter.has_default
+            for parameter in inputs[len(gradients) :]
+        ):
+            raise GradientError(
+                f"{self.op}: backward returned an incorrect number of gradients (expected "
+                f"{len(inputs)}, got {len(gradients)}). It must return one for each input: "
+                f"{', '.join(parameter.name for parameter in inputs)}."
+            )
+        flat: dict[str, Any] = {}
+        for parameter, gradient in zip(inputs, gradients, strict=False):
+            flat |= parameter.node.spread(gradient, statics)
+        return flat
 
     def gather_result(self, flat: Any) -> Any:
         """Arrange values in the structure of the author's result.
