@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchop._compat import on_demand
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
@@ -82,14 +83,16 @@ def note_first_outcomes(subject: Subject) -> None:
     if subject.is_random or not can_fork():
         return
     (example, *_) = subject.examples
-    with contextlib.suppress(CannotCheck):
+    # The first call of an operator of `torch.library` imports Dynamo. Import it here, because each
+    # fork would import it again.
+    on_demand.import_dynamo()
+    with contextlib.suppress(CannotCheck, WorkerError):
         others = _others(subject, [], example)["others"]
         # The last one has other values in tensors of the same sizes.
         for arguments in [*others[: _MOST_FORKS - 1], *others[_MOST_FORKS - 1 :][-1:]]:
             other = Example(*arguments)
             if subject.declined(other) is None:
-                with contextlib.suppress(WorkerError):
-                    subject.first_outcomes.append((other, _in_a_fork(Call(subject.op, *other))))
+                subject.first_outcomes.append((other, _in_a_fork(Call(subject.op, *other))))
 
 
 # Each fork takes about 20 ms.
