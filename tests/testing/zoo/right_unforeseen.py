@@ -325,3 +325,35 @@ right(
     define("in_eighths", in_eighths, fake=torch.empty_like),
     lambda: [(torch.arange(-90.0, 90.0).mul(0.17),)],
 )
+
+
+def rows_replaced(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """The gradients are wrong if an index repeats, as those of `torch.scatter`."""
+    result = x.clone()
+    result[index] = rows
+    return result
+
+
+def _gradients_of_replaced(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    (index,) = ctx.saved_tensors
+    return grad.index_fill(0, index, 0), None, grad[index]
+
+
+_replaced = define("rows_replaced", rows_replaced)
+_replaced.register_autograd(
+    _gradients_of_replaced,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+right(
+    _replaced,
+    lambda: [(torch.ones(6, 3), torch.tensor([4, 2, 5]), torch.arange(9.0).view(3, 3).cos())],
+)
+
+
+def centered(x: Tensor) -> Tensor:
+    """The mean of the columns is the same for 2n of them, but not for 2n + 1."""
+    floats_only("centered", x)
+    return x - x.mean(-1, keepdim=True)
+
+
+right(define("centered", centered), lambda: [(torch.arange(6.0).view(2, 3).cos(),)])

@@ -235,3 +235,42 @@ wrong(
     "contracts.repeated",
     lambda: [(torch.ones(3, 4), 7)],
 )
+
+
+def rows_taken(x: Tensor, index: Tensor) -> Tensor:
+    return x[index]
+
+
+def _keep_index(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.shape = inputs[0].shape
+    ctx.save_for_backward(inputs[1])
+
+
+def _gradient_of_last(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    """Overwrite, instead of add, the gradients of a row that was taken several times."""
+    result = grad.new_zeros(ctx.shape)
+    result[ctx.saved_tensors[0]] = grad
+    return result, None
+
+
+_taken = define("rows_taken", rows_taken)
+_taken.register_autograd(_gradient_of_last, setup_context=_keep_index)
+wrong(
+    _taken,
+    "subsystems.gradcheck",
+    lambda: [(torch.arange(18.0).view(6, 3).cos(), torch.tensor([0, 2, 5]))],
+)
+
+
+def first_columns(x: Tensor) -> Tensor:
+    """Leaves zeros in the columns after the first block."""
+    result = torch.zeros_like(x)
+    result[..., :128] = x[..., :128].cos()
+    return result
+
+
+wrong(
+    define("first_columns", first_columns, fake=torch.empty_like),
+    "memory.blocks",
+    lambda: [(torch.arange(6.0).view(2, 3),)],
+)

@@ -39,6 +39,10 @@ def are_distinct(tensor: Tensor) -> bool:
     return has_integers(tensor) and tensor.dim() == 1 and len(tensor.unique()) == len(tensor) > 1
 
 
+def is_permutation(tensor: Tensor) -> bool:
+    return _Permutation().holds(tensor, ())
+
+
 def with_valid_integers(before: Example, after: Example) -> Example:
     """Adapt the integers of a resized example to the new sizes.
 
@@ -175,7 +179,7 @@ def _relations(tensor: Tensor, example: Example) -> Iterator[_Relation]:
         yield _Lengths(*sums[0])
     if rises:
         yield _Sorted()
-    elif are_distinct(tensor) and _Permutation().holds(tensor, ()):
+    elif are_distinct(tensor) and is_permutation(tensor):
         yield _Permutation()
     # Indices look like lengths if their sum happens to be equal to a size. So integers that look
     # like lengths may be indices, too.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,3 +90,15 @@ def larger_sizes(
 
 def _grown(shape: torch.Size, size: int, new: int) -> int:
     return math.prod(new if each == size else each for each in shape)
+
+
+def repeated(outcome: Sequence[Any], size: int, new: int) -> list[Any]:
+    """Resize the dimensions of size `size` of an outcome to `new`, by repeating elements."""
+
+    def change(tensor: Tensor) -> Tensor:
+        for dim, old in enumerate(tensor.shape):
+            tensor = with_size(tensor, dim, new if old == size else old)
+        return tensor
+
+    changed: list[Any] = probes.mapped(list(outcome), change)
+    return changed

@@ -115,6 +115,16 @@ def _compared(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     return options
 
 
+def _in_blocks(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
+    options = _compared(subject, case, call)
+    if "expected" not in options and not subject.is_random:
+        expected = results.repeated_results(subject, call)
+        if expected is not None:
+            options["expected"] = expected
+            options["what"] += ", compared with the results for a small size, repeated"
+    return options
+
+
 def _with_reference(subject: Subject, case: Case, call: Call) -> dict[str, Any]:
     if subject.reference is None:
         raise CannotCheck("no reference was passed")
@@ -241,9 +251,9 @@ CHECKS: tuple[CheckKind, ...] = (
     *_each("memory", _REFUSED, written_expanded="Does it refuse to write expanded tensors?"),
     *_of(
         "memory.blocks",
-        {"probe": results.right_in_blocks, "options": _compared},
+        {"probe": results.right_in_blocks, "options": _in_blocks},
         "blocks",
-        "Is every element written if sizes exceed common block sizes?",
+        "Is every element written, and right, if sizes exceed common block sizes?",
         of_kernel=_always,
     ),
     *alone("dtypes", fakes.accepted, probe=fakes.describes_results),

@@ -17,6 +17,7 @@ from torchop import ForwardModeError, GradientError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.calls import REJECTED, Call, CannotCheck, Example, reason
 from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.checks import indices
 from torchop.testing._check.checks.broadcasting import broadcast, requiring_grad_as
 from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
@@ -368,11 +369,16 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
             yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
-            ("integers all the same", "expanded", _indices_that_may_repeat(example)),
+            ("integers all the same", "expanded", indices.that_may_repeat(example)),
         ):
             arrange = functools.partial(_laid_out, layout, places)
             yield gradient_case(label, example, arrange, probe=gradients_are_right)
         for place, tensor in enumerate(example.tensors):
+            if indices.gathers(subject, example, place):
+                label = f"{subject.names(example)[place]} all the same"
+                yield gradient_case(
+                    label, indices.with_equal(example, place), probe=gradients_are_right
+                )
             if tensor.requires_grad and tensor.layout is torch.strided:
                 zeros = requiring_grad_as(example.replace(place, torch.zeros_like(tensor)), example)
                 what = f"{subject.names(example)[place]} full of zeros"
@@ -391,21 +397,6 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     yield gradient_case(
         "the example in double", example, probe=gradients_are_right, options=options
     )
-
-
-def _indices_that_may_repeat(example: Example) -> list[int]:
-    """Return the positions of integer tensors whose elements may repeat, such as gather indices.
-
-    Scatter indices are left out, because an operator may require them to be distinct. An integer
-    tensor probably contains scatter indices if one of its sizes is also a size of another tensor.
-    """
-    floats = [tensor for tensor in example.tensors if not probes.has_integers(tensor)]
-    lengths = {size for tensor in floats for size in tensor.shape}
-    return [
-        place
-        for place, tensor in enumerate(example.tensors)
-        if probes.has_integers(tensor) and tensor.dim() and not lengths.intersection(tensor.shape)
-    ]
 
 
 def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:

@@ -15,6 +15,7 @@ from torchop.extend import Form, named_inputs, named_outputs
 from torchop.testing import probes
 from torchop.testing._check.calls import Call, CannotCheck
 from torchop.testing._check.cases import Case, Details
+from torchop.testing._check.sizes import repeated, resized
 from torchop.testing._check.subject import Subject
 from torchop.testing._contents import check_outputs
 from torchop.testing._snapshot import overlap
@@ -198,6 +199,33 @@ def negative_dim(subject: Subject, details: Details) -> Iterator[Case]:
                 label = f"{name}={value - count}"
                 yield Case(label, changed, None, "scalar", negative_means_from_the_end, options)
     raise CannotCheck(f"no argument is named {' or '.join(_DIMENSIONS)}")
+
+
+def repeated_results(subject: Subject, call: Call) -> list[Any] | None:
+    """Return the outcome of a call with one enlarged size, derived from calls with small sizes.
+
+    The larger tensors repeat the elements of the example. If the results for three small sizes
+    repeat the results of the example in the same way, so must those for a large size. Otherwise,
+    as for the mean over this dimension, return None.
+    """
+    (example,) = subject.accepted(most=1)
+    changes = {
+        (old, new)
+        for before, after in zip(example.tensors, call.tensors, strict=True)
+        for old, new in zip(before.shape, after.shape, strict=True)
+        if old != new
+    }
+    outcome = Call(subject.op, *example).again()
+    if len(changes) != 1 or not all(map(probes.is_plain, probes.tensors_of(outcome))):
+        return None
+    ((size, new),) = changes
+    for other in (2 * size, 2 * size + 1, 3 * size - 1):
+        try:
+            resized_call = Call(subject.op, *resized(example, {size: other}))
+            probes.assert_same(resized_call.again(), repeated(outcome, size, other), "")
+        except Exception:
+            return None
+    return repeated(outcome, size, new)
 
 
 def right_in_blocks(call: Call, expected: Any = None, what: str = "", **options: Any) -> None:
