@@ -40,6 +40,7 @@ from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
 from torchop._schema.layouts import channels_last, contiguous
+from torchop._schema.opaque import opaque
 
 # `__getattr__` imports these names on first use, to keep `import torchop` fast.
 if typing.TYPE_CHECKING:
@@ -105,6 +106,7 @@ __all__ = [
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
+    "opaque",
     # the functional, in-place and out= variants of one operator
     "out_op",
     "OperatorFamily",

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch._library import opaque_object
 
 from torchop._compat.classes import FunctionSchema
 from torchop._errors import short_errors
@@ -71,22 +70,6 @@ def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
-def custom_class_name(annotation: Any) -> str | None:
-    """Return the name that a class has in schemas, or None if schemas do not support the class.
-
-    Schemas support PyTorch's opaque types, registered enums, and Generator.
-    """
-    if not isinstance(annotation, type):
-        return None
-    # Since 2.15, `is_opaque_type` is deprecated and logs a warning, so use the new name if it
-    # exists.
-    is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
-    if not is_custom(annotation):
-        # Before 2.13, Generator is a separate schema type and not a custom class.
-        return "Generator" if annotation is torch.Generator else None
-    return opaque_object.get_opaque_type_name(annotation)
-
-
 def readable(text: str) -> str:
     """Return a schema that PyTorch printed, in a form that PyTorch's parser accepts.
 
@@ -104,14 +87,6 @@ def _custom_class() -> str:
     name = "torchop.Object"
     torch._C._register_opaque_type(name)
     return name
-
-
-def is_returnable_custom_class(annotation: Any) -> bool:
-    # The function has the first name in 2.15, and the second in 2.13.
-    check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
-        opaque_object, "is_opaque_reference_type", None
-    )
-    return isinstance(annotation, type) and check is not None and bool(check(annotation))
 
 
 def is_group_name(annotation: Any) -> bool:

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
 
-from torchop._compat import fake_tensors, inductor_writes, schemas
+from torchop._compat import fake_tensors, inductor_writes, opaque_types
 from torchop._compat.classes import EffectType
 
 
@@ -67,7 +67,7 @@ def without_attributes(value: Any) -> Any:
         return type(value)(map(without_attributes, value))
     if type(value) is dict:
         return {key: without_attributes(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor) or not schemas.is_returnable_custom_class(type(value)):
+    if isinstance(value, torch.Tensor) or not opaque_types.is_by_reference(type(value)):
         return value
     stand_in = maybe_to_fake_obj(fake_tensors.active_fake_mode(), value)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)

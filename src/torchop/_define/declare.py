@@ -14,7 +14,7 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
 from torchop._errors import Place, SchemaError
-from torchop._rules.effect import Effect, declared_effect
+from torchop._rules.effect import Effect, declared_effect, effect_on_objects
 from torchop._rules.inlining import Compile, declared_inlining
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
 from torchop._rules.residuals import declare_residuals
@@ -64,6 +64,8 @@ def declare(
     check_no_generator(what, function, parsed)
     layouts = convention.of_tensors(written)
     check_layouts(name, parsed, layouts)
+    if compile == "opaque" and not launches:
+        effects = effect_on_objects(name, effects, parsed, is_certain=convention.mutates_objects)
     effect = declared_effect(name, effects, parsed)
     inlined = declared_inlining(name, compile, effect, launches=launches)
     if saved is not None:

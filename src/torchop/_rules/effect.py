@@ -12,7 +12,7 @@ from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
-from torchop._errors import SchemaWarning, TracingError, short_repr, warn
+from torchop._errors import SchemaError, SchemaWarning, TracingError, short_repr, warn
 from torchop._rules import in_autocast
 from torchop._rules.checkpoint_modes import register_for_checkpoints
 from torchop._schema.naming import OpName
@@ -126,6 +126,24 @@ def install(definition: Definition) -> Callable[[], None] | None:
             definition.rule(EffectRule).register(effect)
 
     return finish
+
+
+def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certain: bool) -> Effect:
+    """Return the effect of an operator, given the declared effect.
+
+    An operator may change the objects that it takes by reference, unless the author declares that
+    it has no effect. PyTorch ignores effects of operators that mutate or alias an argument.
+    `is_certain` means that `mutates_args` names an object.
+    """
+    if is_certain and effect == "none":
+        raise SchemaError(
+            f"{name}: mutates_args names an object, so the operator has an effect on it, but "
+            'effects="none" says that the operator has no effect. Remove one of them.'
+        )
+    has_objects = schema.objects or schema.returns_objects
+    if effect is not None or not has_objects or schema.is_mutable or schema.is_view:
+        return effect
+    return "ordered"
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:

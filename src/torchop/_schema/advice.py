@@ -20,8 +20,8 @@ ONE_PER_FIELD = "one argument per field"
 RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tuple of these, or None"
 
 STRUCTURED_RETURNABLE = (
-    f"{RETURNABLE}, a NamedTuple or dataclass of these and of strings, Enums, dtypes and devices, "
-    "and Optional, lists and dicts of all these"
+    f"{RETURNABLE}, a NamedTuple or dataclass of these and of strings, Enums, dtypes, devices and "
+    "classes registered with torchop.opaque, and Optional, lists and dicts of all these"
 )
 
 

@@ -16,7 +16,7 @@ from torchop._schema.schema import Argument, Schema
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = mutated_names(name, mutates_args)
-    names = tensors if mutated is None else set(mutated)
+    names = tensors if mutated is None else set(mutated) - schema.objects
     if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={short_repr(mutates_args)} and "

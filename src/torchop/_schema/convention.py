@@ -23,6 +23,7 @@ class Convention:
 
     __slots__ = ()
     structure: Structure | None = None
+    mutates_objects = False  # whether `mutates_args` names an object
 
     def kernel(self, function: Function, /) -> Function:
         return function

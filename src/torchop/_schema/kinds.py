@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from torchop._compat import schemas
+from torchop._compat import opaque_types, schemas
 from torchop._compat.classes import FakeScriptObject
 from torchop._errors import ArgumentError, short_repr
 from torchop._schema import types
@@ -139,15 +139,26 @@ def single_kind(annotation: Any) -> Kind | None:
     if hasattr(annotation, "__supertype__"):  # a NewType
         kind = single_kind(annotation.__supertype__)
         return None if kind is None else kind._replace(inferred=None)
-    name = schemas.custom_class_name(annotation)
+    name = opaque_types.custom_class_name(annotation)
     if name is None:
         return None
     if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
     # Check the class here, because the dispatcher does not. Leave `exact` unset, because Dynamo in
-    # PyTorch 2.12 cannot compare the types of script objects.
+    # PyTorch 2.12 cannot compare the types of script objects. In a trace, a FakeScriptObject stands
+    # for an object.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
+
+
+def is_object(kind: Kind) -> bool:
+    """Return whether values of this kind are objects of an opaque type, or lists of these."""
+    return "." in kind.schema
+
+
+def is_by_reference(schema_type: str) -> bool:
+    """Return whether values of a type are objects that are passed by reference, or their lists."""
+    return opaque_types.names_reference(schema_type.rstrip("?[]"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,7 +173,7 @@ def choice_kind(annotation: Any) -> Kind | None:
         return None
     # PyTorch passes an Enum as a script object, which does not survive torch.export.save and load,
     # so encode the Enum as a str.
-    return _members(annotation)._replace(inferred=schemas.custom_class_name(annotation))
+    return _members(annotation)._replace(inferred=opaque_types.custom_class_name(annotation))
 
 
 def _literal(values: tuple[Any, ...]) -> Kind | None:
@@ -264,6 +275,9 @@ def sequence_kind(annotation: Any) -> Kind | None:
     item = DTYPE_NAME if inner is torch.dtype else single_kind(inner)
     if item is None:
         return None
+    if is_object(item):
+        item = _or_none(item) if optional else item
+        return list_of(item, container.length)._replace(decode=_decode(item, container))
     inferred = None if container.is_tuple else f"{item.inferred}{'?' * optional}[]"
     if inferred not in _INFERRED_LISTS:
         inferred = None
@@ -271,6 +285,15 @@ def sequence_kind(annotation: Any) -> Kind | None:
         kind = list_of(item, container.length)
         return kind._replace(decode=_decode(item, container), inferred=inferred)
     return None if inferred is None else Kind(inferred, unchanged, inferred=inferred)
+
+
+def _or_none(item: Kind) -> Kind:
+    encode = item.encode
+
+    def check(value: Any, where: str) -> Any:
+        return value if value is None else encode(value, where)
+
+    return Kind(f"{item.schema}?", check, decode=check)
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
@@ -387,8 +410,8 @@ def _single_return_type(annotation: Any) -> str | None:
         return kind.inferred
     if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
         return "Tensor[]"
-    is_custom = schemas.is_returnable_custom_class(annotation)
-    return schemas.custom_class_name(annotation) if is_custom else None
+    is_custom = opaque_types.is_by_reference(annotation)
+    return opaque_types.custom_class_name(annotation) if is_custom else None
 
 
 def without_annotated(annotation: Any) -> Any:

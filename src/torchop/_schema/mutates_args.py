@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from torchop._errors import SchemaError, short_repr, short_text
 
@@ -43,14 +43,18 @@ def mutated_arguments(
     names: tuple[str, ...] | None,
     tensors: Mapping[str, str],
     others: Mapping[str, str],
+    objects: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the names of the mutated schema arguments.
+
+    A schema cannot declare that an object is mutated, so the names of objects are only checked.
 
     Args:
         where: the name of the function, for messages.
         names: the result of `mutated_names`. The name of a structure stands for all its tensors.
         tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
         others: maps the paths of structures and of all other values to their types, for messages.
+        objects: the paths of objects that are passed by reference.
     """
     if names is None:
         return tuple(tensors.values())
@@ -58,13 +62,15 @@ def mutated_arguments(
     unknown = []
     choices = f"the tensor arguments are {', '.join(tensors) or 'none'}."
     for name in names:
-        inside = [flat for place, flat in tensors.items() if f"{place}.".startswith(f"{name}.")]
-        if not inside and name in others:
+        inside = [flat for place, flat in tensors.items() if is_inside(place, name)]
+        is_found = bool(inside) or any(is_inside(place, name) for place in objects)
+        if not is_found and name in others:
             raise SchemaError(
                 f"{where}: mutates_args names {short_repr(name)} of type {others[name]}; only "
-                f"tensors and lists of tensors can be mutated, and {choices}"
+                f"tensors, lists of tensors and objects that are passed by reference can be "
+                f"mutated, and {choices}"
             )
-        if not inside:
+        if not is_found:
             unknown.append(name)
         mutated += inside
     if unknown:
@@ -73,6 +79,11 @@ def mutated_arguments(
             f"{choices}"
         )
     return tuple(dict.fromkeys(mutated))
+
+
+def is_inside(place: str, name: str) -> bool:
+    """Return whether a value is named by `name`, which may name a structure around it."""
+    return f"{place}.".startswith(f"{name}.")
 
 
 def spell_names(names: Iterable[str]) -> str:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from torchop._compat import dispatch, schemas
 from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
+from torchop._schema.kinds import is_by_reference
 from torchop._schema.naming import OpName
-from torchop._schema.text import arguments_of, write, write_results
+from torchop._schema.text import arguments_alone, arguments_of, results_of, write, write_results
 
 
 class Argument(NamedTuple):
@@ -257,6 +258,19 @@ class Schema:
             and isinstance(argument.default_value, str)
             and "Device" in str(argument.real_type)
         )
+
+    @functools.cached_property
+    def objects(self) -> frozenset[str]:
+        """The names of the arguments with objects that are passed by reference."""
+        if "." not in self.written:
+            return frozenset()
+        parts = (argument.split() for argument in arguments_alone(self.written))
+        return frozenset(p[1].partition("=")[0] for p in parts if is_by_reference(p[0]))
+
+    @property
+    def returns_objects(self) -> bool:
+        """Whether a result is an object that is passed by reference, or a list of such objects."""
+        return "." in self.written and any(map(is_by_reference, results_of(self.written)))
 
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -22,6 +22,7 @@ from torchop._schema.kinds import (
     CONVERTED_ITEMS,
     KINDS,
     Kind,
+    is_by_reference,
     leaf_kind,
     list_of,
     read_container,
@@ -29,7 +30,7 @@ from torchop._schema.kinds import (
     unchanged,
     without_annotated,
 )
-from torchop._schema.mutates_args import mutated_arguments, mutated_names
+from torchop._schema.mutates_args import is_inside, mutated_arguments, mutated_names
 from torchop._schema.structure import pairs
 from torchop._schema.structure.gradients import GradientsOf
 from torchop._schema.structure.nodes import (
@@ -63,6 +64,7 @@ class FunctionTree:
         positional: the leaves that are positional arguments of the schema.
         keyword_only: the leaves that are keyword-only arguments of the schema.
         mutated: the names of the mutated leaves.
+        mutates_objects: whether `mutates_args` names an object, which the schema cannot express.
         returns: the results in schema syntax.
         is_plain: whether no argument and no result needs a conversion.
     """
@@ -93,6 +95,7 @@ class FunctionTree:
             self._set_default(parameter)
         self.positional, self.keyword_only = _arranged(self.parameters)
         _check_names(op, self.parameters)
+        self.mutates_objects = False
         self.mutated = self._mutated(names)
         if form is not Form.PLAIN:
             leaves = [leaf.name for leaf in self.leaves]
@@ -217,7 +220,13 @@ class FunctionTree:
         tensors = {leaf.path: leaf.name for leaf in self.leaves if leaf.is_tensor}
         others = {leaf.path: leaf.kind.schema for leaf in self.leaves if not leaf.is_tensor}
         others |= {p.name: types.spell(p.declared.annotation) for p in self.parameters}
-        return mutated_arguments(self._where, names, tensors, others)
+        objects = [leaf.path for leaf in self.leaves if is_by_reference(leaf.kind.schema)]
+        if not self._structures:  # `infer_schema` could not express that an object is mutated
+            objects = []
+        self.mutates_objects = names is not None and any(
+            is_inside(place, name) for place in objects for name in names
+        )
+        return mutated_arguments(self._where, names, tensors, others, objects)
 
 
 _INSTEAD = {

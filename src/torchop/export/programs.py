@@ -22,7 +22,7 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import classes, operators, schemas
+from torchop._compat import classes, opaque_types, operators
 from torchop._rules.providers import providers_of
 from torchop.extend import Operator, OpName, short_repr, warn
 
@@ -130,7 +130,7 @@ def check_constants(ep: ExportedProgram, caller: str) -> None:
     """Raise if a program has constants that torch.export writes but cannot read again."""
     for node in operators.nodes_in(ep.graph_module):
         for value in classes.tree_leaves((node.args, node.kwargs)):
-            name = schemas.custom_class_name(type(value))
+            name = opaque_types.custom_class_name(type(value))
             if name is not None and not isinstance(value, (enum.Enum, torch.Generator)):
                 raise TypeError(
                     f"{node.target}: torchop.export.{caller} cannot store the constant "

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors
+from torchop._compat import fake_tensors, opaque_types
+from torchop._compat.classes import FakeScriptObject
 from torchop._errors import ResultError, short_text
 from torchop._schema.structure.result_nodes import Described
 
@@ -73,6 +74,8 @@ def _decision(value: Any) -> Any:
         return Described("a tensor")
     if isinstance(value, (list, tuple)):
         return Described(f"a list of {len(value)}")
+    if opaque_types.is_by_reference(type(value)):
+        return Described("an object")
     return _UNKNOWN if isinstance(value, torch.SymInt) else value
 
 
@@ -95,4 +98,8 @@ def _part(value: Any) -> Any:
         value = fake_tensors.number_of(value)
         if value is None:  # it depends on data
             raise ValueError
+    if isinstance(value, FakeScriptObject):
+        value = value.real_obj
+    if opaque_types.is_by_reference(type(value)):
+        return type(value)  # the key must not keep the object alive
     return type(value), value

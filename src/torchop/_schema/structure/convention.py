@@ -23,11 +23,12 @@ _STATICS = "_torchop_statics"
 
 
 class StructuredConvention(Convention):
-    __slots__ = ("_keywords", "_positional", "structure")
+    __slots__ = ("_keywords", "_positional", "mutates_objects", "structure")
     structure: Structure
 
     def __init__(self, tree: FunctionTree) -> None:
         self.structure = structure = Structure(tree)
+        self.mutates_objects = tree.mutates_objects
         self._positional = tuple(p.name for p in structure.positional_parameters)
         self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)
 
@@ -42,7 +43,7 @@ class StructuredConvention(Convention):
         found: dict[str, Any] = {}
         for parameter in self.structure.parameters:
             if parameter.name in values:
-                leaves = [leaf for leaf in parameter.node.leaves() if "Tensor" in leaf.schema_type]
+                leaves = [leaf for leaf in parameter.node.leaves() if leaf.is_tensor]
                 names = [leaf.name for leaf in leaves] or [parameter.name]
                 found.update(dict.fromkeys(names, values[parameter.name]))
         return found

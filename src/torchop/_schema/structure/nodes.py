@@ -137,7 +137,8 @@ class Leaf(Node):
 
     @property
     def is_tensor(self) -> bool:
-        return "Tensor" in self.kind.schema
+        # The name of an opaque type may contain "Tensor" too.
+        return self.kind.schema.startswith("Tensor")
 
     def make_optional(self) -> None:
         """Add a default, which is passed if the enclosing optional structure is None."""

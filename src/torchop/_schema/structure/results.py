@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchop._compat import opaque_types
 from torchop._errors import ArgumentError, ResultError, SchemaError
 from torchop._schema import types
 from torchop._schema.kinds import (
@@ -15,6 +16,8 @@ from torchop._schema.kinds import (
     Container,
     Encode,
     Kind,
+    is_by_reference,
+    is_object,
     leaf_kind,
     list_of,
     read_container,
@@ -52,7 +55,11 @@ def build_result(
     inner, optional = types.strip_optional(annotation)
     inner = without_annotated(inner)
     node: Node | None
-    node = _leaf(op, inner, path, optional=optional) or _static(op, annotation, path)
+    node = (
+        _leaf(op, inner, path, optional=optional)
+        or _static(op, annotation, path)
+        or _objects(op, annotation, path)
+    )
     if node is None and optional:
         node = _maybe(op, build_result(op, inner, path, inside))
     node = node or _fields(op, annotation, path, inside) or _items(op, annotation, path, inside)
@@ -106,6 +113,11 @@ def _items(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Item
         return None
     node = build_result(op, item, f"{path}[*]", inside)
     for leaf in node.leaves():
+        if is_by_reference(leaf.kind.schema):
+            raise SchemaError(
+                f"{op}: {leaf.path} is an object that is passed by reference, which cannot be a "
+                "field of a structure in a list, or an item of a dict. Return a list of objects."
+            )
         if leaf.is_tensor:  # the dispatcher checks the items, but cannot name their paths
             _check_tensors(leaf)
     return Items(op, path, node, container)
@@ -119,10 +131,38 @@ def _check_tensors(leaf: Leaf) -> None:
     leaf.checked = True
 
 
+def _objects(op: str, annotation: Any, path: str) -> Leaf | Static | None:
+    """Build the node of an object of an opaque type, or of a list or tuple of such objects."""
+    kind = leaf_kind(annotation)
+    if kind is None or not is_object(kind):
+        return None
+    inner, optional = types.strip_optional(annotation)
+    container, check = read_container(inner), _of_result(kind.encode)
+    cls = types.strip_optional(inner if container is None else container.item)[0]
+    if opaque_types.is_by_value(cls):
+        if container is None:
+            return Static(op, path, check, is_optional=optional)
+        return Static(
+            op,
+            path,
+            lambda values, where: tuple(check(values, where)),
+            is_optional=optional,
+            decode=tuple if container.is_tuple else list,
+        )
+    schema = f"{kind.schema}{'?' * optional}"
+    is_tuple = container is not None and container.is_tuple
+    decode = (lambda objects, where: tuple(objects)) if is_tuple else None
+    leaf = Leaf(op, path, path, Kind(schema, check, decode=decode))
+    leaf.is_optional = optional
+    return leaf
+
+
 def _maybe(op: str, inner: Node) -> Maybe:
     for leaf in inner.leaves():
         if leaf.kind.schema == "Tensor":
             leaf.kind = leaf.kind._replace(schema="Tensor?")
+        elif is_object(leaf.kind) and not leaf.is_optional:
+            leaf.kind = leaf.kind._replace(schema=f"{leaf.kind.schema}?")
         elif leaf.kind.schema == "SymInt":
             leaf.default = 0  # returned in place of the number if the structure is None
     flag = Static(

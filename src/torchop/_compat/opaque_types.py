@@ -1,0 +1,139 @@
+"""Register opaque types, classes whose objects PyTorch passes to operators without a conversion.
+
+PyTorch passes an object *by reference* as an input of a graph, and *by value* as a constant in it.
+Since 2.15, PyTorch calls these classes custom classes, and the two kinds symbolic and constant.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import re
+from typing import Any, cast
+
+import torch
+from torch._library import opaque_object
+
+_module: Any = opaque_object
+_HAS_NEW_NAMES = hasattr(_module, "register_custom_class")
+_KINDS = ("symbolic", "constant") if _HAS_NEW_NAMES else ("reference", "value")
+_REGISTER = "register_custom_class" if _HAS_NEW_NAMES else "register_opaque_type"
+_is_reference: Any = getattr(opaque_object, f"is_opaque_{_KINDS[0]}_type", lambda cls: False)
+_is_value: Any = getattr(opaque_object, f"is_opaque_{_KINDS[1]}_type", lambda cls: False)
+_NOT_IN_SCHEMAS = re.compile(r"[^\w.]")
+
+
+def custom_class_name(annotation: Any) -> str | None:
+    """Return the name that a class has in schemas, or None if schemas do not support the class.
+
+    Schemas support PyTorch's opaque types, registered enums, and Generator.
+    """
+    if not isinstance(annotation, type):
+        return None
+    # Since 2.15, `is_opaque_type` is deprecated and logs a warning, so use the new name if it
+    # exists.
+    is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
+    if annotation.__module__.startswith("torch.distributed.") and not is_custom(annotation):
+        _register_distributed_types()
+    if not is_custom(annotation):
+        # Before 2.13, Generator is a separate schema type and not a custom class.
+        return "Generator" if annotation is torch.Generator else None
+    return opaque_object.get_opaque_type_name(annotation)
+
+
+def _register_distributed_types() -> None:
+    """Make PyTorch register ProcessGroup and DeviceMesh, which it otherwise does for DTensors."""
+    module = importlib.import_module("torch.distributed.device_mesh")
+    getattr(module, "_register_distributed_opaque_types", lambda: None)()
+
+
+def is_by_reference(cls: Any) -> bool:
+    return isinstance(cls, type) and bool(_is_reference(cls))
+
+
+def is_by_value(cls: Any) -> bool:
+    return isinstance(cls, type) and bool(_is_value(cls))
+
+
+def registered_kind(cls: type) -> bool | None:
+    """Return whether `cls` itself is registered by value, or None if it is not registered."""
+    info = opaque_object._OPAQUE_TYPES.get(cls)
+    return None if info is None else info.opaque_typ == _KINDS[1]
+
+
+def names_reference(name: str) -> bool:
+    """Return whether a type name in a schema is the name of a class that is passed by reference."""
+    info = opaque_object._OPAQUE_TYPES_BY_NAME.get(name)
+    return info is not None and info.opaque_typ == _KINDS[0]
+
+
+def register(cls: type, *, is_value: bool) -> None:
+    """Register a class with PyTorch.
+
+    Raises:
+        TypeError: the metaclass of `cls` cannot be extended, or PyTorch rejects the class.
+        ValueError: PyTorch rejects the class.
+    """
+    if not is_value:
+        for each in _with_subclasses(cls):
+            _add_metaclass(each)
+    # PyTorch's name of the class may contain `<locals>`, which schemas cannot contain.
+    qualname = cls.__qualname__
+    name = _NOT_IN_SCHEMAS.sub("_", qualname)
+    forget = getattr(torch._C, "_unregister_opaque_type", None)
+    if forget is not None and torch._C._is_opaque_type_registered(f"{cls.__module__}.{name}"):
+        # An earlier class of this name, from the same definition. 2.15 rejects a second class.
+        forget(f"{cls.__module__}.{name}")
+    try:
+        if name != qualname:
+            cls.__qualname__ = name
+        getattr(_module, _REGISTER)(cls, typ=_KINDS[is_value])
+    finally:
+        if name != qualname:
+            cls.__qualname__ = qualname
+
+
+def _with_subclasses(cls: type) -> list[type]:
+    subclasses: list[type] = cls.__subclasses__()
+    return [cls, *(each for subclass in subclasses for each in _with_subclasses(subclass))]
+
+
+@functools.cache
+def _reference_metaclass() -> type:
+    """Return the metaclass for `isinstance` checks of objects that stand for others in a trace."""
+    place, name = "torch._opaque_base", "OpaqueBaseMeta"
+    if _HAS_NEW_NAMES:
+        place, name = "torch._custom_class_base", "CustomClassBaseMeta"
+    return cast(type, getattr(importlib.import_module(place), name))
+
+
+@functools.cache
+def _combined(metaclass: type) -> type:
+    added = _reference_metaclass()
+    # Dynamo ignores an inherited `__instancecheck__` (`call_isinstance` in
+    # torch/_dynamo/variables/builtin.py).
+    check = {"__instancecheck__": added.__instancecheck__}
+    return type("OpaqueMeta", (added, metaclass), check)
+
+
+def _add_metaclass(cls: type) -> None:
+    """Make PyTorch's metaclass the metaclass of an existing class.
+
+    Replacing the class by a new class would be wrong, because other modules may have imported the
+    existing class.
+    """
+    metaclass = type(cls)
+    if issubclass(metaclass, _reference_metaclass()):
+        return
+    if metaclass is not type:
+        cls.__class__ = _combined(metaclass)
+        return
+    # Python permits this assignment only if the old metaclass is mutable, and `type` is not. So
+    # write the field `ob_type`, as PyTorch does for Generator (`_set_generator_metaclass` in
+    # torch/csrc/Generator.cpp). This is safe because PyTorch's metaclass has the layout of `type`.
+    added = _reference_metaclass()
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(added))
+    end_of_header = id(cls) + object.__basicsize__
+    ctypes.c_void_p.from_address(end_of_header - ctypes.sizeof(ctypes.c_void_p)).value = id(added)
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(cls))
