@@ -134,8 +134,8 @@ def _chosen(call: Call) -> tuple[str | None, tuple[str, ...], Callable[..., Any]
     choice, (args, kwargs) = choice_of_call(str(definition), call.args, call.kwargs)
     if choice is None:
         return None, (), None
-    provider, skipped, function = choice.explain(args, kwargs)
-    return provider, in_order(definition, choice, provider, skipped), function
+    provider, reasons, function = choice.explain(args, kwargs)
+    return provider, in_order(definition, choice, reasons), function
 
 
 def _decision(call: Call, chosen: Callable[..., Any] | None) -> tuple[str, tuple[str, ...] | None]:

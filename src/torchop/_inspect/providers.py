@@ -91,13 +91,10 @@ def providers(*ops: str) -> list[Provided]:
     ]
 
 
-def in_order(
-    definition: Definition, choice: Choice, runs: str, skipped: Mapping[str, str]
-) -> tuple[str, ...]:
+def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str]) -> tuple[str, ...]:
     """Return a line about each provider of an operator, in the priority order for a call.
 
-    `runs` is the selected provider. `skipped` maps each provider that was tried before `runs` to
-    the reason why it was skipped.
+    `reasons` is a result of `Choice.explain`.
     """
     found, settings = list(_registered(definition.rule(KernelRule))), priority.current()
     order = priority.active_order(choice.op, choice.device, choice.author, settings).names
@@ -106,7 +103,7 @@ def in_order(
     of_device = of_device or [each for each in references if None in each.devices]
     lines = []
     for each in (*found[len(references) :], *references):
-        why = "runs" if each.name == runs else skipped.get(each.name, _OTHER_DEVICES)
+        why = reasons.get(each.name, _OTHER_DEVICES)
         devices = ", ".join(device or "every device" for device in each.devices)
         if each.provider is None and each not in of_device:
             why = _OTHER_DEVICES
@@ -115,7 +112,7 @@ def in_order(
     # the fastest, and providers that were removed. If they were skipped, add a line for each of
     # them.
     names = {name for name, _ in lines}
-    lines += [(name, f"{name}: {why}") for name, why in skipped.items() if name not in names]
+    lines += [(name, f"{name}: {why}") for name, why in reasons.items() if name not in names]
     lines.sort(key=lambda line: order.index(line[0]) if line[0] in order else len(order))
     return tuple(
         f"{order.index(name) + 1}. {text}" if name in order else text for name, text in lines

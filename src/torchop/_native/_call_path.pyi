@@ -129,10 +129,7 @@ class Choice:
         # resolve(settings, is_deterministic) returns a function, and True if it is the kernel for
         # all calls. Otherwise, the function takes the arguments of a call and returns its kernel.
         resolve: Callable[[Any, bool], tuple[Callable[..., Any], bool]],
-        asks_for_determinism: bool,  # whether a provider is nondeterministic
     ) -> Choice: ...
-    @property
-    def count(self) -> int: ...  # the number of cached calls
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 def probe_kernels(plain: str, with_keys: str, kernel: Callable[..., Any]) -> bool: ...

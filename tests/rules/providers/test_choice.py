@@ -156,18 +156,24 @@ def test_supports_is_called_once_for_equal_calls(namespace, table):
 
 
 def test_tables_are_bounded(namespace, table, monkeypatch):
+    most = 4096 if table == "C++" else 100
     monkeypatch.setattr(choosing, "_MOST_KEYS", 100)  # in Python; the limit in C++ is 4096
+    sizes = []
     op = define(namespace, priority=["fast"])
-    op.register_kernel(TYPE, lambda x: x[:1] + 10, provider="fast", supports=lambda x: x.ndim == 1)
-    most = 0
+    op.register_kernel(
+        TYPE,
+        lambda x: x[:1] + 10,
+        provider="fast",
+        supports=lambda x: sizes.append(x.shape[0]) is None,
+    )
     base = torch.zeros(5000)
-    for size in range(1, 4500 if table == "C++" else 300):
+    for size in range(1, most + 10):
         assert value(op, base[:size]) == 10
-        if table == "C++":
-            most = max(most, in_plan(op).count)
-        else:
-            most = max(most, len(in_plan(op).__self__._cache))
-    assert most == (4096 if table == "C++" else 100)
+        if size < most // 2:
+            assert value(op, base[:1]) == 10
+    assert sizes == [*range(1, most + 10)]
+    assert value(op, base[:1]) == 10
+    assert sizes[-1] == 1  # the table was cleared
 
 
 def test_supports_may_call_the_operator(namespace, table):

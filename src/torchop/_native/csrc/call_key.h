@@ -17,7 +17,7 @@ namespace torchop {
 // Calls with a longer key than this (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call. It contains no pointers to arguments and no tensor data.
+// The key of a call. It contains no tensor data, and no pointers to objects that may be freed.
 class CallKey {
  public:
   // Calls with equal arguments have different keys if they have different subjects.
@@ -69,10 +69,8 @@ class CallKey {
     Float,
     Complex,
     Str,
-    Dtype,
     Device,
-    Layout,
-    MemoryFormat,
+    Singleton,
     List,
     Tensor,
   };
@@ -162,15 +160,12 @@ class CallKey {
       add_number(Tag::Complex, PyComplex_RealAsDouble(value));
       return add_number(Tag::Complex, PyComplex_ImagAsDouble(value));
     }
-    if (THPDtype_Check(value))
-      return add_tag(Tag::Dtype, uint64_t(reinterpret_cast<THPDtype*>(value)->scalar_type));
     if (THPDevice_Check(value))
       return add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device));
-    if (THPLayout_Check(value))
-      return add_tag(Tag::Layout, uint64_t(reinterpret_cast<THPLayout*>(value)->layout));
-    if (THPMemoryFormat_Check(value)) {
-      const auto format = reinterpret_cast<THPMemoryFormat*>(value)->memory_format;
-      return add_tag(Tag::MemoryFormat, uint64_t(format));
+    if (THPDtype_Check(value) || THPLayout_Check(value) || THPMemoryFormat_Check(value)) {
+      add_tag(Tag::Singleton); // equal values of these types are the same object
+      add(reinterpret_cast<uintptr_t>(value));
+      return true;
     }
     return false;
   }

@@ -52,9 +52,8 @@ struct Choice {
   PyObject_HEAD
 
       vectorcallfunc call;
-  PyObject* blocks;          // a ContextVar whose value is a tuple (combined settings, open blocks)
-  PyObject* resolve;         // the Python function resolve(settings, is_deterministic)
-  bool asks_for_determinism; // true if a provider is nondeterministic, so the setting matters
+  PyObject* blocks;  // a ContextVar whose value is a tuple (combined settings, open blocks)
+  PyObject* resolve; // the Python function resolve(settings, is_deterministic)
   Cache cache;
 };
 
@@ -165,8 +164,7 @@ C10_ALWAYS_INLINE PyObject* find(
     Choice& choice, PyObject* const* args, size_t count, PyObject* keywords) {
   PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
-  const bool is_deterministic =
-      choice.asks_for_determinism && at::globalContext().deterministicAlgorithms();
+  const bool is_deterministic = at::globalContext().deterministicAlgorithms();
   // From here on, `settings` is borrowed. It stays alive because the context owns the tuple, and no
   // Python code runs before we take a reference below.
   Py_DECREF(blocks);
@@ -205,18 +203,10 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 }
 
 PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"blocks", "resolve", "asks_for_determinism", nullptr};
+  static const char* names[] = {"blocks", "resolve", nullptr};
   PyObject *blocks, *resolve;
-  int asks_for_determinism;
   if (!PyArg_ParseTupleAndKeywords(
-          args,
-          keywords,
-          "O!Op",
-          const_cast<char**>(names),
-          &PyContextVar_Type,
-          &blocks,
-          &resolve,
-          &asks_for_determinism))
+          args, keywords, "O!O", const_cast<char**>(names), &PyContextVar_Type, &blocks, &resolve))
     return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr)
@@ -226,7 +216,6 @@ PyObject* make_choice(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   choice.call = call_choice;
   choice.blocks = Py_NewRef(blocks);
   choice.resolve = Py_NewRef(resolve);
-  choice.asks_for_determinism = asks_for_determinism != 0;
   return self;
 }
 
@@ -257,18 +246,9 @@ void dealloc_choice(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* get_count(PyObject* self, void*) {
-  return PyLong_FromSize_t(choice_of(self).cache.kernels.size());
-}
-
 PyMemberDef choice_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Choice, call), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
-};
-
-PyGetSetDef choice_attributes[] = {
-    {"count", get_count, nullptr, "The number of cached calls.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
 } // namespace
@@ -280,7 +260,6 @@ bool add_choice_type(PyObject* module) {
       {Py_tp_traverse, reinterpret_cast<void*>(traverse_choice)},
       {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
       {Py_tp_members, choice_members},
-      {Py_tp_getset, choice_attributes},
       {Py_tp_doc, const_cast<char*>("Selects a provider for each call, and calls its kernel.")},
       {0, nullptr},
   };

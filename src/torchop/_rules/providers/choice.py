@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,13 +41,13 @@ class Candidate(NamedTuple):
     Attributes:
         select: returns the kernel for a call, or None if this candidate does not support the call.
             It takes the call's positional arguments, its keyword arguments, and whether a compiler
-            is tracing the call.
+            is tracing the call. None if the candidate can run no call.
         takes_all: whether `select` returns the same kernel for all calls.
-        declined: the reason, for messages, if `select` returns None.
+        declined: the reason, for messages, if this candidate does not run a call.
     """
 
     name: str
-    select: Callable[[tuple[Any, ...], Mapping[str, Any], bool], Selected | None]
+    select: Callable[[tuple[Any, ...], Mapping[str, Any], bool], Selected | None] | None
     takes_all: bool = False
     declined: str = "`supports` returned False"
 
@@ -57,22 +58,25 @@ class Resolved(NamedTuple):
     Attributes:
         candidates: the candidates, in the order in which calls try them. The last one stands for
             the reference kernel, and takes all calls. If the reference cannot run, it raises.
-        skipped: maps each name in the order that cannot run any call to the reason.
         falls_back: whether the last candidate is the reference although the order does not name it.
     """
 
     settings: Settings
     order: ActiveOrder
     candidates: Sequence[Candidate]
-    skipped: Mapping[str, str]
     falls_back: bool
+
+    @property
+    def first(self) -> Candidate:
+        """The first candidate that can run calls."""
+        return next(each for each in self.candidates if each.select is not None)
 
     def select(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool = False
-    ) -> tuple[Selected, Mapping[str, str], Candidate]:
+    ) -> tuple[Selected, Candidate, Mapping[str, str]]:
         """Return the kernel for a call, and its candidate.
 
-        The second value maps the name of each earlier candidate to the reason why it was not
+        The third value maps the name of each earlier candidate to the reason why it was not
         selected.
         """
         declined: dict[str, str] = {}
@@ -80,8 +84,9 @@ class Resolved(NamedTuple):
         # implementation of the cache (csrc/choice.cpp) also ignores the overrides.
         with dispatch.WithoutTorchFunctions():
             for candidate in self.candidates:
-                if (found := candidate.select(args, kwargs, is_traced)) is not None:
-                    return found, declined, candidate
+                found = candidate.select and candidate.select(args, kwargs, is_traced)
+                if found is not None:
+                    return found, candidate, declined
                 declined[candidate.name] = candidate.declined
         raise AssertionError("the last candidate did not take the call")
 
@@ -123,15 +128,13 @@ class Choice:
         """
         if not priority.blocks_were_opened():
             with contextlib.suppress(ProviderError):  # each call will raise this error
-                first = self._resolved(NO_BLOCK, False).candidates[0]
+                first = self._resolved(NO_BLOCK, False).first
                 provider = self.providers.get(first.name)
                 if first.takes_all and (provider is None or provider.deterministic):
                     return self.resolve(NO_BLOCK, False)[0]
         if _hooks.extension.Choice is None:
             return self.__call__
-        chosen: Function = _hooks.extension.Choice(
-            priority.open_blocks, self.resolve, self._has_random
-        )
+        chosen: Function = _hooks.extension.Choice(priority.open_blocks, self.resolve)
         return chosen
 
     def resolve(self, settings: Settings, is_deterministic: bool) -> tuple[Function, bool]:
@@ -142,8 +145,8 @@ class Choice:
         deterministic algorithms.
         """
         resolved = self._resolved(settings, is_deterministic)
-        self._report(resolved, {})
-        if resolved.candidates[0].takes_all:
+        self._report_unsupported(resolved)
+        if resolved.first.takes_all:
             return self._prepared(settings, resolved.select((), {})[0]), True
         return functools.partial(self._select, resolved), False
 
@@ -151,7 +154,7 @@ class Choice:
         tuner = resolved.settings.tuner
         if tuner is not None and any(each.name == TUNED for each in resolved.candidates):
             tuner.measure(self, args, kwargs)
-        selected, declined, candidate = resolved.select(args, kwargs)
+        selected, candidate, declined = resolved.select(args, kwargs)
         if candidate is resolved.candidates[-1]:
             self._report(resolved, declined)
         return self._prepared(resolved.settings, selected)
@@ -173,7 +176,7 @@ class Choice:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call, if the C++ extension is not loaded. csrc/choice.cpp does the same."""
-        settings = priority.current(), self._is_deterministic()
+        settings = priority.current(), torch.are_deterministic_algorithms_enabled()
         function, is_kernel = self._cached(settings, lambda: self.resolve(*settings))
         if not is_kernel:
             select = functools.partial(function, *args, **kwargs)
@@ -198,11 +201,10 @@ class Choice:
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[str, Mapping[str, str], Function]:
-        """Return the provider that runs a call, why the others do not, and the kernel."""
+        """Return the provider that runs a call, a reason for each provider, and the kernel."""
         resolved = self._current()
-        (chosen, function), declined, candidate = resolved.select(args, kwargs)
-        reasons = {**resolved.skipped, **declined}
-        names = resolved.order.names
+        (chosen, function), candidate, declined = resolved.select(args, kwargs)
+        reasons, names = dict(declined), resolved.order.names
         for name in (*self.providers, REFERENCE):
             if candidate.name == TUNED:
                 why = f"{chosen} was measured as the fastest"
@@ -211,7 +213,7 @@ class Choice:
             else:
                 why = f"the order of {resolved.order.by} does not name it" if names else _UNNAMED
             reasons.setdefault(name, why)
-        reasons.pop(chosen, None)
+        reasons[chosen] = "runs"
         return chosen, reasons, self._prepared(resolved.settings, Selected(chosen, function))
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Function | None:
@@ -220,12 +222,12 @@ class Choice:
         None means that the compiler must inline the reference kernel.
         """
         resolved = self._current()
-        self._report(resolved, {})
+        self._report_unsupported(resolved)
         name, function = resolved.select(args, kwargs, is_traced=True)[0]
         return None if name == REFERENCE else function
 
     def _current(self) -> Resolved:
-        return self._resolved(priority.current(), self._is_deterministic())
+        return self._resolved(priority.current(), torch.are_deterministic_algorithms_enabled())
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Measurement | None:
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
@@ -233,18 +235,10 @@ class Choice:
             digests[REFERENCE] = tuned.digest(self.reference)
         return tuned.find(self.op, self.tuning, digests, args, kwargs, self.reported)
 
-    @property
-    def _has_random(self) -> bool:
-        return not all(provider.deterministic for provider in self.providers.values())
-
-    def _is_deterministic(self) -> bool:
-        return self._has_random and torch.are_deterministic_algorithms_enabled()
-
     def _resolved(self, settings: Settings, is_deterministic: bool) -> Resolved:
         order = priority.active_order(self.op, self.device, self.author, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
         candidates: list[Candidate] = []
-        skipped: dict[str, str] = {}
 
         def why_excluded(provider: Provider) -> str | None:
             if settings.batch_invariant_only and not provider.batch_invariant:
@@ -253,36 +247,30 @@ class Choice:
                 return "it is not deterministic, and only such kernels are allowed"
             return provider.why_unsupported()
 
-        for name in order.names:
+        for name in itertools.takewhile(REFERENCE.__ne__, order.names):
             provider = self.providers.get(name)
-            if name == REFERENCE:
-                break
             if name == TUNED:
-                all_providers = self.providers.items()
-                candidates.append(
-                    self._tuned({n: p for n, p in all_providers if why_excluded(p) is None})
-                )
+                candidates.append(self._tuned(why_excluded))
             elif provider is None:
-                skipped[name] = self._why_absent(name, order)
+                candidates.append(Candidate(name, None, declined=self._why_absent(name, order)))
             elif (why := why_excluded(provider)) is not None:
-                skipped[name] = why
+                candidates.append(Candidate(name, None, declined=why))
             else:
                 candidates.append(Candidate(name, provider.select, provider.accepts is None))
                 if provider.accepts is None:
                     break
         falls_back = bool(order.names) and REFERENCE not in order.names
-        fallback = self.reference
-        if fallback is None or (settings.strict and falls_back):
-            falls_back = False
-            declined = {each.name: each.declined for each in candidates}
-            fallback = self._raising_kernel(order, {**skipped, **declined})
-        reference = Selected(REFERENCE, fallback)
+        kernel = self.reference
+        if kernel is None or (settings.strict and falls_back):
+            kernel, falls_back = self._raising_kernel(order, candidates), False
+        reference = Selected(REFERENCE, kernel)
         candidates.append(Candidate(REFERENCE, lambda *_: reference, takes_all=True))
-        return Resolved(settings, order, candidates, skipped, falls_back)
+        return Resolved(settings, order, candidates, falls_back)
 
-    def _tuned(self, allowed: Mapping[str, Provider]) -> Candidate:
+    def _tuned(self, why_excluded: Callable[[Provider], str | None]) -> Candidate:
         """Return a candidate that selects the kernel that was measured as the fastest."""
         reference = self.reference
+        allowed = {n: each for n, each in self.providers.items() if why_excluded(each) is None}
 
         def select(
             args: tuple[Any, ...], kwargs: Mapping[str, Any], is_traced: bool
@@ -311,9 +299,9 @@ class Choice:
             raise priority.unknown_provider(order.by, self.op, name, self.known)
         return f"{self.op} has no such provider"
 
-    def _raising_kernel(self, order: ActiveOrder, reasons: Mapping[str, str]) -> Function:
+    def _raising_kernel(self, order: ActiveOrder, candidates: Sequence[Candidate]) -> Function:
         op, device, names = self.op, self.device, list(self.providers)
-        listed = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        listed = "; ".join(f"{each.name}: {each.declined}" for each in candidates)
 
         def raise_error(*args: Any, **kwargs: Any) -> Any:
             # `device` is None if these kernels are for every device, so name the device of the
@@ -338,14 +326,19 @@ class Choice:
 
         return raise_error
 
+    def _report_unsupported(self, resolved: Resolved) -> None:
+        """Report the candidates that can run no call."""
+        unsupported = (each for each in resolved.candidates if each.select is None)
+        self._report(resolved, {each.name: each.declined for each in unsupported})
+
     def _report(self, resolved: Resolved, declined: Mapping[str, str]) -> None:
         """Log or warn once for each provider that the order contains but that calls skip.
 
-        `declined` contains the candidates that do not support a call, as in `Resolved.select`.
+        `declined` maps these providers to the reasons.
         """
         falls_back = resolved.falls_back and len(declined) == len(resolved.candidates) - 1
         reportable = {*self.providers, *(set(self.removed) - set(self.known))}
-        for name, why in {**resolved.skipped, **declined}.items():
+        for name, why in declined.items():
             if name not in reportable:
                 continue
             # Skipping a provider is normal if a later one in the order runs instead, so only log

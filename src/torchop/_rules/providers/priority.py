@@ -318,8 +318,8 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     """
     global _process
     devices = known_devices("set_priority", device_types)
+    new = _scoped_orders("set_priority", orders, devices)
     with registration_lock:
-        new = _scoped_orders("set_priority", orders, devices)
         removed = {_written(key) for key, names in orders.items() if names is None}
         places = {(each.pattern, each.device) for each in new}
         others = [each for each in _process if (each.pattern, each.device) not in places]
