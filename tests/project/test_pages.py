@@ -19,7 +19,7 @@ GLOSSARY = DOCS / "reference" / "glossary.md"
 PAGES = [
     path
     for path in sorted(DOCS.rglob("*.md"))
-    if "_build" not in path.parts and path.name not in {"changelog.md", "index.md"}
+    if "_build" not in path.parts and path.name != "changelog.md" and path != DOCS / "index.md"
 ]
 MOST_WORDS = 900
 # Terms of the glossary that pages use in their everyday or PyTorch meaning too.
