@@ -31,7 +31,7 @@ from torchop._core import define, registry
 from torchop._native import switch
 from torchop._rules import inlining
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.functionalization import trace
+from torchop._rules.functionalization import rule as functionalization
 from torchop._rules.helper_operators import HelperOperator
 from torchop._rules.kernels.rule import KernelRule
 
@@ -53,7 +53,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),
     "install the kernel": (KernelRule, "install"),
-    "offer a rule for traces": (trace, "_functionalizing"),
+    "offer a rule for traces": (functionalization, "_install"),
     "implement a key": (libraries, "implement"),
     "define": (libraries, "define"),
     "refresh the packet": (torch_ops, "refresh_packet"),

@@ -349,6 +349,19 @@ def test_a_checkpointed_region(namespace, backend):
     assert calls == [True, True]
 
 
+def test_values_read_before_a_write_are_unchanged(namespace, backend):
+    @torchop.custom_op(f"{namespace}::add", mutates_args=("x",))
+    def add(x: Tensor) -> None:
+        x.add_(1)
+
+    def f(x: Tensor, out: Tensor) -> None:
+        y = x + 2
+        add(x)
+        out.copy_(y)
+
+    check(f, *square(2), backend=backend)
+
+
 def test_a_fake_kernel_that_returns_another_dtype(namespace, backend):
     op = operator(namespace, fake=lambda x, w: torch.empty_like(x))
     f = torch.compile(lambda x, w: op(x, w) + 1, backend=backend)

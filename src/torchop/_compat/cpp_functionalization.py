@@ -30,7 +30,8 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
     It is sufficient to register the kernel in the Python dispatcher, because traces use it. A
     kernel in the C++ dispatcher would also disable auto-functionalization of the operator in all
     other traces (see `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a
-    kernel in the C++ dispatcher, that kernel is called instead of `kernel`.
+    kernel in the C++ dispatcher, that kernel is called instead of `kernel`. If there is a kernel in
+    the Python dispatcher already, nothing changes.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -39,8 +40,16 @@ def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
             return overload._op_dk(key, *args, **kwargs)
         return kernel(*args, **kwargs)
 
-    overload.py_kernels[key] = functionalize
+    overload.py_kernels.setdefault(key, functionalize)
     overload._dispatch_cache.clear()
+
+
+def withdraw(overload: OpOverload) -> None:
+    """Remove the kernel that `implement` registered, if there is one."""
+    key = DispatchKey.Functionalize
+    if getattr(overload.py_kernels.get(key), "__module__", None) == __name__:
+        del overload.py_kernels[key]
+        overload._dispatch_cache.clear()
 
 
 def is_functional(tensor: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ from torchop._errors import (
 )
 from torchop._native.table.calls import attach, outdate
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
-from torchop._rules.functionalization import misread_views
+from torchop._rules.functionalization import rule as functionalization
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -261,7 +261,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         deregistration.after_definition(*name)
         libraries.follow(library)
         is_mutable = "!" in schema
-        remove = misread_views.install_low_level(str(name), is_mutable=is_mutable)
+        remove = functionalization.install_low_level(str(name), is_mutable=is_mutable)
         libraries.on_close(library, remove)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))

@@ -8,6 +8,9 @@ eager mode, autocast casts their inputs. So while autocast is enabled, `trace` r
 
 Operators with an autocast rule are called directly, because their kernels run without autocast.
 
+The functionalization rule also uses `torchop::in_autocast` without autocast, to call operators that
+PyTorch's functionalization does not support (see `trace_by_name`).
+
 There is one operator `torchop::in_autocast` for all operators, and it is defined at import. If each
 operator had a helper operator for this purpose, registering would take longer, and a helper
 operator that is defined during tracing would be unknown to a process that loads the graph from a
@@ -33,6 +36,7 @@ from torchop._compat import (
     compilers,
     dispatch,
     fake_tensors,
+    inductor_writes,
     libraries,
     operators,
     registries,
@@ -53,25 +57,26 @@ def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
 
     A trace before autograd (`pre_dispatch`) records regions of `torch.autocast` itself.
     """
-    state = () if mode.pre_dispatch else autocasting.state_of_kernel()
-    tensors = tensors_in((*args, *(kwargs or {}).values()))
-    devices = {tensor.device.type for tensor in tensors}
-    if not any(name in devices or not devices for name, _ in state):
+    if not _state_of_kernel(mode, op, args, kwargs or {}):
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    kwargs = kwargs or {}
-    returns = [str(result.type) for result in op._schema.returns]
-    is_supported = set(returns) <= {"Tensor", "List[Tensor]"}
-    is_view = any(
-        result.alias_info is not None and not result.alias_info.is_write
-        for result in op._schema.returns
-    )
-    fakes = registries.fake_functions(op._name)
-    # Other fake kernels run with autocast disabled, so the kernel must too.
-    has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
-    if is_view or not is_supported or not has_our_fake:
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    call = _Encoder(op).encode(state, args, kwargs)
-    is_in_place = bool(call.written) and not returns
+    return trace_by_name(mode, op, types, args, kwargs or {})
+
+
+def trace_by_name(
+    mode: Any,
+    op: OpOverload,
+    types: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    returns_arguments: bool = False,
+) -> Any:
+    """Trace a call to `torchop::in_autocast` that calls `op`, in the current autocast state.
+
+    If the operator `returns_arguments`, the traced call returns nothing.
+    """
+    call = _Encoder(op).encode(_state_of_kernel(mode, op, args, kwargs), args, kwargs)
+    is_in_place = bool(call.written) and (returns_arguments or not op._schema.returns)
     is_random = Tag.nondeterministic_seeded in op.tags
     called = _overloads[is_in_place, is_random, registries.effect_of(op._name) is not None]
     with marked(op, args, kwargs):
@@ -89,6 +94,25 @@ def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
     if len(nested) == 1:
         return nested[0]
     return tuple(nested) if nested else None
+
+
+def _state_of_kernel(
+    mode: Any, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> autocasting.State:
+    """Return the autocast state of the traced call, or nothing if the kernel needs no autocast."""
+    state = () if mode.pre_dispatch else autocasting.state_of_kernel()
+    devices = {tensor.device.type for tensor in tensors_in((*args, *kwargs.values()))}
+    if not any(name in devices or not devices for name, _ in state):
+        return ()
+    returns = op._schema.returns
+    is_view = any(
+        result.alias_info is not None and not result.alias_info.is_write for result in returns
+    )
+    is_supported = {str(result.type) for result in returns} <= {"Tensor", "List[Tensor]"}
+    fakes = registries.fake_functions(op._name)
+    # Other fake kernels run with autocast disabled, so the kernel must too.
+    has_our_fake = bool(fakes) and getattr(fakes[-1], "__func__", None) is fake_kernel
+    return state if not is_view and is_supported and has_our_fake else ()
 
 
 class _Latest(threading.local):
@@ -130,10 +154,12 @@ class _Encoder:
         self.tensors: list[Tensor] = []
         self.sizes: list[Any] = []
         self.number: Any = None
+        self.in_autocast = False
 
     def encode(
         self, state: autocasting.State, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> _Call:
+        self.in_autocast = bool(state)
         names = [argument.name for argument in self.op._schema.arguments]
         parts = (
             self.op._name,
@@ -167,10 +193,16 @@ class _Encoder:
             return ("device", str(value))
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return ("torch", str(value).removeprefix("torch."))
+        problem = f"because argument {name!r} is of type {type(value).__name__}"
+        if not self.in_autocast:
+            raise TracingError(
+                f"{self.op}: a compiler cannot trace this call, {problem}. Define the operator "
+                "with torchop.custom_op, which supports more types, or call it outside of the "
+                "compiled function."
+            )
         raise TracingError(
             f"{self.op}: a compiler traces this call while autocast is enabled, and cannot pass "
-            f"the autocast state to the kernel, because argument {name!r} is of type "
-            f"{type(value).__name__}. Register an autocast rule, such as "
+            f"the autocast state to the kernel, {problem}. Register an autocast rule, such as "
             f"torchop.register_autocast({self.op._name!r}, 'cuda', torch.float32), or disable "
             "autocast for the call."
         )
@@ -298,6 +330,8 @@ def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
         registries.FakeRegistration(qualname, kernel, __name__).push()
         if has_effect:
             registries.register_effect(qualname, EffectType.ORDERED)
+        if is_in_place:
+            inductor_writes.register_lowerings(qualname)
         found[is_in_place, is_random, has_effect] = torch_ops.lookup_overload(
             "torchop", name, overload
         )

@@ -131,6 +131,57 @@ def test_the_same_tensor_twice(namespace):
     _compare(lambda d, x: (op(d, d, x), d + 1)[1], "aot_eager", torch.zeros(3), torch.arange(3.0))
 
 
+def _increment(d: Tensor) -> None:
+    d.add_(1)
+
+
+def _runs_in_a_region(op: Any) -> None:
+    _compare(lambda d: (op(d), d * 2)[1], "aot_eager", torch.zeros(3))
+
+
+def test_an_operator_of_a_library(namespace):
+    schema = "(Tensor(a!) d) -> ()"
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"increment{schema}")
+        library.impl("increment", _increment, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::increment", lambda d: None, lib=library)
+        _runs_in_a_region(getattr(torch.ops, namespace).increment)
+
+        library.define(f"to_each{schema.replace(' d', '[] d')}")
+        library.impl("to_each", lambda ds: torch._foreach_add_(ds, 1), "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::to_each", lambda ds: None, lib=library)
+        op = getattr(torch.ops, namespace).to_each
+        text = _refused(lambda d: (op([d]), d + 1)[1], torch.zeros(3))
+        assert f"{namespace}::to_each mutates 'd', which is a list or None, in a region" in text
+
+
+def test_an_accelerated_operator(namespace):
+    op = torch.library.custom_op(f"{namespace}::op", mutates_args=("d",))(_increment)
+    with torchop.accelerate(f"{namespace}::op"):
+        _runs_in_a_region(op)
+    assert torch._C.DispatchKey.Functionalize not in op._opoverload.py_kernels
+
+
+def test_a_kernel_of_the_user_in_the_python_dispatcher_takes_precedence(namespace):
+    op = torch.library.custom_op(f"{namespace}::op", mutates_args=("d",))(_increment)
+
+    @op._opoverload.py_impl(torch._C.DispatchKey.Functionalize)
+    def kernel(d: Tensor) -> None:
+        raise RuntimeError("the kernel of the user")
+
+    with torchop.accelerate(f"{namespace}::op"):
+        with pytest.raises(Exception, match="of the user"):
+            _runs_in_a_region(op)
+        assert op._opoverload.py_kernels[torch._C.DispatchKey.Functionalize] is kernel
+
+
+@pytest.mark.needs_torch("2.11", "C++ functionalization rejects custom operators", before="2.15")
+def test_pytorch_rejects_an_operator_that_mutates_an_input_of_a_region(namespace):
+    op = torch.library.custom_op(f"{namespace}::op", mutates_args=("d",))(_increment)
+    with pytest.raises(Exception, match=f"output has alias annotations: {namespace}::op"):
+        _runs_in_a_region(op)
+
+
 def _refused(block: Callable[..., Tensor], *inputs: Tensor) -> str:
     with pytest.raises(Exception, match="TracingError") as caught:
         _compare(block, "aot_eager", *inputs)

@@ -40,7 +40,7 @@ from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.plan import NativeCalls, unknown_type
 from torchop._native.table import ours
-from torchop._rules.functionalization import misread_views
+from torchop._rules.functionalization import rule as functionalization
 from torchop._schema.naming import OpName
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _accelerate(name: OpName, library: torch.library.Library | None) -> str | No
             calls = TableCalls(native, name, overload)
         calls.accelerate(library)
         if overload._schema.is_mutable:
-            calls._remove_rule = misread_views.install_low_level(str(name), is_mutable=True)
+            calls._remove_rule = functionalization.install_low_level(str(name), is_mutable=True)
         return None
 
 

@@ -9,64 +9,23 @@ instead, and the new value of the copy is then copied into the view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchop._compat import registries, tracing
-from torchop._compat.classes import FunctionalTensorMode, OpOverload
-from torchop._core.call import Call, map_tensors, mutated_tensors, returned_result
+from torchop._compat import tracing
+from torchop._core.call import Call, map_tensors, mutated_tensors
 from torchop._errors import TracingError
-from torchop._rules import in_autocast
-from torchop._rules.effect import functionalize_unless_dropped
-from torchop._rules.functionalization.hidden_aliases import (
-    copy_hidden_aliases,
-    keep_mutated_copies,
-    lasting_copy,
-    sources_of,
-)
-from torchop._schema.forms import Form, form_of
+from torchop._rules.functionalization.hidden_aliases import lasting_copy, sources_of
 from torchop._schema.schema import Argument, Schema
 
 # Pairs of a mutated tensor and a tensor with its new value
 TensorPairs = list[tuple[Tensor, Tensor]]
 
 
-def install_low_level(qualname: str, *, is_mutable: bool) -> Callable[[], object]:
-    """Install the rule for FunctionalTensorMode of a low-level operator.
-
-    A low-level operator is one that `Library.define` or another package defined. If it mutates
-    arguments, the rule copies misread views and hidden aliases. Operators of `custom_op` have a
-    rule that does more (see `trace`).
-
-    Return a function that removes the rule if this call has installed it.
-    """
-    rule = _functionalize_low_level if is_mutable else functionalize_unless_dropped
-    return registries.register_default_torch_dispatch(qualname, FunctionalTensorMode, rule)
-
-
-def _functionalize_low_level(
-    mode: Any, op: OpOverload, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> Any:
-    schema = Schema(op._schema, form=form_of(op.tags))
-    keep_mutated_copies(mode, schema, args, kwargs or {})
-    call, copies = copy_misread_views(mode, op.name(), schema, args, kwargs or {})
-    call = copy_hidden_aliases(mode, schema, *call)
-    result = in_autocast.trace(mode, op, types, *call)
-    if result is NotImplemented:
-        return result
-    with mode:
-        for view, copy in copies:
-            view.copy_(copy)
-    if schema.form is not Form.PLAIN:
-        # PyTorch's result has the value of the argument, but is another tensor.
-        return returned_result(schema, args, kwargs or {})
-    return result
-
-
 def copy_misread_views(
-    mode: Any, name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+    mode: Any, name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Call, TensorPairs]:
     """Replace mutated views with copies if functionalization would describe the views incorrectly.
 

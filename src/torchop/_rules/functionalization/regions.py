@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from torchop._compat import cpp_functionalization as functional
-from torchop._compat import tracing
+from torchop._compat import operators, torch_ops, tracing
+from torchop._compat.classes import OpOverload
 from torchop._core.call import (
     map_tensors,
     mutated_tensors,
@@ -24,18 +25,17 @@ from torchop._core.call import (
     replaced,
     returned_result,
 )
-from torchop._core.definition import Definition
+from torchop._core.registry import find_schema, op_name, own_definition
 from torchop._errors import TracingError
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
 
-def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
-    """Return the kernel that C++ functionalization calls for an operator that mutates arguments."""
-    schema = definition.schema
+def install(op: OpOverload, schema: Schema) -> None:
+    """Register the kernel that C++ functionalization calls for an operator."""
 
     def functionalize(*args: Any, **kwargs: Any) -> Any:
-        _check_memory(definition, args, kwargs)
+        _check_memory(op, schema, args, kwargs)
         before: dict[Tensor, Tensor] = {}
         traced: dict[Tensor, Tensor] = {}
 
@@ -47,9 +47,7 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
 
         with functional.traced_by_mode():
             values, keywords = map_tensors(schema, args, kwargs, trace)
-            result = _map_results(
-                definition.overload(*values, **keywords), functional.value_in_mode
-            )
+            result = _map_results(op(*values, **keywords), functional.value_in_mode)
             after = {tensor: functional.value_in_mode(value) for tensor, value in traced.items()}
         for tensor, value in after.items():
             if value is not before[tensor]:
@@ -58,50 +56,45 @@ def functionalizing_in_regions(definition: Definition) -> Callable[..., Any]:
             return returned_result(schema, args, kwargs)
         return _map_results(result, functional.wrap)
 
-    return functionalize
+    functional.implement(op, functionalize)
 
 
-def needs_check_of_regions(schema: Schema) -> bool:
-    """Return whether PyTorch may overlook that the operator mutates an input of a nested region.
-
-    PyTorch may overlook this unless the argument is a tensor that is passed by position (see
-    `checking_regions`).
-    """
-    keyword_only = {argument.name for argument in schema.keyword_only}
-    return any(
-        argument.is_mutated and (argument.kind != "Tensor" or argument.name in keyword_only)
-        for argument in schema.arguments
-    )
+def uninstall(qualname: str) -> None:
+    op = torch_ops.existing_overload(*operators.parts(qualname))
+    if op is not None:
+        functional.withdraw(op)
 
 
-def checking_regions(definition: Definition) -> Callable[..., Any]:
-    """Return a rule that raises if PyTorch would overlook that a region mutates one of its inputs.
+def trace(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+    """Trace a call in ProxyTorchDispatchMode.
 
-    The rule raises if a mutated argument is a list, is None, or is passed by keyword. PyTorch's
+    Raise if PyTorch would overlook that a region mutates one of its inputs, because a mutated
+    argument is a list, is None, or is passed by keyword. PyTorch's
     `check_input_alias_and_mutation_return_outputs` (torch/_higher_order_ops/utils.py) fails for
     lists and None, and ignores keyword arguments.
     """
-    schema = definition.schema
-
-    def trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = kwargs or {}
-        if functional.is_finding_mutations():
-            for name, value in passed(schema.mutated_places, args, kwargs):
-                if name in kwargs:
-                    tensors = [tensor for _, _, tensor in named_tensors([(name, value)])]
-                    problem = functional.overlap_inputs(mode, tensors) and "passed by keyword"
-                else:
-                    problem = not isinstance(value, Tensor) and "a list or None"
-                if problem:
-                    raise TracingError(
-                        f"{definition} mutates {name!r}, which is {problem}, in a region of "
-                        "torch.compiler.nested_compile_region. PyTorch only finds mutations of "
-                        "tensors that are passed by position. Call the operator outside of the "
-                        "region, or use one that mutates only positional tensors."
-                    )
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-
-    return trace
+    kwargs = kwargs or {}
+    if functional.is_finding_mutations():
+        name = op_name(op, "torch.compile")
+        schema = find_schema(name)
+        # Operators of `custom_op` have this kernel already. For others, registering it earlier
+        # would create an OpOverload when the operator is defined.
+        if own_definition(op, name) is None:
+            install(op, schema)
+        for argument, value in passed(schema.mutated_places, args, kwargs):
+            if argument in kwargs:
+                tensors = [tensor for _, _, tensor in named_tensors([(argument, value)])]
+                problem = functional.overlap_inputs(mode, tensors) and "passed by keyword"
+            else:
+                problem = not isinstance(value, Tensor) and "a list or None"
+            if problem:
+                raise TracingError(
+                    f"{name} mutates {argument!r}, which is {problem}, in a region of "
+                    "torch.compiler.nested_compile_region. PyTorch only finds mutations of "
+                    "tensors that are passed by position. Call the operator outside of the "
+                    "region, or use one that mutates only positional tensors."
+                )
+    return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -110,14 +103,12 @@ def _map_results(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return replaced(result, Tensor, change)
 
 
-def _check_memory(definition: Definition, args: Any, kwargs: Any) -> None:
+def _check_memory(op: OpOverload, schema: Schema, args: Any, kwargs: Any) -> None:
     """Raise if mutated arguments may overlap, because the trace treats them as separate memory."""
-    for (name, one), (other_name, other) in combinations(
-        mutated_tensors(definition.schema, args, kwargs), 2
-    ):
+    for (name, one), (other_name, other) in combinations(mutated_tensors(schema, args, kwargs), 2):
         if one is not other and tracing.may_overlap(one, other):
             raise TracingError(
-                f"{definition} was called in a nested region, with mutated arguments that may "
+                f"{op.name()} was called in a nested region, with mutated arguments that may "
                 f"overlap in memory ({name}, {other_name}). A compiler traces each as separate "
                 "memory. Pass tensors that do not overlap, or call the operator outside of "
                 "torch.compiler.nested_compile_region."

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.testing import assert_close
 
 import torchop
 import torchop.export
 from tests._support.devices import TYPE
+from tests._support.releases import INPLACE, OUT, needs_tags
 from tests.integration.compile.graphs import fresh_compiler
 
 
@@ -158,3 +161,137 @@ def test_a_saved_program_names_the_module_of_a_helper(namespace):
         match=rf"{namespace}::scale__mutable.out, .* Import the module '{__name__}'",
     ):
         torchop.export.load(file)
+
+
+class Unsupported(NamedTuple):
+    """A call that PyTorch cannot functionalize, or for which Inductor 2.13 plans memory wrongly."""
+
+    schema: str
+    kernel: Callable[..., Any]
+    fake: Callable[..., Any]
+    program: Callable[[Any, Tensor], tuple[Any, ...]]  # takes the operator and a matrix
+    tags: Any = ()
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    return x.add_(y)
+
+
+def _add_to_each(xs: list[Tensor | None], y: Tensor) -> None:
+    for x in xs:
+        if x is not None:
+            x.add_(y)
+
+
+def _add_length(x: Tensor, mode: str) -> None:
+    x.add_(len(mode))
+
+
+def _add_if_given(x: Tensor | None, y: Tensor) -> Tensor:
+    return y * 2 if x is None else x.add_(y) * 2
+
+
+UNSUPPORTED = {
+    "inplace": Unsupported(
+        "(Tensor(a!) x, Tensor y) -> Tensor(a!)",
+        _add,
+        lambda x, y: x,
+        lambda op, x: (op(x @ x, x) + (x + 1) @ x,),
+        INPLACE,
+    ),
+    "out": Unsupported(
+        "(Tensor y, *, Tensor(a!) x) -> Tensor(a!)",
+        lambda y, *, x: x.add_(y),
+        lambda y, *, x: x,
+        lambda op, x: (op(x, x=x * 2) + (x + 1) @ x,),
+        OUT,
+    ),
+    "a list with None": Unsupported(
+        "(Tensor(a!)?[] xs, Tensor y) -> ()",
+        _add_to_each,
+        lambda xs, y: None,
+        lambda op, x: (op([None, x], x * 2), x + 1),
+    ),
+    "an argument named mode": Unsupported(
+        "(Tensor(a!) x, str mode) -> ()",
+        _add_length,
+        lambda x, mode: None,
+        lambda op, x: (op(x, "abc"), x + 1),
+    ),
+    "a list result": Unsupported(
+        "(Tensor(a!) x) -> Tensor[]",
+        lambda x: [x.add_(1) * 2, x * 3],
+        lambda x: [x.clone(), x.clone()],
+        lambda op, x: (*op(x), x + 1),
+    ),
+    "None": Unsupported(
+        "(Tensor(a!)? x, Tensor y) -> Tensor",
+        _add_if_given,
+        lambda x, y: y.clone(),
+        lambda op, x: (op(None, x), op(x, x * 3)),
+    ),
+}
+
+
+@needs_tags
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("call", UNSUPPORTED)
+def test_an_operator_of_a_library_is_called_by_name(namespace, call, compiler):
+    schema, kernel, fake, program, tags = UNSUPPORTED[call]
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op{schema}", tags=tags)
+        library.impl("op", kernel, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::op", fake, lib=library)
+        op = getattr(torch.ops, namespace).op
+        given, expected = (torch.arange(9.0).reshape(3, 3) for _ in range(2))
+        compiled = torch.compile(lambda x: program(op, x), backend=compiler, fullgraph=True)
+        assert_close(compiled(given), program(op, expected))
+        assert_close(given, expected)
+
+
+@needs_tags
+def test_an_accelerated_operator_is_called_by_name(namespace):
+    schema, kernel, _, program, tags = UNSUPPORTED["inplace"]
+    name = f"{namespace}::op"
+    op = torch.library.custom_op(name, kernel, mutates_args=("x",), schema=schema, tags=tags)
+    with torchop.accelerate(name):
+        given, expected = (torch.arange(9.0).reshape(3, 3) for _ in range(2))
+        compiled = torch.compile(lambda x: program(op, x), fullgraph=True)
+        assert_close(compiled(given), program(op, expected))
+
+
+@needs_tags
+def test_inductor_itself_reuses_the_memory_of_a_returned_argument(namespace):
+    schema, kernel, _, program, tags = UNSUPPORTED["inplace"]
+    op = torch.library.custom_op(
+        f"{namespace}::op", kernel, mutates_args=("x",), schema=schema, tags=tags
+    )
+    x = torch.arange(9.0).reshape(3, 3)
+    assert torch.compile(lambda x: program(op, x))(x)[0].tolist() != program(op, x)[0].tolist()
+
+
+def test_an_argument_of_an_unsupported_type_is_rejected(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor(a!) x, str mode, Generator? g=None) -> ()")
+        library.impl("op", lambda x, mode, g=None: None, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::op", lambda x, mode, g=None: None, lib=library)
+        op, generator = getattr(torch.ops, namespace).op, torch.Generator()
+        x = FakeTensorMode().from_tensor(torch.ones(2))
+        with (
+            FunctionalTensorMode(),
+            pytest.raises(
+                torchop.TracingError, match=r"argument 'g' is of type Generator\. Define"
+            ),
+        ):
+            op(FunctionalTensor.to_functional(x), "abc", generator)
+
+
+def test_a_kernel_of_a_library_for_functionalization_takes_precedence(namespace):
+    calls: list[str] = []
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor(a!) x, str mode) -> ()")
+        library.impl("op", lambda x, mode: calls.append("functionalize"), "Functionalize")
+        x = FakeTensorMode().from_tensor(torch.ones(2))
+        with FunctionalTensorMode():
+            getattr(torch.ops, namespace).op(FunctionalTensor.to_functional(x), "abc")
+    assert calls == ["functionalize"]
