@@ -56,3 +56,22 @@ def test_an_object_of_another_class_is_refused(namespace: str, what: str) -> Non
         op(torch.ones(1), Both(Reference(2), Constant(3)))
     with pytest.raises(ArgumentError, match=r"argument 'cfg': expected .*, got str"):
         op.overload(torch.ones(1), "6")
+
+
+@dataclasses.dataclass
+class Scaled:
+    values: Tensor
+    cfg: Reference | None
+
+
+def test_fake_kernels_return_objects_that_are_arguments(namespace: str) -> None:
+    def scale(x: Tensor, cfg: Reference, keep: bool) -> Scaled:
+        return Scaled(x * cfg.number, cfg if keep else None)
+
+    op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=())
+    op.register_fake(lambda x, cfg, keep: Scaled(torch.empty_like(x), cfg if keep else None))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, cfg: op(x, cfg, True), fullgraph=True, backend="aot_eager")
+    cfg = Reference(2)
+    assert compiled(torch.ones(1), cfg).cfg is op(torch.ones(1), cfg, True).cfg is cfg
+    assert op(torch.ones(1), cfg, False).cfg is None

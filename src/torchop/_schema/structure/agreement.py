@@ -74,6 +74,8 @@ def _decision(value: Any) -> Any:
         return Described("a tensor")
     if isinstance(value, (list, tuple)):
         return Described(f"a list of {len(value)}")
+    if isinstance(value, FakeScriptObject):  # the fake kernel returned an argument
+        value = value.real_obj
     if opaque_types.is_by_reference(type(value)):
         return Described("an object")
     return _UNKNOWN if isinstance(value, torch.SymInt) else value
