@@ -354,9 +354,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     _needs_digits(subject)
     examples = subject.double_examples[:3]
     for example in examples:
-        yield gradient_case(
-            "the example in double", example, probe=gradients_are_finite_and_right
-        )
+        yield gradient_case("the example in double", example, probe=gradients_are_finite_and_right)
     for example in examples:
         for label, smaller in broadcast(subject, example):
             yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
