@@ -309,12 +309,15 @@ class Place(NamedTuple):
     module: str
 
 
+_INTERNAL = frozenset(("torchop", "torch", "importlib", "contextlib"))
+
+
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # PyTorch's frames are on the stack while a kernel runs, and importlib's while torchop is being
-    # imported.
-    while frame.f_back is not None and _package(frame) in ("torchop", "torch", "importlib"):
+    # PyTorch's frames are on the stack while a kernel runs, importlib's while torchop is being
+    # imported, and contextlib's if torchop enters a `with` block.
+    while frame.f_back is not None and _package(frame) in _INTERNAL:
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 

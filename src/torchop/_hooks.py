@@ -71,6 +71,7 @@ extension: Any = NoExtension
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None
-# Creates a `Follower`, which observes a definition that adds rules to another package's operator.
-# Set by `_native`.
-new_follower: Callable[[Any], Any] = lambda definition: None  # noqa: E731 (replaced later)
+# Called without the registration lock, before a definition's call plan is compiled.
+before_plan: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)
+# Called with the registration lock, when a definition's call plan is invalidated.
+plan_outdated: Callable[[Any], None] = lambda definition: None  # noqa: E731 (replaced later)

@@ -373,3 +373,11 @@ def test_operators_are_defined_inside_a_compiled_function(namespace, definition)
 
     x = torch.ones(3)
     torch.testing.assert_close(torch.compile(call, backend="aot_eager")(x), (x * 2).sin() + 1)
+
+
+def test_error_names_the_line_that_defined_the_operator_and_not_its_library(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    code = compile("\n\n\nlibrary.define('f() -> ()')", "/site/package.py", "exec")
+    exec(code, {"__name__": "package", "library": library})
+    with pytest.raises(RuntimeError, match=r"it exists already, registered at /site/package.py:4"):
+        torchop.define(f"{namespace}::f", "() -> ()")

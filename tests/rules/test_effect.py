@@ -1,5 +1,8 @@
 """Compilers neither drop nor reorder calls with an effect. Uses private names."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -243,6 +246,17 @@ def test_closing_library_brings_back_the_effect_before(namespace):
         torchop.register_effect(op, None, lib=library)
         assert not has_effects(op.overload)
     assert has_effects(op.overload)
+
+
+def test_library_with_an_effect_is_freed(namespace):
+    torchop.define(f"{namespace}::log", "(Tensor x) -> Tensor")
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.register_effect(f"{namespace}::log", ORDERED, lib=library)
+    reference = weakref.ref(library)
+    del library
+    gc.collect()
+    assert reference() is None
+    assert registries.effect_of(f"{namespace}::log") is None
 
 
 def test_handle_repr_shows_the_effect(namespace):

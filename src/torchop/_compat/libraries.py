@@ -91,9 +91,10 @@ def implement_temporarily(
     """Register a Python kernel, and return a function that removes it.
 
     PyTorch can remove a kernel only by destroying the C++ library object that registered it, so
-    this function creates such an object for this kernel alone. Destroying `library` also removes
-    the kernel.
+    this function creates such an object for this kernel alone. Remove the kernel before `library`
+    is destroyed.
     """
+    qualname = f"{library.ns}::{name}"
     code = kernel.__code__
     # Declared as Any, because PyTorch's type stubs lack the parameter `with_keyset`.
     registration: Any = torch._C._dispatch_library(
@@ -101,10 +102,9 @@ def implement_temporarily(
     )
 
     def remove() -> None:
-        with calls_blocked([f"{library.ns}::{name}"]):
+        with calls_blocked([qualname]):
             registration.reset()
 
-    on_close(library, remove)
     # Record the kernel in `library`. When `library` is destroyed, `free_kernels` frees the
     # functions of all recorded kernels.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
@@ -166,11 +166,6 @@ def run_waiting_hooks() -> None:
                 first = first or error
     if first is not None:
         raise first
-
-
-def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
-    handles = library._registration_handles
-    handles[:] = [h for h in handles if not (isinstance(h, _DestroyOnce) and h._hook == hook)]
 
 
 class _DestroyOnce:

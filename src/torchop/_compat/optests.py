@@ -85,14 +85,11 @@ def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
         with torch.device(device):
             return kernel(*args, **kwargs)
 
-    registration = registries.FakeRegistration(qualname, fake, __name__)
-    if kernel is not None:
-        registration.push()
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         if kernel is not None:
-            registration.remove()
+            _, remove = registries.register_fake(qualname, fake, __name__)
+            stack.callback(remove)
+        yield
 
 
 class PassingTensor(torch.Tensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.library
@@ -55,35 +55,30 @@ def published_function(qualname: str) -> Callable[..., Any] | None:
 RegistrationHook = Callable[[], object]
 
 
-class FakeRegistration:
-    """A fake kernel that is registered after `push` and until `remove`.
+def register_fake(
+    qualname: str, function: Callable[..., Any], source: str
+) -> tuple[object, RegistrationHook]:
+    """Register a fake kernel. Return PyTorch's object for it, and a function that removes it."""
+    kernel = _FakeKernel(function, source)
+    _fake_kernels(qualname).append(kernel)
 
-    Calling either method twice has no further effect.
-    """
+    def remove() -> None:
+        kernels = _fake_kernels(qualname)
+        if kernel in kernels:
+            kernels.remove(kernel)
 
-    def __init__(self, qualname: str, function: Callable[..., Any], source: str) -> None:
-        self._qualname = qualname
-        self._kernel = _FakeKernel(function, source)
+    return kernel, remove
 
-    def push(self) -> None:
-        kernels = self._kernels()
-        if self._kernel not in kernels:
-            kernels.append(self._kernel)
 
-    def is_used(self) -> bool:
-        """Return whether this is the operator's active fake kernel, i.e. the one pushed last."""
-        return self._kernels()[-1:] == [self._kernel]
+def is_active_fake(qualname: str, kernel: object) -> bool:
+    """Return whether an operator has this fake kernel and no later one."""
+    return _fake_kernels(qualname)[-1:] == [kernel]
 
-    def remove(self) -> None:
-        kernels = self._kernels()
-        if self._kernel in kernels:
-            kernels.remove(self._kernel)
 
-    def _kernels(self) -> list[_FakeKernel]:
-        # Look up the list on each call instead of storing it. PyTorch's registry drops an
-        # operator's entry when the operator's last rule is removed, so a stored list could be out
-        # of date.
-        return _rules_registry.find(self._qualname).fake_impl.kernels
+def _fake_kernels(qualname: str) -> list[_FakeKernel]:
+    # Look up the list on each call instead of storing it. PyTorch's registry drops an operator's
+    # entry when the operator's last rule is removed, so a stored list could be out of date.
+    return _rules_registry.find(qualname).fake_impl.kernels
 
 
 def fake_source(qualname: str) -> str | None:
@@ -109,6 +104,9 @@ def fake_functions(qualname: str) -> list[Callable[..., Any]]:
 class DefaultRule(functools.partial[Any]):
     """A rule that torchop registers by default. Any other registration replaces it."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function  # `func` may differ, because `partial` unwraps another `partial`
+
     def __bool__(self) -> bool:
         """Return False, because `torch.library.register_torch_dispatch` rejects another true rule.
 
@@ -126,63 +124,52 @@ def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     before = rules.find(cls)
     if isinstance(before, DefaultRule):
-        _replaced[qualname, cls] = before
         del rules._data[cls]
     if before is not function:
         rules.register(cls, function)
 
 
-# The default rules that a user's rule replaces, by the operator's name and the mode.
-_replaced: dict[tuple[str, type], DefaultRule] = {}
+def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Undo `register_torch_dispatch`, unless another function has replaced this one."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if rules.find(cls) is function:
+        del rules._data[cls]
+        _apply_default(qualname, cls)
 
 
-def register_default_torch_dispatch(
-    qualname: str, cls: type, function: Callable[..., Any]
-) -> RegistrationHook:
-    """Register a default rule for a mode, unless the operator has a rule for this mode.
-
-    Return a function that removes only the rule that this call has registered.
-    """
-    rule = DefaultRule(function)
-    if torch_dispatch_rule(qualname, cls) is None:
-        _rules_registry.find(qualname).torch_dispatch_rules.register(cls, rule)
-
-    def undo() -> None:
-        rules = _rules_registry.find(qualname).torch_dispatch_rules._data
-        if rules.get(cls) is rule:
-            del rules[cls]
-        if _replaced.get((qualname, cls)) is rule:
-            del _replaced[qualname, cls]
-
-    return undo
+# The default rules of each operator and class, in the order of their registration. PyTorch's
+# registry contains the first one, unless the user registered a rule.
+_defaults: dict[tuple[str, type], list[DefaultRule]] = {}
 
 
-def remove_default_rules(qualname: str) -> None:
+def add_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Register a default rule. It applies unless there is another rule for the same class."""
+    _defaults.setdefault((qualname, cls), []).append(DefaultRule(function))
+    _apply_default(qualname, cls)
+
+
+def remove_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Undo one call of `add_default_torch_dispatch`."""
+    rules = _defaults.get((qualname, cls), [])
+    rule = next((each for each in rules if each.function == function), None)
+    if rule is not None:
+        rules.remove(rule)
+        _apply_default(qualname, cls)
+
+
+def _apply_default(qualname: str, cls: type) -> None:
     rules = _rules_registry.find(qualname).torch_dispatch_rules._data
-    for cls in [cls for cls, rule in rules.items() if isinstance(rule, DefaultRule)]:
+    if isinstance(rules.get(cls), DefaultRule):
         del rules[cls]
-    for key in [key for key in _replaced if key[0] == qualname]:
-        del _replaced[key]
+    if defaults := _defaults.get((qualname, cls)):
+        rules.setdefault(cls, defaults[0])
+    else:
+        _defaults.pop((qualname, cls), None)
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
     rule: Callable[..., Any] | None = _rules_registry.find(qualname).torch_dispatch_rules.find(cls)
     return rule
-
-
-def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Remove the rule that calls `function`, unless another rule has replaced it.
-
-    If the rule has replaced a default rule, the default rule applies again.
-    """
-    rules, key = _rules_registry.find(qualname).torch_dispatch_rules, (qualname, cls)
-    rule, replaced = rules.find(cls), _replaced.get(key)
-    if rule is function or (isinstance(rule, DefaultRule) and rule.func is function):
-        del rules._data[cls]
-        if replaced is not None:
-            rules.register(cls, _replaced.pop(key))
-    elif replaced is not None and replaced.func is function:
-        del _replaced[key]
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
@@ -192,32 +179,25 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
     remaining effects applies, or the effect from before the first registration.
     """
     holder = _rules_registry.find(qualname).effect
-    rows = _effects.setdefault(qualname, [_Effect(holder.effect)])
-    row = _Effect(effect)
-    rows.append(row)
+    effects, key = _effects.setdefault(qualname, {None: holder.effect}), object()
+    effects[key] = effect
     holder.register(effect)
     if effect is not None:
         inductor_effects.keep_order()
 
     def undo() -> None:
-        if not any(each is row for each in rows):
-            return
-        rows[:] = [each for each in rows if each is not row]
+        del effects[key]
         if holder.effect is effect:
-            holder.register(rows[-1].effect)
-        if len(rows) == 1 and _effects.get(qualname) is rows:
+            holder.register(next(reversed(effects.values())))
+        if len(effects) == 1:
             del _effects[qualname]
 
     return undo
 
 
-class _Effect(NamedTuple):
-    effect: EffectType | None
-
-
-# Each operator's effects in the order of their registration. The first item is the effect from
-# before the first registration.
-_effects: dict[str, list[_Effect]] = {}
+# Each operator's effects in the order of their registration, by a key for each registration. The
+# key None stands for the effect from before the first registration.
+_effects: dict[str, dict[object, EffectType | None]] = {}
 
 
 def effect_of(qualname: str) -> EffectType | None:

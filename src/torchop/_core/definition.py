@@ -10,13 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import torch.library
 
+from torchop import _hooks
 from torchop._compat import deregistration, libraries, logs, registries, torch_ops
 from torchop._compat.classes import OpOverload
-from torchop._core import checking, registered
+from torchop._core import checking
 from torchop._core.declaration import Declaration
 from torchop._core.lock import (
     compute_then_publish,
@@ -24,6 +25,7 @@ from torchop._core.lock import (
     run_waiting_hooks,
     then_run_hooks,
 )
+from torchop._core.registered import Registrations
 from torchop._errors import OperatorGoneError
 from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
@@ -77,9 +79,6 @@ class CompiledRule(Generic[Compiled]):
         self.definition.revision += [*map(id, baked)] != [*map(id, self.cache_parts())]
         self.definition.outdate_plan()
 
-    def retract(self) -> None:
-        """Remove the rule from PyTorch's registries. Called when the operator is deregistered."""
-
     def cache_parts(self) -> Iterator[object]:
         """Yield the parts of the rule that compilers bake into graphs, for cache keys.
 
@@ -126,16 +125,6 @@ Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
 installers: tuple[Installer, ...] = ()
 
 
-class Follower(Protocol):
-    """An observer of call plans, called before a plan is compiled and when it is invalidated.
-
-    `attach` runs without `registration_lock`, and `outdate` with it.
-    """
-
-    def attach(self) -> None: ...
-    def outdate(self) -> None: ...
-
-
 class Definition:
     """The rules that were registered for an operator, and the call plan compiled from them.
 
@@ -153,13 +142,13 @@ class Definition:
         "_plan",
         "_rules",
         "_version",
+        "calls",
         "declaration",
         "deregistration_reason",
-        "dispatcher_kernels",
-        "follower",
         "handle",
         "helpers",
         "name",
+        "registered",
         "revision",
         "schema",
     )
@@ -169,6 +158,7 @@ class Definition:
         declaration: Declaration,
         library: torch.library.Library,
         callers_library: torch.library.Library | None = None,
+        registered: Registrations | None = None,
     ) -> None:
         self.declaration = declaration
         self.name = declaration.name
@@ -189,9 +179,10 @@ class Definition:
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         self._version = 0  # the number of calls of `outdate_plan`
-        # Maps dispatch keys to the kernels that this definition registered with the dispatcher.
-        self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
-        self.follower: Follower | None = None
+        self.registered = registered or Registrations(str(declaration.name))
+        # The `OwnCalls` object that compiles plans for native calls. None for operators of other
+        # packages, and until the C++ extension is loaded.
+        self.calls: Any = None
         # The helper operators, which replace this operator in compiled graphs, by kind. They are
         # instances of `_rules.helper_operators.HelperOperator`.
         self.helpers: Mapping[str, Any] = NOTHING
@@ -239,7 +230,7 @@ class Definition:
     @property
     def entry(self) -> Any:
         """The C++ object that runs calls without the dispatcher. None until it is created."""
-        return getattr(self.follower, "entry", None)
+        return None if self.calls is None else self.calls.entry
 
     @property
     def library(self) -> torch.library.Library:
@@ -306,8 +297,7 @@ class Definition:
         checking.recompile_for_checking(self)
 
         def compute() -> dict[Any, Any]:
-            if (follower := self.follower) is not None:
-                follower.attach()
+            _hooks.before_plan(self)
             return {kind: rule.compile() for kind, rule in self.rules.items()}
 
         def publish(compiled: dict[Any, Any]) -> CallPlan:
@@ -315,7 +305,7 @@ class Definition:
                 self._plan = CallPlan(self.schema, compiled)
             return self._plan
 
-        return compute_then_publish(compute, publish, lambda: (self._version, self.follower))
+        return compute_then_publish(compute, publish, lambda: (self._version, self.calls))
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
         """Return `plan[kind]`. This is faster than indexing the plan, and the backward uses it."""
@@ -330,8 +320,7 @@ class Definition:
         """Make the next call compile a new plan. The caller must hold `registration_lock`."""
         self._version += 1
         self._plan = None
-        if self.follower is not None:
-            self.follower.outdate()
+        _hooks.plan_outdated(self)
         if self.deregistration_reason is not None:
             self.convention.deregistered(self.deregistration_reason)
 
@@ -344,17 +333,12 @@ class Definition:
             with_keyset=with_keyset,
             replaces=not self.is_being_defined,  # a new operator has no kernels to replace
         )
-        self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
+        self.registered.add(key, kernel)
 
-    def implement_temporarily(self, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
-        """Register a kernel at a dispatch key, and return a function that removes the kernel."""
+    def implement_temporarily(self, key: str, kernel: Callable[..., Any]) -> None:
+        """Register a kernel that `self.registered.remove(key)` removes."""
         remove = libraries.implement_temporarily(self.library, self.name.local, key, kernel)
-        self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
-        return remove
-
-    def registering(self, *rules: str) -> registered.Registering:
-        """Return a context manager that records where rules are registered."""
-        return registered.Registering(self, rules, self.library)
+        self.registered.add(key, kernel, remove)
 
     def check_defined(self) -> None:
         if self.deregistration_reason is not None:
@@ -382,8 +366,7 @@ class Definition:
     def library_closed(self) -> None:
         """Remove the rules from PyTorch's registries. Called after the library was closed."""
         with registration_lock:
-            for rule in self.rules.values():
-                rule.retract()
+            self.registered.close()
             if self.deregistration_reason is None:
                 self.deregistration_reason = libraries.library_closed_reason(str(self))
                 self.outdate_plan()

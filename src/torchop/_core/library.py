@@ -9,7 +9,7 @@ import torch.library
 
 from torchop._compat import deregistration, libraries, operators
 from torchop._core.lock import registration_lock, then_run_hooks
-from torchop._errors import OperatorGoneError, Place, users_place
+from torchop._errors import OperatorGoneError
 from torchop._schema.naming import OpName
 
 
@@ -60,23 +60,6 @@ def all_process_definitions() -> list[str]:
     return [
         name for namespace in list(_process_libraries) for name in process_definitions(namespace)
     ]
-
-
-# The attribute in which a library stores where its operators were defined: a dict from the names of
-# the operators to lines of source code.
-_PLACES = "_torchop_places"
-
-
-def record_place(library: torch.library.Library, name: OpName) -> None:
-    """Record the current line of the user's code as the place that defines an operator."""
-    library.__dict__.setdefault(_PLACES, {})[str(name)] = users_place()
-
-
-def process_place(name: OpName) -> Place | None:
-    """Return the source line that defined an operator with `torchop.define` and without `lib=`."""
-    library = _process_libraries.get(name.namespace)
-    places: Mapping[str, Place] = {} if library is None else vars(library).get(_PLACES, {})
-    return places.get(str(name))
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:

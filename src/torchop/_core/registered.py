@@ -1,78 +1,157 @@
-"""Record where rules are registered, to warn if two packages register the same rule."""
+"""The table of everything that a library has registered with PyTorch for one operator.
+
+Each kernel in the dispatcher, and each rule in PyTorch's other registries, has a row. Undoing a
+registration, deregistering an operator, rolling back a definition that failed, and warning about a
+second registration all read the same rows.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.library
 
-from torchop._errors import Place, RedefinitionWarning, users_place, warn
+from torchop._compat import libraries, registries
+from torchop._core.lock import registration_lock
+from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
+
+# A dispatch key, a mode or Tensor subclass with a torch_dispatch rule, or the kind of a rule, such
+# as "fake kernel".
+Key: TypeAlias = "str | type"
+# The key of the row that contains the place where `Library.define` defined an operator.
+DEFINITION = "definition"
 
 
 class Registered(NamedTuple):
-    """The source location of a registration, and the library that owns the rule."""
+    """One row: an object in one of PyTorch's registries."""
 
-    place: Place
-    library: weakref.ref[torch.library.Library]
-
-    @property
-    def is_current(self) -> bool:
-        library = self.library()
-        return library is not None and library.m is not None
+    kernel: Any = None  # the object that PyTorch calls
+    # Removes the object from the registry. None if closing the library removes it.
+    remove: Callable[[], object] | None = None
+    place: Place | None = None  # the user's line of code, for rules that a user registered
 
 
-# The keys are an operator's name and a description of the rule, unique within the operator.
-_rows: dict[tuple[str, str], Registered] = {}
+_NOTHING = Registered()
 
 
-class Registering:
-    """Record the source location of the rules that a `with` block registers.
+class Registrations:
+    """The rows of one operator and one library. All changes hold `registration_lock`."""
 
-    Creating it warns if another package has registered the same rule, because the later of two
-    imports would silently decide which one applies. The caller must not hold the registration lock.
+    __slots__ = ("__weakref__", "_rows", "is_closed", "name")
 
-    Args:
-        name: the operator.
-        rules: the kinds of the rules, such as `"fake kernel"`, with a device type if there is one.
-        library: the library that owns the registration.
-    """
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_closed = False
+        self._rows: dict[Key, Registered] = {}
 
-    # A generator with `contextlib.contextmanager` would make `users_place` return a line of
-    # contextlib.
-    def __init__(self, name: object, rules: Iterable[str], library: torch.library.Library) -> None:
-        self._keys = [(str(name), rule) for rule in rules]
-        forget = functools.partial(_forget, self._keys)
-        self._row = Registered(users_place(), weakref.ref(library, forget))
-        place = self._row.place
-        for key in self._keys:
-            before = _rows.get(key)
-            if before is None or not before.is_current or _package(before.place) == _package(place):
+    def __contains__(self, key: Key) -> bool:
+        return key in self._rows
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(tuple(self._rows))  # a copy, because other threads may add rows
+
+    def kernel(self, key: Key) -> Any:
+        return self._rows.get(key, _NOTHING).kernel
+
+    def place(self, key: Key) -> Place | None:
+        return self._rows.get(key, _NOTHING).place
+
+    def add(self, key: Key, kernel: Any, remove: Callable[[], object] | None = None) -> None:
+        """Record an object that was just registered, and remove the object that it replaces."""
+        if self.is_closed:  # another thread has just closed the library
+            if remove is not None:
+                remove()
+            raise OperatorGoneError(f"{self.name}: the library of this registration was closed.")
+        before = self._rows.get(key, _NOTHING)
+        self._rows[key] = Registered(kernel, remove, before.place)
+        if before.remove is not None:
+            before.remove()
+
+    def add_default_rule(self, cls: type, function: Callable[..., Any]) -> None:
+        """Register a default torch_dispatch rule, unless the table has a rule for this class."""
+        if cls not in self._rows:
+            registries.add_default_torch_dispatch(self.name, cls, function)
+            remove = registries.remove_default_torch_dispatch
+            self.add(cls, function, functools.partial(remove, self.name, cls, function))
+
+    @contextlib.contextmanager
+    def registering(self, *rules: str) -> Iterator[None]:
+        """Record the source location of the rules that a `with` block registers.
+
+        Before the block, this warns if another package has registered the same rule, because the
+        later of two imports would silently decide which one applies. The caller must not hold the
+        registration lock.
+
+        Args:
+            rules: the kinds of the rules, such as `"fake kernel"`, with a device type if there is
+                one.
+        """
+        place = users_place()
+        for rule in rules:
+            before = registration_place(self.name, rule)
+            if before is None or _package(before) == _package(place):
                 continue
-            earlier, later = (f"{each.file}:{each.line}" for each in (before.place, place))
+            earlier, later = (f"{each.file}:{each.line}" for each in (before, place))
             warn(
-                f"{name}: the {key[1]} was registered at {earlier}, and is now replaced by another "
-                f"one at {later}. The order of imports decides which one applies. Remove one of "
-                "them, or register it with lib= and close that library.",
+                f"{self.name}: the {rule} was registered at {earlier}, and is now replaced by "
+                f"another one at {later}. The order of imports decides which one applies. Remove "
+                "one of them, or register it with lib= and close that library.",
                 RedefinitionWarning,
             )
+        yield
+        with registration_lock:
+            for rule in rules:
+                self.record_place(rule, place)
 
-    def __enter__(self) -> None:
-        """Enter the block. The constructor has already checked for duplicates."""
+    def record_place(self, key: Key, place: Place) -> None:
+        self._rows[key] = self._rows.get(key, _NOTHING)._replace(place=place)
+        _latest[self.name, key] = self
 
-    def __exit__(self, error: type[BaseException] | None, *rest: object) -> None:
-        if error is None:
-            _rows.update(dict.fromkeys(self._keys, self._row))
+    def remove(self, key: Key) -> None:
+        row = self._rows.get(key, _NOTHING)
+        if row.remove is not None:
+            row.remove()
+        self._rows.pop(key, None)
+
+    def remove_all(self) -> None:
+        for key in self:
+            self.remove(key)
+
+    def close(self) -> None:
+        """Remove all rows, and accept no more. Called when the library is closed."""
+        with registration_lock:
+            self.is_closed = True
+            self.remove_all()
 
 
-def _forget(keys: list[tuple[str, str]], library: weakref.ref[torch.library.Library]) -> None:
-    """Remove the rows of a library that was freed. Finalizers run this, so it takes no lock."""
-    for key in keys:
-        row = _rows.get(key)
-        if row is not None and row.library is library:
-            _rows.pop(key, None)
+# The attribute in which a library stores its tables: a dict from names of operators to tables.
+_TABLES = "_torchop_registrations"
+
+
+def registrations_of(library: torch.library.Library, name: object) -> Registrations:
+    """Return the table of a library that the user created, for an operator."""
+    with registration_lock:
+        tables: dict[str, Registrations] = library.__dict__.setdefault(_TABLES, {})
+        table = tables.get(str(name))
+        if table is None:
+            table = tables[str(name)] = Registrations(str(name))
+            libraries.on_close(library, table.close)
+        return table
+
+
+# Maps the name of an operator and the key of a row to the table in which a user registered this
+# rule last.
+_latest: weakref.WeakValueDictionary[tuple[str, Key], Registrations] = weakref.WeakValueDictionary()
+
+
+def registration_place(name: object, key: Key) -> Place | None:
+    """Return the user's line of code that registered a rule last, in any open library."""
+    table = _latest.get((str(name), key))
+    return None if table is None else table.place(key)
 
 
 def _package(place: Place) -> str:

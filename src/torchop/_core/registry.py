@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import torch.library
 
-from torchop import _hooks
 from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
@@ -18,9 +17,9 @@ from torchop._core.library import (
     check_library,
     process_definitions,
     process_library,
-    process_place,
 )
 from torchop._core.lock import registration_lock, run_waiting_hooks
+from torchop._core.registered import DEFINITION, registration_place, registrations_of
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
@@ -174,7 +173,7 @@ def registration_site(name: OpName) -> str:
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
         return str(definition.declaration.site)
-    place = process_place(name)
+    place = registration_place(name, DEFINITION)
     if place is not None:
         return f"{place.file}:{place.line}"
     code = getattr(registries.published_function(str(name)), "__code__", None)
@@ -185,7 +184,7 @@ def registration_site(name: OpName) -> str:
 
 def defining_module(name: OpName) -> str | None:
     """Return the module that called `torchop.define` for an operator, or None if none did."""
-    place = process_place(name)
+    place = registration_place(name, DEFINITION)
     return None if place is None else place.module
 
 
@@ -202,14 +201,14 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
-        helpers = NOTHING
+        registered, helpers = registrations_of(library, name), NOTHING
         if definition is not None:
             helpers = definition.helpers
-            for rule in definition.rules.values():
-                rule.retract()
-        definition = definitions[str(name)] = Definition(Declaration(name, schema), library)
+            registered.remove_all()  # these rules were registered for another schema
+        definition = definitions[str(name)] = Definition(
+            Declaration(name, schema), library, registered=registered
+        )
         definition.helpers = helpers  # the names of these helper operators are still taken
-        definition.follower = _hooks.new_follower(definition)
     return definition
 
 

@@ -304,7 +304,7 @@ class Rule(Generic[Value]):
 
     def _add(self, definition: Definition, value: Any, options: Mapping[str, Any]) -> None:
         op = definition.overload
-        with definition.registering(f"rule {self.name!r}"), user_code():
+        with definition.registered.registering(f"rule {self.name!r}"), user_code():
             entry = _Entry(definition, op, self.validate(op, value, **options))
             before = self._entries.get(op._name, ())
             for deregistered in {id(e.op): e.op for e in before if e.op is not op}.values():

@@ -24,7 +24,7 @@ from torchop._core.checking import checked, recompile_for_checking
 from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
-from torchop._core.registered import Registering
+from torchop._core.registered import DEFINITION, registrations_of
 from torchop._core.registry import OpLike, already_defined, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
@@ -190,7 +190,7 @@ class Library(OwnLibrary):
         # If neither names a key, the kernel decomposes the operator into other operators.
         key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
         with (
-            Registering(f"{self.ns}::{name}", [f"kernel at {key}"], self),
+            registrations_of(self, f"{self.ns}::{name}").registering(f"kernel at {key}"),
             registration_lock,
             short_errors,
             libraries.calls_blocked([f"{self.ns}::{name}"]),
@@ -257,12 +257,11 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
     def follow() -> None:
         library._op_defs.add(str(name))
-        core_library.record_place(library, name)
+        registered = registrations_of(library, name)
+        registered.record_place(DEFINITION, users_place())
         deregistration.after_definition(*name)
         libraries.follow(library)
-        is_mutable = "!" in schema
-        remove = functionalization.install_low_level(str(name), is_mutable=is_mutable)
-        libraries.on_close(library, remove)
+        functionalization.install_low_level(registered, is_mutable="!" in schema)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
 

@@ -10,7 +10,7 @@ import torch.library
 from torch import Tensor
 from typing_extensions import ParamSpec, TypedDict, TypeVar, Unpack  # Python 3.12 lacks some
 
-from torchop._compat import compilers, libraries
+from torchop._compat import compilers
 from torchop._compat.classes import OpOverload
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
@@ -245,7 +245,8 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
         return alive[1].overload
 
     if plan_outputs is not None:
-        libraries.on_close(functional.library, plan_outputs(str(functional), str(form), overload))
+        remove = plan_outputs(str(functional), str(form), overload)
+        functional.registered.add(f"planned outputs of {form}", None, remove)
 
 
 def _kernels_of(form: Definition) -> object:

@@ -111,7 +111,7 @@ def _passes(call: Call, key: str) -> bool:
 
 
 def _is_own(call: Call, key: str, registered: str) -> bool:
-    own = None if call.definition is None else call.definition.dispatcher_kernels.get(registered)
+    own = None if call.definition is None else call.definition.registered.kernel(registered)
     return own is not None and own is _python_kernel(call, key)
 
 
@@ -205,11 +205,9 @@ def _problem(call: Call) -> str | None:
 
 
 def _why_dispatcher_records(call: Call) -> str:
-    calls: object = call.definition and call.definition.follower
-    if call.definition is None:
-        calls = calls_of(call.name)
-    problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
-    return problem or "its formula is not known"
+    definition = call.definition
+    calls: NativeCalls | None = calls_of(call.name) if definition is None else definition.calls
+    return (calls and calls.gradient_problem) or "its formula is not known"
 
 
 # Maps each reason whose text depends on the call to the function that returns the details.

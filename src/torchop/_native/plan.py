@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchop._compat import (
     autograd,
-    libraries,
     logs,
     operators,
     overload_functions,
@@ -176,8 +175,8 @@ class OwnCalls(NativeCalls):
             # this overload only if the earlier overloads have entries too. Create these.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
-                if other is not None and isinstance(other.follower, OwnCalls):
-                    other.follower.attach()
+                if other is not None and other.calls is not None:
+                    other.calls.attach()
 
     def check_call(self, /, *args: Any, **kwargs: Any) -> None:
         """Raise an error if a call passes a tensor for a number. C++ calls this if it found one."""
@@ -203,10 +202,10 @@ class OwnCalls(NativeCalls):
         for key in ("Autograd", "ADInplaceOrView"):
             if key == "Autograd" and definition.rule(LayoutRule).layouts:
                 continue  # the kernel copies arguments
-            kernel = definition.dispatcher_kernels.get(key)
+            kernel = definition.registered.kernel(key)
             remove = self._native.bypass(name.packet, name.overload, key, kernel)
             if remove is not None:
-                libraries.on_close(definition.library, remove)
+                definition.registered.add(f"bypass of {key}", None, remove)
 
     def _compile(self) -> Plan:
         definition = self._definition
@@ -220,19 +219,19 @@ class OwnCalls(NativeCalls):
     def compiled(self, plan: CallPlan) -> Plan:
         definition, schema = self._definition, self._schema
         kernels = plan[KernelRule]
-        dispatched = definition.dispatcher_kernels
+        dispatched = definition.registered.kernel
         is_plain = schema.form is Form.PLAIN
         declared = definition.declaration.residuals
         return self._plan(
             kernels=tuple(
-                (dispatched[key], function, declared and declared.author_of(function))
-                for key, device in definition.rule(KernelRule).installed.items()
+                (dispatched(key), function, declared and declared.author_of(function))
+                for key, device in definition.rule(KernelRule).installed().items()
                 if is_returnable(schema) and (function := kernels.functions.get(device)) is not None
             ),
             own_kernels=(
-                dispatched.get("Autograd"),
-                dispatched.get("ADInplaceOrView"),
-                dispatched.get("BackendSelect"),
+                dispatched("Autograd"),
+                dispatched("ADInplaceOrView"),
+                dispatched("BackendSelect"),
             ),
             returned_parameters=() if is_plain else tuple(i for i, _ in schema.mutated_places),
             are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,

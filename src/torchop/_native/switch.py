@@ -163,12 +163,6 @@ class _FirstUse:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
 
-    def attach(self) -> None:
-        obtain()
-
-    def outdate(self) -> None:
-        """Do nothing. A registration that invalidates a call plan does not use the operator."""
-
 
 _first_use = _FirstUse()
 
@@ -179,7 +173,6 @@ def new_handle_type() -> Any:
 
 def make_native(definition: Definition) -> None:
     if _native is None:
-        definition.follower = _first_use
         _first_use.wait()
     if _native is not None and definition.entry is None:
         _adopt(definition, _native)
@@ -211,11 +204,11 @@ def _ready(module: ModuleType) -> None:
             _prepare(module)
             for handle in registries.published_handles().values():
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
-                    calls = _adopt(handle._definition, module)
+                    _adopt(handle._definition, module)
                     # If there is a plan, the operator was already used, perhaps only through
                     # torch.ops, so let C++ also run the calls made through torch.ops.
                     if handle._definition.has_plan:
-                        calls.attach()
+                        handle._definition.calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
                             # The existing plan selects providers in Python. A new plan lets C++
                             # select them.
@@ -269,12 +262,10 @@ def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
             deregistration.count_calls(op)
 
 
-def _adopt(definition: Definition, native: Any) -> OwnCalls:
-    calls = definition.follower
-    if not isinstance(calls, OwnCalls):
-        calls = definition.follower = OwnCalls(native, definition)
+def _adopt(definition: Definition, native: Any) -> None:
+    if definition.calls is None:
+        definition.calls = OwnCalls(native, definition)
     # If the operator takes structured arguments, the handle flattens them in Python, and calls the
     # OpOverload, which is native.
     if definition.structure is None:
-        native.adopt(definition.handle, calls.entry)
-    return calls
+        native.adopt(definition.handle, definition.entry)

@@ -61,15 +61,15 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype | Policy]"]):
                 f"torch.dtype such as torch.float16, or as a policy ({', '.join(POLICIES)}); got "
                 f"{short_repr(cast_inputs)}."
             )
-        new = [device_type for device_type in device_types if device_type not in self.dtypes]
 
         def install() -> None:
-            for device_type in new:
+            for device_type in device_types:
                 key = _autocast_key(device_type)
-                definition.implement(key, _autocast_kernel(definition, device_type, key))
+                if key not in definition.registered:
+                    definition.implement(key, _autocast_kernel(definition, device_type, key))
 
         rules = [f"autocast rule for {device_type}" for device_type in device_types]
-        with definition.registering(*rules), registration_lock:
+        with definition.registered.registering(*rules), registration_lock:
             self.update(install, dtypes={**self.dtypes, **dict.fromkeys(device_types, cast_inputs)})
 
 

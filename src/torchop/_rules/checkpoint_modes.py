@@ -49,7 +49,7 @@ def install(definition: Definition) -> None:
         and not declaration.is_helper
         and not declaration.schema.is_mutable
     ):
-        register_for_traces(definition)
+        definition.registered.add_default_rule(ProxyTorchDispatchMode, in_trace)
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -62,28 +62,29 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
     return _with_policies(op, "", mode, op, types, args, kwargs)
 
 
-def register_for_checkpoints(called: object, op: OpOverload | None = None, extra: str = "") -> None:
+def register_for_checkpoints(
+    definition: Definition, op: OpOverload | None = None, extra: str = ""
+) -> None:
     """Register how an operator behaves in checkpointing modes and in a compiler's trace.
 
     A torch_dispatch rule that the user registers takes precedence.
 
-    If `called` is a helper operator, `op` is the original operator. Policy functions receive `op`
-    instead of `called`, because users do not know the helper operator. `extra` is the name of a
-    keyword argument that only `called` has. Policy functions do not receive this argument.
+    If `definition` is a helper operator, `op` is the original operator. Policy functions receive
+    `op` instead of the helper operator, because users do not know it. `extra` is the name of a
+    keyword argument that only the helper operator has. Policy functions do not receive it.
     """
-    hook = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
-    for mode in checkpointing.POLICY_MODES:
-        registries.register_default_torch_dispatch(str(called), mode, hook)
-    register_for_traces(called, op, extra)
+    for mode, rule in rules_by_mode(op, extra).items():
+        definition.registered.add_default_rule(mode, rule)
 
 
-def register_for_traces(called: object, op: OpOverload | None = None, extra: str = "") -> None:
-    """Register how an operator behaves in a compiler's trace.
-
-    The arguments have the same meaning as in `register_for_checkpoints`.
-    """
-    hook = in_trace if op is None else functools.partial(_marking, op, extra)
-    registries.register_default_torch_dispatch(str(called), ProxyTorchDispatchMode, hook)
+def rules_by_mode(op: OpOverload | None = None, extra: str = "") -> dict[type, Callable[..., Any]]:
+    """Return the torch_dispatch rules that `register_for_checkpoints` registers."""
+    checkpoint = in_checkpoint if op is None else functools.partial(_with_policies, op, extra)
+    trace = in_trace if op is None else functools.partial(_marking, op, extra)
+    return {
+        **dict.fromkeys(checkpointing.POLICY_MODES, checkpoint),
+        ProxyTorchDispatchMode: trace,
+    }
 
 
 def in_trace(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.library
 
-from torchop._compat import checkpointing, compilers, dispatch, libraries, registries, tracing
+from torchop._compat import checkpointing, compilers, dispatch, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -38,16 +38,13 @@ class EffectRule(CompiledRule[Declared]):
     """
 
     declared: Declared = None
-    remove_effect: Callable[[], object] | None = None
-    remove_watch: Callable[[], object] | None = None
-    remove_vmap_guard: Callable[[], object] | None = None
 
     def watch(self) -> None:
         """Install a check that raises if a compiler traces a call that it would silently remove."""
         schema = self.definition.schema
-        if self.remove_watch is None and not (schema.is_mutable or schema.is_view):
-            self.remove_watch = registries.register_default_torch_dispatch(
-                str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
+        if not (schema.is_mutable or schema.is_view):
+            self.definition.registered.add_default_rule(
+                FunctionalTensorMode, functionalize_unless_dropped
             )
 
     def compile(self) -> Declared:
@@ -68,27 +65,21 @@ class EffectRule(CompiledRule[Declared]):
         if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
-        with definition.registering("effect"), registration_lock:
-            if self.remove_effect is None:
-                libraries.on_close(definition.library, self._withdraw)
-            else:
-                self.remove_effect()
-            self.remove_effect = registries.register_effect(str(definition), _kind(declared))
+        with definition.registered.registering("effect"), registration_lock:
+            remove = registries.register_effect(str(definition), _kind(declared))
+            definition.registered.add("effect", None, remove)
             self.update(self._install, declared=declared)
 
     def _install(self) -> None:
         definition = self.definition
-        remove, self.remove_vmap_guard = self.remove_vmap_guard, None
-        if remove is not None:
-            remove()
         if _kind(self.declared) is None:
+            if definition.registered.kernel("FuncTorchBatched") == self._reject_vmap:
+                definition.registered.remove("FuncTorchBatched")
             return
         self.watch()
         register_for_checkpoints(definition)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            self.remove_vmap_guard = libraries.implement_temporarily(
-                definition.library, definition.name.local, "FuncTorchBatched", self._reject_vmap
-            )
+            definition.implement_temporarily("FuncTorchBatched", self._reject_vmap)
 
     @compilers.never_traced
     def _reject_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,17 +89,6 @@ class EffectRule(CompiledRule[Declared]):
             f"batch. Register a vmap rule that does (register_vmap({name!r}, ...)), or call the "
             "operator outside vmap."
         )
-
-    def _withdraw(self) -> None:
-        """Remove the effect, and the rule of `watch` unless another library declares an effect.
-
-        The checkpointing rule stays, because a checkpoint policy may need it. Without an effect or
-        a policy, it changes nothing.
-        """
-        if self.remove_effect is not None:
-            self.remove_effect()
-        if self.remove_watch is not None and registries.effect_of(str(self.definition)) is None:
-            self.remove_watch()
 
 
 def install(definition: Definition) -> Callable[[], None] | None:

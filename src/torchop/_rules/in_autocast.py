@@ -327,7 +327,7 @@ def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
         kernel = _in_place if is_in_place else _functional
         qualname = libraries.define(_library, f"{local}({arguments}) -> {returned}", tags)
         libraries.implement(_library, local, dispatch.kernel_key("default"), kernel)
-        registries.FakeRegistration(qualname, kernel, __name__).push()
+        registries.register_fake(qualname, kernel, __name__)
         if has_effect:
             registries.register_effect(qualname, EffectType.ORDERED)
         if is_in_place:

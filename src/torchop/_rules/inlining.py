@@ -118,7 +118,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
     definition.rule(InliningRule).inlined = inlined
     if not definition.schema.is_mutable:
         hook = around(definition, functionalize_unless_dropped)
-        registries.register_default_torch_dispatch(str(definition), FunctionalTensorMode, hook)
+        definition.registered.add_default_rule(FunctionalTensorMode, hook)
 
     def finish() -> None:
         # A function that can be traced can also serve as the fake kernel.
@@ -139,7 +139,7 @@ def around(definition: Definition, opaque: Callable[..., Any]) -> Callable[..., 
 
 def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
     kernels = definition.rule(KernelRule)
-    installed = {key for key, device in kernels.installed.items() if device in kernels.functions}
+    installed = {key for key, device in kernels.installed().items() if device in kernels.functions}
     devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
     return next((d for d in devices if dispatch.dispatch_key_name(d) in installed), None)
 

@@ -50,7 +50,7 @@ class LayoutRule(CompiledRule["Arrange | None"]):
 
         definition = self.definition
         check_layouts(definition, definition.schema, layouts)
-        if not definition.is_ours and "Autograd" not in definition.dispatcher_kernels:
+        if not definition.is_ours and "Autograd" not in definition.registered:
             check_replaces_no_gradient(definition)
         with registration_lock:
             self.update(self._install, layouts={**self.layouts, **layouts})
@@ -63,7 +63,7 @@ class LayoutRule(CompiledRule["Arrange | None"]):
         # have replaced it.
         self.install()
         definition = self.definition
-        if not definition.is_ours and "BackendSelect" not in definition.dispatcher_kernels:
+        if not definition.is_ours and "BackendSelect" not in definition.registered:
             # The dispatcher skips the Autograd key in inference mode.
             definition.implement("BackendSelect", self._select, with_keyset=True)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop._compat import compilers, libraries, registries
+from torchop._compat import compilers, registries
 from torchop._compat.classes import FunctionalTensorMode, TorchDispatchMode
 from torchop._core.contract import result_check
 from torchop._core.definition import NOTHING, CompiledRule, Definition
@@ -38,13 +38,6 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         names = [cls.__name__ for cls in self.functions]
         return "torch_dispatch for " + ", ".join(names) if names else None
 
-    def retract(self) -> None:
-        # Remove only the default rules here. Rules that users registered are removed when the
-        # libraries that own them close.
-        # A definition for another package's operator has registered no default rules.
-        if self.definition.is_ours:
-            registries.remove_default_rules(str(self.definition))
-
     def register(self, cls: type, function: Callable[..., Any]) -> None:
         definition = self.definition
         if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
@@ -61,13 +54,11 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(InliningRule).disable()
-            # Call `on_close` before registering the rule, because `on_close` raises if the library
-            # is already closed.
-            libraries.on_close(definition.library, withdraw)
             registries.register_torch_dispatch(name, cls, hook)
+            definition.registered.add(cls, hook, withdraw)
 
         what = f"torch_dispatch rule for {cls.__qualname__}"
-        with definition.registering(what), registration_lock:
+        with definition.registered.registering(what), registration_lock:
             self.update(
                 None if cls in self.functions else install,
                 functions={**self.functions, cls: function},

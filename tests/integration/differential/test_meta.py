@@ -121,7 +121,7 @@ def _doctored(workshop: Workshop, spec: OperatorSpec, wrong: Callable[..., Any])
             return changed if rule is KernelRule else compiled[rule]
 
     right = definition.entry.plan
-    definition.entry.plan = definition.follower.compiled(Plan())
+    definition.entry.plan = definition.calls.compiled(Plan())
     try:
         yield
     finally:

@@ -106,6 +106,17 @@ def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_
     assert on_fake(op).shape == (7,)
 
 
+def test_meta_kernel_of_another_packages_operator_serves_meta_tensors(namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
+    op = getattr(torch.ops, namespace).op
+    torchop.register_kernel(op, "meta", lambda x: x.new_empty(9))
+    with pytest.raises(RuntimeError, match="already has a DispatchKey::Meta implementation"):
+        torchop.register_fake(op, lambda x: x.new_empty(7), allow_override=False)
+    torchop.register_fake(op, lambda x: x.new_empty(7))
+    assert on_meta(op).shape == (9,)
+    assert on_fake(op).shape == (7,)
+
+
 def test_kernel_for_the_meta_device_serves_fake_tensors_without_a_fake_kernel(namespace):
     later = define(namespace)
     later.register_kernel("meta")(lambda x: x.new_empty(9))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ from torchop._compat import (
     dispatch,
     foreign_operators,
     inductor_writes,
-    libraries,
     operators,
     overload_functions,
     registries,
@@ -35,6 +33,7 @@ from torchop._compat import (
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registered import Registrations, registrations_of
 from torchop._core.registry import find_schema, own_definition
 from torchop._native import switch
 from torchop._native.extension import api
@@ -46,6 +45,7 @@ from torchop._schema.naming import OpName
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
+_KIND = "acceleration"  # the key in the table of registrations
 MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 # The operators of other packages that `torchop.accelerate` has accelerated.
@@ -56,46 +56,46 @@ _calls: weakref.WeakValueDictionary[OpName, TableCalls] = weakref.WeakValueDicti
 
 
 class TableCalls(NativeCalls):
-    __slots__ = ("__weakref__", "_library", "_overload", "_remove_rule", "problem")
+    __slots__ = ("__weakref__", "_overload", "_registered", "_table", "problem")
 
     def __init__(self, native: Any, name: OpName, overload: OpOverload) -> None:
         super().__init__(native, name, find_schema(name))
         self.problem: str | None = None  # why the latest plan has no kernel
         self._overload = overload
-        self._library: torch.library.Library | None = None
-        self._remove_rule: Callable[[], object] = _nothing  # undoes `install_low_level`
+        self._registered = Registrations(str(name))
+        # The table with the row for `accelerate`: the defining library's, if the library is known.
+        self._table = Registrations(str(name))
         _calls[name] = self
         self._take_calls(overload)
 
     def accelerate(self, library: torch.library.Library | None) -> None:
         """Let C++ run other packages' kernels without the dispatcher, until `release` is called.
 
-        `library` is the library that defined the operator, or None if it is unknown. When this
-        library is closed, `release` is called.
+        `library` is the library that defined the operator, or None if it is unknown. Closing this
+        library has the same effect as `release`.
         """
-        accelerated[self.name] = self
-        self._library = library
-        foreign_operators.when_exchanged(self._overload, self._take_exchanged)
         if library is not None:
-            libraries.on_close(library, self.release)
+            self._table = registrations_of(library, self.name)
+        self._table.add(_KIND, self, self._release)
+        accelerated[self.name] = self
+        if self._overload._schema.is_mutable:
+            functionalization.install_low_level(self._registered, is_mutable=True)
+        foreign_operators.when_exchanged(self._overload, self._take_exchanged)
         self.outdate()
 
     def release(self) -> None:
         """Undo `accelerate`. If other code has replaced `OpOverload._op`, keep its replacement."""
         with registration_lock:
-            if accelerated.get(self.name) is not self:
-                return
-            del accelerated[self.name]
-            self._remove_rule()
-            self._remove_rule = _nothing
-            foreign_operators.forget_exchange(self._overload)
-            if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
-                operator = self._native.Operator
-                foreign_operators.restore_function(self._overload, operator, self.entry)
-            if self._library is not None:
-                libraries.forget_hook(self._library, self.release)
-                self._library = None
-            self.outdate()
+            self._table.remove(_KIND)
+
+    def _release(self) -> None:
+        del accelerated[self.name]
+        self._registered.remove_all()
+        foreign_operators.forget_exchange(self._overload)
+        if not (_may_take(self.name) and ours.registered_kernels(self._native, self.name)):
+            operator = self._native.Operator
+            foreign_operators.restore_function(self._overload, operator, self.entry)
+        self.outdate()
 
     def _take_exchanged(self) -> None:
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
@@ -128,10 +128,6 @@ class TableCalls(NativeCalls):
         if kernels.pairs and plan.unknown_parameter is not None:
             self.problem = unknown_type(schema, plan)
         return plan
-
-
-def _nothing() -> None:
-    """Do nothing. This is the default for functions that undo a registration."""
 
 
 def has_own_kernels(native: Any, name: OpName) -> bool:
@@ -182,8 +178,6 @@ def _accelerate(name: OpName, library: torch.library.Library | None) -> str | No
                 return "other code replaced its function in torch.ops"
             calls = TableCalls(native, name, overload)
         calls.accelerate(library)
-        if overload._schema.is_mutable:
-            calls._remove_rule = functionalization.install_low_level(str(name), is_mutable=True)
         return None
 
 
@@ -288,28 +282,29 @@ def _may_take(name: OpName) -> bool:
     return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 
 
-class Follower:
-    """Updates native calls if a definition changes its rules for another package's operator."""
+def _before_plan(definition: Definition) -> None:
+    """Let C++ run the calls to an operator without the dispatcher, if only torchop registers rules.
 
-    __slots__ = ("_name",)
-
-    def __init__(self, definition: Definition) -> None:
-        self._name = definition.name
-
-    def attach(self) -> None:
-        """If torchop defined the operator, let C++ run its calls without the dispatcher.
-
-        If another package defined the operator, that package may have registered kernels, so C++
-        runs calls only if the user calls `torchop.accelerate`.
-        """
-        name = self._name
-        if name.packet in deregistration.defined and entry_of(name) is None:
-            overload = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
-            if overload is not None:
-                attach(name, overload)
-
-    def outdate(self) -> None:
-        outdate(self._name)
+    If another package defined the operator, that package may have registered kernels, so C++ runs
+    calls only if the user calls `torchop.accelerate`.
+    """
+    name = definition.name
+    if definition.calls is not None:
+        definition.calls.attach()
+    elif definition.is_ours:
+        switch.obtain()
+    elif name.packet in deregistration.defined and entry_of(name) is None:
+        overload = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
+        if overload is not None:
+            attach(name, overload)
 
 
-_hooks.new_follower = Follower
+def _plan_outdated(definition: Definition) -> None:
+    if definition.calls is not None:
+        definition.calls.outdate()
+    elif not definition.is_ours:
+        outdate(definition.name)
+
+
+_hooks.before_plan = _before_plan
+_hooks.plan_outdated = _plan_outdated

@@ -227,11 +227,11 @@ def register(
         backward = with_contiguous_grads(backward)
     formula = Formula(definition, backward, setup_context, training)
     rules = ["backward formula"] if jvp is None else ["backward formula", "forward-mode formula"]
-    with definition.registering(*rules), registration_lock:
+    with definition.registered.registering(*rules), registration_lock:
         if training is not None:
             training.differentiate(backward, formula.setup)
         rule.update(
-            None if rule.installed else rule.install,
+            rule.install,
             formula=formula,
             tangents=rule.tangents if jvp is None else (jvp, None),
         )
@@ -277,5 +277,5 @@ def derive_autograd(op: OpLike, /) -> None:
     check_derivable(definition, decomposes=rule.decomposition is not None)
     check_has_gradient(definition)
     formula = graph_operators.derived_formula(definition)
-    with definition.registering("backward formula"):
+    with definition.registered.registering("backward formula"):
         rule.update(formula=formula)

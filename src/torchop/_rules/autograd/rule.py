@@ -46,11 +46,12 @@ class AutogradRule(CompiledRule[Formula]):
         Operators without a formula need the kernel too. Otherwise autograd would not record the
         call, and the backward would silently stop there instead of raising an error.
         """
-        self.definition.implement("Autograd", self.kernel, with_keyset=True)
+        if not self.installed:
+            self.definition.implement("Autograd", self.kernel, with_keyset=True)
 
     @property
     def installed(self) -> bool:
-        return "Autograd" in self.definition.dispatcher_kernels
+        return "Autograd" in self.definition.registered
 
     def compile(self) -> Formula:
         checker = checking.checker if self.formula.function is not None else None
@@ -96,8 +97,8 @@ class AutogradRule(CompiledRule[Formula]):
             check_replaces_no_gradient(self.definition)
         has_keywords = bool(self.definition.schema.keyword_only)
         check_setup_context(self.definition, setup_context, has_keywords)
-        with self.definition.registering("forward-mode formula"):
-            self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
+        with self.definition.registered.registering("forward-mode formula"):
+            self.update(self.install, tangents=(jvp, setup_context))
 
     def training_form(self) -> Any:
         definition = self.definition
@@ -188,9 +189,8 @@ def install(definition: Definition) -> None:
     Operators of `torchop.compat` (`is_lenient`) get the kernel when a formula is registered. Until
     then, PyTorch's autograd fallback handles their calls.
     """
-    rule = definition.rule(AutogradRule)
-    if not definition.declaration.is_lenient and not rule.installed:
-        rule.install()
+    if not definition.declaration.is_lenient:
+        definition.rule(AutogradRule).install()
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
-from torchop._compat import autocasting, compilers, dispatch, fake_tensors, libraries, registries
+from torchop._compat import autocasting, compilers, dispatch, fake_tensors, registries
 from torchop._compat.classes import FakeImplCtx, FakeTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 # The location of fake kernels that torchop itself provides. PyTorch stores the source location of
 # each fake kernel, for messages.
 NO_FUNCTION = "torchop"
+_KIND = "fake kernel"  # the key in the table of registrations
 
 
 class Fake(NamedTuple):
@@ -50,22 +51,24 @@ class FakeRule(CompiledRule[Fake]):
     """The fake kernel of an operator, and the kernel at the Meta key that calls it."""
 
     function: Callable[..., Any] | None = None
-    # Whether the operator has a kernel at the Meta dispatch key: `FakeRule.kernel`, or a meta
-    # kernel that the operator's author wrote.
-    is_installed = False
-    registration: registries.FakeRegistration | None = None
     cache: FakeCache | None = None  # None if the fake kernel must run in each call
     warned: tuple[str, ...] = ()
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether the operator has a kernel at the Meta dispatch key.
+
+        It is `FakeRule.kernel`, or a meta kernel that the operator's author wrote.
+        """
+        return "Meta" in self.definition.registered
+
     def install(self) -> None:
         definition = self.definition
-        if definition.is_ours and "meta" in definition.declaration.devices:
-            self.is_installed = True
+        if self.is_installed:
             return  # FakeTensor runs the author's meta kernel instead
         # Install `FakeRule.kernel` even if no fake kernel is registered yet. Otherwise, a kernel
         # that is registered for every device would run on meta tensors too.
         definition.implement("Meta", self.kernel)
-        self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
             # In-place operators, out= operators and operators that return nothing need no fake
             # kernel, but register `fake_kernel` for them anyway. Otherwise FakeTensor would run the
@@ -88,7 +91,7 @@ class FakeRule(CompiledRule[Fake]):
         FakeTensor, which prefers `fake_kernel` to the meta kernel, so remove `fake_kernel`.
         """
         if self.function is None:
-            self.retract()
+            self.definition.registered.remove(_KIND)
 
     def compile(self) -> Fake:
         definition = self.definition
@@ -122,7 +125,7 @@ class FakeRule(CompiledRule[Fake]):
                 "and needs no fake kernel. The registered fake kernel is used anyway.",
                 UserWarning,
             )
-        with definition.registering("fake kernel"), registration_lock:
+        with definition.registered.registering(_KIND), registration_lock:
             if not self.is_installed:
                 self._check_not_composite()
             self.replace(function, cache)
@@ -142,22 +145,10 @@ class FakeRule(CompiledRule[Fake]):
 
     def _push(self, source: str) -> None:
         definition = self.definition
-        registration = registries.FakeRegistration(str(definition), self.fake_kernel, source)
-        if self.registration is not None:
-            self.registration.remove()
-        elif definition.is_ours:  # deregistering the operator also removes this rule
-            registries.register_default_torch_dispatch(
-                str(definition), FakeTensorMode, self.run_at_once
-            )
-        else:
-            libraries.on_close(definition.library, self.retract)
-        self.registration = registration
-        registration.push()
-
-    def retract(self) -> None:
-        if self.registration is not None:
-            self.registration.remove()
-            self.registration = None
+        registered = registries.register_fake(str(definition), self.fake_kernel, source)
+        definition.registered.add(_KIND, *registered)
+        if definition.is_ours:
+            definition.registered.add_default_rule(FakeTensorMode, self.run_at_once)
 
     @compilers.never_traced
     def run_at_once(self, mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -167,9 +158,10 @@ class FakeRule(CompiledRule[Fake]):
         that only contains calls to PyTorch's own operators. Together, this takes longer than a
         typical fake kernel.
         """
-        kwargs, used = kwargs or {}, self.registration
+        definition, kwargs = self.definition, kwargs or {}
         tensors = tensors_in((*args, *kwargs.values()))
-        if used is None or not used.is_used() or not fake_tensors.only_runs_fake(mode, op, tensors):
+        is_active = registries.is_active_fake(str(definition), definition.registered.kernel(_KIND))
+        if not is_active or not fake_tensors.only_runs_fake(mode, op, tensors):
             return mode.__torch_dispatch__(op, types, args, kwargs)
 
         def run() -> Any:
@@ -200,11 +192,12 @@ class FakeRule(CompiledRule[Fake]):
             warn_of_guards(definition, new)
 
     def _check_override(self) -> None:
-        name = str(self.definition)
+        definition, name = self.definition, str(self.definition)
+        is_foreign = not definition.is_ours and definition.registered.kernel("Meta") != self.kernel
         source = registries.fake_source(name)
         if source not in (None, NO_FUNCTION):
             existing = f"fake impl registered at {source}"
-        elif not self.is_installed and dispatch.has_kernel(name, "Meta"):
+        elif is_foreign and dispatch.has_kernel(name, "Meta"):
             existing = "DispatchKey::Meta implementation"
         else:
             return

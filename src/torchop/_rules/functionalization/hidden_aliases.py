@@ -38,7 +38,7 @@ def _clone(x: Tensor) -> Tensor:
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
-registries.FakeRegistration("torchop::clone", _clone, __name__).push()
+registries.register_fake("torchop::clone", _clone, __name__)
 
 
 def lasting_copy(mode: Any, tensor: Tensor) -> Tensor:

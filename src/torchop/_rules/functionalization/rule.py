@@ -39,15 +39,17 @@ PyTorch has fixed the faults, and the step can be deleted.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop._compat import dispatch, registries
+from torchop._compat import dispatch
 from torchop._compat.classes import FunctionalTensorMode, OpOverload, ProxyTorchDispatchMode
 from torchop._core.call import mutated_tensors, returned_result
 from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.registered import Registrations
 from torchop._core.registry import find_schema, op_name, own_definition
 from torchop._errors import TracingError
 from torchop._rules import in_autocast, inlining
@@ -108,7 +110,7 @@ def install(definition: Definition) -> Callable[[], None] | None:
     if not definition.schema.is_mutable or definition.declaration.is_helper:
         return None
     of_form = definition.declaration.functionalize
-    _install(str(definition), of_form or inlining.around(definition, functionalize))
+    _install(definition.registered, of_form or inlining.around(definition, functionalize))
 
     def finish() -> None:
         for kind in _needed(definition.schema) if of_form is None else ():
@@ -118,16 +120,14 @@ def install(definition: Definition) -> Callable[[], None] | None:
     return finish
 
 
-def install_low_level(qualname: str, *, is_mutable: bool) -> Callable[[], object]:
-    """Install the rule for an operator that `Library.define` or another package defined.
-
-    Return a function that removes the rule if this call has installed it.
-    """
+def install_low_level(registered: Registrations, *, is_mutable: bool) -> None:
+    """Install the rule for an operator that `Library.define` or another package defined."""
     if is_mutable:
-        return _install(qualname, functionalize)
-    return registries.register_default_torch_dispatch(
-        qualname, FunctionalTensorMode, functionalize_unless_dropped
-    )
+        _install(registered, functionalize)
+        uninstall = functools.partial(regions.uninstall, registered.name)
+        registered.add("C++ functionalization", None, uninstall)
+    else:
+        registered.add_default_rule(FunctionalTensorMode, functionalize_unless_dropped)
 
 
 def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
@@ -157,19 +157,9 @@ def functionalize(mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any)
     return returned_result(schema, args, kwargs)
 
 
-def _install(qualname: str, trace: Callable[..., Any]) -> Callable[[], object]:
-    rules = {FunctionalTensorMode: trace, ProxyTorchDispatchMode: regions.trace}
-    removals = [
-        registries.register_default_torch_dispatch(qualname, mode, rule)
-        for mode, rule in rules.items()
-    ]
-
-    def remove() -> None:
-        for each in removals:
-            each()
-        regions.uninstall(qualname)
-
-    return remove
+def _install(registered: Registrations, trace: Callable[..., Any]) -> None:
+    registered.add_default_rule(FunctionalTensorMode, trace)
+    registered.add_default_rule(ProxyTorchDispatchMode, regions.trace)
 
 
 def _traced(op: OpOverload) -> Traced:

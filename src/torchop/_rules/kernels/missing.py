@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from typing_extensions import Never  # in typing since Python 3.11
 
-from torchop._compat import dispatch
+from torchop._compat import compilers, dispatch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registered import Key
 from torchop._errors import MissingKernelError
 from torchop._rules.kernels import backend_select
 
@@ -33,18 +34,23 @@ class RaisingKernels:
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
-        self._kernel = kernel
-        self._places: dict[str, Callable[[], None]] = {}
+        self._run = kernel
+        # The same object at each key, because it is compared by identity.
+        self._kernel = self.kernel
         # Removed kernels. They must stay alive, because other threads may still be running them.
         self._held: list[Any] = []
         self._raise_at(EVERY_DEVICE)
 
+    @compilers.never_traced
+    def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
     def _raise_at(self, key: str) -> None:
-        self._places[key] = self._definition.implement_temporarily(key, self._kernel)
+        self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
-        """Remove the raising kernels, because a kernel for every device is being registered."""
-        for key in list(self._places):
+        """Remove the raising kernels, because a kernel for every device was registered."""
+        for key in self._definition.registered:
             self._remove(key)
 
     def expose_fallback_of_call(
@@ -74,16 +80,19 @@ class RaisingKernels:
     def _expose(self, key: str) -> None:
         # Keep the kernel alive, because another thread may have looked it up but not called it yet.
         self._held.append(dispatch.computed_kernel(str(self._definition), key))
-        if EVERY_DEVICE in self._places:
+        if self._raises_at(EVERY_DEVICE):
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
                     self._raise_at(other)
             self._remove(EVERY_DEVICE)
-        if key in self._places:  # another thread may already have removed it
-            self._remove(key)
+        self._remove(key)
 
-    def _remove(self, key: str) -> None:
-        self._places.pop(key)()
+    def _remove(self, key: Key) -> None:
+        if self._raises_at(key):
+            self._definition.registered.remove(key)
+
+    def _raises_at(self, key: Key) -> bool:
+        return self._definition.registered.kernel(key) is self._kernel
 
 
 def raise_missing_kernel(

@@ -20,6 +20,7 @@ from torchop._core.contract import (
 from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registered import Key
 from torchop._errors import AliasError, ArgumentError, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
@@ -99,9 +100,6 @@ class KernelRule(CompiledRule[Kernels]):
     # The dispatcher kernels that raise an error on all devices without a kernel. None if the
     # operator was defined for every device.
     raising_kernels: RaisingKernels | None = None
-    # Maps each dispatch key with a dispatcher kernel to the key of its kernel in `registered`.
-    # Names such as "cpu" and "CPU" have the same dispatch key, so they share one entry.
-    installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
         if self._is_for_every_device:
@@ -177,7 +175,7 @@ class KernelRule(CompiledRule[Kernels]):
         function = definition.convention.kernel(definition.authored(function))
         function = fitted_kernel(definition, function)
         rules = [f"kernel at {self._key(device)}" for device in devices]
-        with definition.registering(*rules), registration_lock:
+        with definition.registered.registering(*rules), registration_lock:
             names, install = self.places(devices)
             functions = {**self.functions, **dict.fromkeys(names, function)}
             self.update(install, registered=functions)
@@ -199,7 +197,14 @@ class KernelRule(CompiledRule[Kernels]):
 
         # "cpu" and its dispatch key "CPU" share one kernel, which is stored under the name that was
         # registered first.
-        return [self.installed.get(key, device) for key, device in keys.items()], install
+        installed = self.installed()
+        return [installed.get(key, device) for key, device in keys.items()], install
+
+    def installed(self) -> dict[Key, str | None]:
+        """Map each dispatch key with a kernel of this rule to the kernel's key in `registered`."""
+        registered = self.definition.registered
+        places = {key: place_of(registered.kernel(key)) for key in registered}
+        return {key: place[1] for key, place in places.items() if place is not None}
 
     @property
     def provider_names(self) -> list[str]:
@@ -279,9 +284,8 @@ class KernelRule(CompiledRule[Kernels]):
         return dispatch.kernel_key(device)
 
     def _install(self, key: str, device: str | None) -> None:
-        if key not in self.installed:
+        if place_of(self.definition.registered.kernel(key)) is None:
             self.definition.implement(key, self._dispatcher_kernel(device))
-            self.installed = {**self.installed, key: device}
             if key == EVERY_DEVICE and self.raising_kernels is not None:
                 self.raising_kernels.remove_all()
             if key == "Meta":
@@ -306,7 +310,8 @@ class KernelRule(CompiledRule[Kernels]):
 
     def run_reference(self, key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the reference kernel at a dispatch key, even if a provider would run the call."""
-        return self._run(self.installed.get(key), args, kwargs, is_reference=True)
+        place = place_of(self.definition.registered.kernel(key))
+        return self._run(place and place[1], args, kwargs, is_reference=True)
 
     @compilers.never_traced
     def _run(

@@ -24,9 +24,7 @@ def follow(form: Any, cls: type) -> None:
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
     rule = _under_mode if issubclass(cls, TorchDispatchMode) else _on_subclass
-    registries.register_default_torch_dispatch(
-        str(form.helper), cls, functools.partial(rule, form, cls)
-    )
+    form.helper.registered.add_default_rule(cls, functools.partial(rule, form, cls))
 
 
 def _under_mode(

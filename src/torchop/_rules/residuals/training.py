@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, flop_counter, functorch, registries
+from torchop._compat import compilers, flop_counter, functorch
 from torchop._core.call import as_tuple, tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.definition import CompiledRule, Definition
@@ -81,7 +81,7 @@ class WithResiduals(HelperOperator):
             self.is_counted = True
             op = self.definition.overload
             count = flop_counter.counted_for(op, lambda result: self.split(result)[0])
-            registries.register_default_torch_dispatch(str(self.helper), mode, count)
+            self.helper.registered.add_default_rule(mode, count)
         return self.split(self.overload(*args, **kwargs))
 
     def before_kernel(self, inputs: Any, keywords: Any) -> Request:

@@ -14,16 +14,9 @@ import torch.library
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchop._compat import checkpointing, registries
-from torchop._compat.classes import ProxyTorchDispatchMode, Tag
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError
-from torchop._rules.checkpoint_modes import (
-    Decision,
-    Policy,
-    in_checkpoint,
-    in_trace,
-    register_for_checkpoints,
-)
+from torchop._rules.checkpoint_modes import Decision, Policy, rules_by_mode
 from torchop._schema.callables import Lambda, Registered
 from torchop.extend import OpLike, OpOverload, observer, short_repr
 
@@ -66,14 +59,12 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 f"{op.name()}: selective checkpointing in this release of PyTorch does not "
                 "support policies of operators."
             )
-        register_for_checkpoints(op.name())
+        for mode, rule in rules_by_mode().items():
+            registries.add_default_torch_dispatch(op.name(), mode, rule)
 
     def detach(self, op: OpOverload) -> None:
-        if registries.effect_of(op.name()) is None:
-            for mode in checkpointing.POLICY_MODES:
-                registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
-            if Tag.nondeterministic_seeded not in op.tags:
-                registries.withdraw_torch_dispatch(op.name(), ProxyTorchDispatchMode, in_trace)
+        for mode, rule in rules_by_mode().items():
+            registries.remove_default_torch_dispatch(op.name(), mode, rule)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered

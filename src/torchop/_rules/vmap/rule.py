@@ -48,7 +48,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         else:
             authored = self.definition.authored(function)
             function = self._checked_function(self.definition.convention.vmap(authored))
-        with self.definition.registering("vmap rule"):
+        with self.definition.registered.registering("vmap rule"):
             self.update(self._install, function=function)
 
     def _check_sequential(self) -> None:
@@ -75,12 +75,12 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
     def _install(self) -> None:
         definition = self.definition
-        if "FuncTorchBatched" not in definition.dispatcher_kernels:
+        if definition.registered.kernel("FuncTorchBatched") != self.kernel:
             definition.implement("FuncTorchBatched", self.kernel)
         key = functorch.VMAP_OF_RANDOM_CALLS
         if (
             self.function == SEQUENTIAL
-            and key not in definition.dispatcher_kernels
+            and key not in definition.registered
             and torch.Tag.nondeterministic_seeded in definition.overload.tags
         ):
             definition.implement(key, self._run_random)

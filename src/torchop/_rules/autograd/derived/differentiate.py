@@ -51,7 +51,7 @@ class Rerun(NamedTuple):
         args, kwargs = self.call.with_tensors(inputs)
         # Call the kernel and not the operator. Autograd would record a call to the operator as a
         # single node, and not the operators in its body.
-        kernels = self.definition.dispatcher_kernels
+        kernel_at = self.definition.registered.kernel
         key = every = dispatch.kernel_key("default")
         # `dispatch_key_name` returns the key for dense tensors, so call the default kernel if there
         # are tensors with other layouts.
@@ -59,12 +59,13 @@ class Rerun(NamedTuple):
             # If tensors are on the CPU and on another device, use the other device's kernel.
             device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
             key = dispatch.dispatch_key_name(device_type)
-        rule = self.definition.rule(KernelRule)
-        if rule.providers is not None:
-            # Kernels of providers may not be differentiable, so run the reference kernel.
+        rule, kernel = self.definition.rule(KernelRule), kernel_at(key) or kernel_at(every)
+        if rule.providers is not None or kernel is None:
+            # Kernels of providers may not be differentiable, so run the reference kernel. If there
+            # is no kernel, this runs the backend's fallback.
             result = rule.run_reference(key, args, kwargs)
         else:
-            result = kernels.get(key, kernels[every])(*args, **kwargs)
+            result = kernel(*args, **kwargs)
         return as_tuple(self.definition.schema, result)
 
     def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
