@@ -10,6 +10,7 @@ import torch
 import torch.library
 from torch.fx import GraphModule, Node
 
+from torchop._compat import torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
 # `registered_schema(name, overload)` returns an operator's schema. It raises RuntimeError if the
@@ -81,14 +82,17 @@ def nodes_in(graph: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
+# Matches the first argument of `torchop::in_autocast`, which calls an operator by its name.
+CALLED_BY_NAME = re.compile(r"\('(\w+)::(\w+)(?:\.(\w+))?', \[")
+
+
 def in_graph(graph: GraphModule) -> list[OpOverload]:
     """Return the sorted operators that a graph calls or passes to higher-order operators."""
-    values = {
-        value
-        for node in nodes_in(graph)
-        for value in (node.target, *node.args, *node.kwargs.values())
-        if isinstance(value, (OpOverload, OpOverloadPacket))
-    }
+    nodes = nodes_in(graph)
+    inputs = [value for n in nodes for value in (n.target, *n.args, *n.kwargs.values())]
+    texts = (CALLED_BY_NAME.match(value) for value in inputs if isinstance(value, str))
+    inputs += [torch_ops.live_overload(*match.groups("")) for match in texts if match]
+    values = {value for value in inputs if isinstance(value, (OpOverload, OpOverloadPacket))}
     packets = (value for value in values if isinstance(value, OpOverloadPacket))
     overloads = (getattr(packet, name) for packet in packets for name in packet.overloads())
     found = {op for op in (*values, *overloads) if isinstance(op, OpOverload)}

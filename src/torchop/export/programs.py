@@ -170,7 +170,8 @@ def _in_program(name: str, read: Callable[[], bytes]) -> tuple[bytes | None, Ite
         return read() if base == _MANIFEST else None, ()
     if not name.endswith(".json"):
         return None, ()
-    found = set(_OPERATOR.findall(read().decode(errors="replace")))
+    text = read().decode(errors="replace")
+    found = {*_OPERATOR.findall(text), *operators.CALLED_BY_NAME.findall(text)}
     return None, [OpName(ns, op, "" if ov == "default" else ov) for ns, op, ov in found]
 
 
@@ -197,6 +198,8 @@ def contents_of_package(path: str | os.PathLike[str]) -> tuple[list[OpName], str
 
 def _called_operators(calls: Any) -> Iterable[OpName]:
     for node in calls["nodes"]:
+        for match in operators.CALLED_BY_NAME.findall(json.dumps(node)):
+            yield OpName(*match)
         try:
             yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:

@@ -18,6 +18,7 @@ import torchop.export
 from tests._support.devices import TYPE
 from tests._support.releases import INPLACE, OUT, needs_tags
 from tests.integration.compile.graphs import fresh_compiler
+from torchop._compat import operators
 
 
 @pytest.fixture(autouse=True)
@@ -247,6 +248,32 @@ def test_an_operator_of_a_library_is_called_by_name(namespace, call, compiler):
         compiled = torch.compile(lambda x: program(op, x), backend=compiler, fullgraph=True)
         assert_close(compiled(given), program(op, expected))
         assert_close(given, expected)
+
+
+def test_a_saved_program_names_an_operator_that_is_called_by_name(namespace):
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            op(y, "abc")
+            return y
+
+    schema, kernel, fake, _, _ = UNSUPPORTED["an argument named mode"]
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op.overload{schema}")
+        library.impl("op.overload", kernel, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::op.overload", fake, lib=library)
+        op = getattr(torch.ops, namespace).op.overload
+        program = torch.export.export(Model(), (torch.ones(2),)).run_decompositions()
+        assert op in operators.in_graph(program.graph_module)
+        file = io.BytesIO()
+        torchop.export.save(program, file)
+        file.seek(0)
+        assert_close(torchop.export.load(file).module()(torch.ones(2)), torch.full((2,), 5.0))
+    file.seek(0)
+    with pytest.raises(
+        torchop.OperatorNotFoundError, match=rf"uses the operator {namespace}::op\.overload, which"
+    ):
+        torchop.export.load(file)
 
 
 @needs_tags
