@@ -148,7 +148,7 @@ pool.register_examples(lambda: [(torch.ones(9), Window(2))])
 def test_examples_may_have_structures(run, write, namespace):
     pool = f"{namespace}::pool", "--import", write("structured", STRUCTURED), "--json"
     (explained,) = json.loads(run("explain", *pool).out)
-    assert explained["call"] == "(float32[9] on cpu, window_size=2)"
+    assert explained["call"] == "(float32[9] on cpu, Window(size=2))"
     (costs,) = json.loads(run("bench", *pool).out)
     assert costs["call"] == explained["call"]
 

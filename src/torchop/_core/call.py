@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -121,26 +122,30 @@ def named_inputs(
         >>> [place for _, place, _ in named_inputs(schema, ([torch.ones(1), torch.ones(2)],), {})]
         ["input 'tensors[0]'", "input 'tensors[1]'"]
     """
-    return named_tensors(values_by_name(schema, args, kwargs).items())
+    return named_tensors(values_by_name(schema, args, kwargs).items(), places=schema.places)
 
 
 def named_tensors(
-    values: Iterable[tuple[str, Any]], noun: str = "input"
+    values: Iterable[tuple[str, Any]],
+    noun: str = "input",
+    places: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (argument name, description, tensor) for each tensor in (argument name, value) pairs.
 
     The description is for messages, and starts with `noun`. An example is "input 'tensors[0]'".
+    `places` maps names of arguments to the names in descriptions.
     """
     for name, value in values:
-        for place, tensor in _places(name, value):
+        for place, tensor in _places(places.get(name, name), value):
             yield name, f"{noun} '{place}'", tensor
 
 
-def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
+def named_outputs(result: Any, places: Sequence[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a result, including tensors in lists.
 
     Args:
         result: the result of a call.
+        places: the names of the results in descriptions. By default, results are numbered.
 
     Returns:
         For each tensor: a description for messages, and the tensor.
@@ -152,8 +157,8 @@ def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
         ['output 0', 'output 1']
     """
     for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
-        for place, tensor in _places(index, output):
-            yield f"output {place}", tensor
+        is_named = index < len(places)
+        yield from _places(places[index] if is_named else f"output {index}", output)
 
 
 def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +167,8 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             if isinstance(item, Tensor):
-                yield f"{name}[{index}]", item
+                # A name that ends in "[*]" stands for all items: see `structure.items`.
+                yield str(name) if str(name).endswith("[*]") else f"{name}[{index}]", item
 
 
 def replaced(value: Any, kind: Any, change: Callable[[Any], Any]) -> Any:

@@ -215,7 +215,7 @@ def alias_error(
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     others = [(tensor, where) for _, where, tensor in tensors]
     fault = "two outputs share memory, or an output and an input do"
-    for where, tensor in named_outputs(result):
+    for where, tensor in named_outputs(result, schema.result_places):
         owner = next((place for other, place in others if share_memory(tensor, other)), None)
         if id(tensor) in inputs:
             fault = f"{where} is {inputs[id(tensor)]} itself"

@@ -142,7 +142,14 @@ class CustomOp(Registrations, Generic[P, R]):
         definition = self._definition
         if definition.deregistration_reason is not None:
             return f"<torchop.CustomOp {definition}, deregistered>"
-        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
+        return f"<torchop.CustomOp {'; '.join([self._written_signature(), *self._registered()])}>"
+
+    def _written_signature(self) -> str:
+        """Return the schema, or the author's signature if the schema is a flattened form of it."""
+        definition = self._definition
+        if definition.structure is None:
+            return definition.schema.text
+        return f"{definition}{inspect.signature(self)}"
 
     def _registered(self) -> list[str]:
         parts = [rule.repr_text() for rule in self._definition.rules.values()]
@@ -155,7 +162,7 @@ class CustomOp(Registrations, Generic[P, R]):
             return f"<p><code>{html.escape(repr(self))}</code></p>"
         rows = [html.escape(part) for part in (self.__doc__ or "", *self._registered()) if part]
         items = "".join(f"<li>{row}</li>" for row in rows)
-        return f"<p><code>{html.escape(self._definition.schema.text)}</code></p><ul>{items}</ul>"
+        return f"<p><code>{html.escape(self._written_signature())}</code></p><ul>{items}</ul>"
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         raise TypeError(

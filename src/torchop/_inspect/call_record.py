@@ -9,8 +9,11 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat import observing, tracing
+from torchop._core.registry import own_definition
 from torchop._rules.autograd import function
 from torchop._rules.providers.tuned import PLAIN
+from torchop._schema.naming import OpName
+from torchop._schema.structure.shapes import as_mapping
 
 _LONGEST = 200  # the maximum length of a call in messages
 _TENSORS = (torch.Tensor, torch.nn.Parameter)  # tensors of subclasses become TypeRecords
@@ -126,14 +129,31 @@ def mapped(
     return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
-def described(call: CallRecord) -> str:
-    """Format a call's arguments in one line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`."""
-    args = [_described(value) for value in call.args]
-    args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
+def described(op: str, call: CallRecord) -> str:
+    """Format a call's arguments in one line, e.g. `(float32[2, 3] on cpu, 4.0, dim=None)`.
+
+    Structures, such as dataclasses, are shown instead of the arguments of the flattened schema.
+    """
+    positional, keywords = _objects(op, call)
+    args = [_described(value) for value in positional]
+    args += [f"{name}={_described(value)}" for name, value in keywords.items()]
     text = f"({', '.join(args)})"
     # Replace control characters in names, because a terminal would execute them.
     text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
     return text if len(text) < _LONGEST else f"{text}..."
+
+
+def _objects(op: str, call: CallRecord) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    definition = own_definition(None, OpName.parse(op))
+    structure = None if definition is None else definition.structure
+    if structure is None:
+        return call
+    try:
+        objects: tuple[tuple[Any, ...], Mapping[str, Any]]
+        objects = structure.objects(*call.args, **call.kwargs)
+        return objects
+    except Exception:  # from another version of the operator, or the class rejects the records
+        return call
 
 
 def _described(value: Any) -> str:
@@ -143,6 +163,12 @@ def _described(value: Any) -> str:
         return f"{dtype}{list(value.shape)} on {value.device}{grad}"
     if isinstance(value, TypeRecord):
         return f"<{value.name}>"
+    fields = as_mapping(value)
+    if fields is not value:
+        parts = [f"{name}={_described(field)}" for name, field in fields.items()]
+        return f"{type(value).__name__}({', '.join(parts)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_described(item)}' for key, item in value.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(map(_described, value))}]"
     return repr(value)

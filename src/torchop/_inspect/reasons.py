@@ -138,7 +138,8 @@ def _why_no_backend(call: Call) -> str:
 
 
 def _refused(call: Call) -> str:
-    return f"argument {call.schema.arguments[call.refused].name!r}"
+    name = call.schema.arguments[call.refused].name
+    return f"argument {call.schema.places.get(name, name)!r}"
 
 
 def _why_refused(call: Call) -> str:
@@ -184,8 +185,9 @@ def _why_not_written(call: Call) -> str:
     for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
         why = _why_not_plain(tensor, keeps_history=call.definition is not None)
         if why is not None:
-            return f"argument {name!r}, {why}"
-    names = " and ".join(f"argument {name!r}" for name in call.schema.mutated)
+            return f"argument {call.schema.places.get(name, name)!r}, {why}"
+    places = [call.schema.places.get(name, name) for name in call.schema.mutated]
+    names = " and ".join(f"argument {place!r}" for place in places)
     return f"{names}, sharing memory with another argument"
 
 

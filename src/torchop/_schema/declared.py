@@ -40,6 +40,9 @@ def declared_schema(
     parsed = parsed_schema(name, tree.schema_text, tags)
     if tree.is_plain:
         return parsed, function, FLAT
+    parsed.places = {leaf.name: leaf.path for leaf in tree.leaves}
+    if tree.result is not None:
+        parsed.result_places = [leaf.path for leaf in tree.result.leaves()]
     from torchop._schema.structure import convention  # late, because few operators need this
 
     structured = convention.StructuredConvention(tree)

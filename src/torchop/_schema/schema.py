@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchop._compat import dispatch, schemas
@@ -84,6 +85,9 @@ class Schema:
         constants: the names of arguments of type `int` (not `SymInt`), including lists.
         written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
         form: the form of the operator: in-place, out=, or plain.
+        places: the paths of arguments that are fields of structures, such as `config.weight`, by
+            the name of the argument.
+        result_places: the paths of the results, if they are fields of structures.
         is_mutable: whether the operator mutates arguments.
         is_view: whether a result aliases an argument.
         is_functional: whether the operator mutates nothing and only returns fresh results.
@@ -94,6 +98,9 @@ class Schema:
         >>> [argument.name for argument in schema.positional], schema.returns
         (['x', 'by'], ('Tensor',))
     """
+
+    places: Mapping[str, str] = MappingProxyType({})
+    result_places: Sequence[str] = ()
 
     # Most attributes are computed on first use, because a program calls only a few of the operators
     # that it imports.

@@ -108,7 +108,7 @@ def _print_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
         )
     for op, kinds in calls.items():
         for call, _ in kinds:
-            click.echo(f"  {op}{call_record.described(call)}", err=True)
+            click.echo(f"  {op}{call_record.described(op, call)}", err=True)
 
 
 @contextlib.contextmanager

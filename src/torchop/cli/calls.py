@@ -138,7 +138,7 @@ def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -
     for op in selection.operators:
         for call in calls_of(op, text):
             args, kwargs = requiring_grad(call) if grad else call
-            shown = described((args, kwargs))
+            shown = described(op, (args, kwargs))
             with report_errors(f"{op}{shown}"):
                 explanation = torchop.explain(op, *args, **kwargs)
             explained.append({"op": op, "call": shown, **explanation._asdict()})
@@ -225,8 +225,8 @@ def _evaluated(text: str, **sizes: int) -> Call:
     return call
 
 
-def described(call: Call) -> str:
-    return call_record.described(call_record.record_of(*call))
+def described(op: str, call: Call) -> str:
+    return call_record.described(op, call_record.record_of(*call))
 
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
@@ -238,12 +238,12 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
         if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, so measuring would repeat it")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
-        yield f"a call with {described(call)}"
+        yield f"a call with {described(op, call)}"
         with quiet():  # hide warnings about operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
         with torch.no_grad():  # explain after the calls, because the first call selects the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
-        yield Costs(op, described(call), microseconds, str(explanation))
+        yield Costs(op, described(op, call), microseconds, str(explanation))
 
 
 def _comparisons(
@@ -258,7 +258,7 @@ def _comparisons(
             calls = calls_of(op, text)
         for given in calls:
             call = mapped(given, torch.Tensor.detach)
-            yield f"a call with {described(call)}"
+            yield f"a call with {described(op, call)}"
             kernels, full = choice_of_call(operator.overload, *call)
             if (problem := why_not(operator, kernels)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
@@ -269,7 +269,7 @@ def _comparisons(
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
             alone = tuple(each for each in measured if each.provider != _OPERATOR)
             (whole,) = (each for each in measured if each.provider == _OPERATOR)
-            yield Comparison(op, described(call), chosen or "", alone, whole, tuple(problems))
+            yield Comparison(op, described(op, call), chosen or "", alone, whole, tuple(problems))
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:

@@ -110,7 +110,7 @@ def test_the_context_says_which_tensors_need_a_gradient(namespace: str) -> None:
             "for input 'layer': expected None, Layer, or a mapping with the fields",
         ),
         ((None, {"weigth": None}, None), "mapping with the fields weight, scale, bias, got dict"),
-        ((None, {"weight": 3.0}, None), "for input 'layer_weight': expected a Tensor or None"),
+        ((None, {"weight": 3.0}, None), "for input 'layer\\.weight': expected a Tensor or None"),
     ],
 )
 def test_a_wrong_gradient_is_refused(namespace: str, returned: Any, message: str) -> None:

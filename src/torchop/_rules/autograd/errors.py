@@ -12,7 +12,7 @@ from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import MissingFormulaError, TracingError, short_text
-from torchop._schema.schema import Argument
+from torchop._schema.structure.nodes import TENSOR_LISTS, Leaf
 from torchop._schema.types import spell
 
 
@@ -80,21 +80,28 @@ def _place(tensor: Tensor) -> str:
 
 def _outline(definition: Definition) -> str:
     schema, structure = definition.schema, definition.structure
-    results = [kind for kind in schema.returns if "Tensor" in kind]
-    grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
-    parameters = [f"{n}: {_annotation(kind)}" for n, kind in zip(grads, results, strict=True)]
+    results = [_annotation(kind) for kind in schema.returns if "Tensor" in kind]
     differentiated = [argument for argument in schema.positional if argument.holds_tensors]
-    if structure is None:
-        parameters += [f"{each.name}: {_annotation(each.kind)}" for each in differentiated]
-    else:  # show the user's parameters, not the flattened arguments of the schema
-        parameters += [f"{p.name}: {spell(p.declared.annotation)}" for p in structure.parameters]
-    gradients = [_gradient(argument) for argument in differentiated]
+    inputs = {argument.name: _annotation(argument.kind) for argument in differentiated}
+    gradients = [_gradient(argument.is_tensor_list) for argument in differentiated]
+    if structure is not None:  # show the author's types, not the flattened types of the schema
+        results = [spell(a) for a, node in structure.results if node.holds_tensors] or results
+        inputs = {p.name: spell(p.declared.annotation) for p in structure.parameters}
+        gradients = [
+            _gradient(p.node.kind.schema in TENSOR_LISTS)
+            if isinstance(p.node, Leaf)
+            else inputs[p.name]
+            for p in structure.positional_parameters
+            if p.node.holds_tensors
+        ]
+    grads = ["grad"] if len(results) == 1 else [f"grad_{n}" for n in range(len(results))]
+    parameters = [*zip(grads, results, strict=True), *inputs.items()]
     returned = gradients[0] if len(gradients) == 1 else f"tuple[{', '.join(gradients)}]"
-    return f"def backward({', '.join(parameters)}) -> {returned}: ..."
+    return f"def backward({', '.join(f'{n}: {a}' for n, a in parameters)}) -> {returned}: ..."
 
 
-def _gradient(argument: Argument) -> str:
-    return "list[Tensor | None]" if argument.is_tensor_list else "Tensor | None"
+def _gradient(is_list: bool) -> str:
+    return "list[Tensor | None]" if is_list else "Tensor | None"
 
 
 def _annotation(kind: str) -> str:

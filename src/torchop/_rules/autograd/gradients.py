@@ -66,10 +66,11 @@ def check_fit(
 
 
 def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any]:
-    arguments = definition.schema.positional
+    names = [argument.name for argument in definition.schema.positional]
+    names = [definition.schema.places.get(name, name) for name in names]
     return [
-        argument.name if length is None else [f"{argument.name}[{n}]" for n in range(length)]
-        for argument, length in zip(arguments, layout or (None,) * len(arguments), strict=True)
+        name if length is None else [f"{name}[{n}]" for n in range(length)]
+        for name, length in zip(names, layout or (None,) * len(names), strict=True)
     ]
 
 
@@ -148,6 +149,7 @@ def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) ->
 
 
 def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:
+    name = definition.schema.places.get(name, name)
     kind = type(got).__name__
     if isinstance(got, (list, tuple)):
         kind += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"

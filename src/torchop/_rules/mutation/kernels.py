@@ -36,7 +36,8 @@ from torchop._schema.schema import Argument
 
 def written(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
     values = passed(definition.schema.mutated_places, args, kwargs)
-    return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
+    named = named_tensors(values, "argument", definition.schema.places)
+    return [(where, tensor) for _, where, tensor in named]
 
 
 def read(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:

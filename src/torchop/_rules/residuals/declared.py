@@ -130,7 +130,7 @@ class Declared:
         ):
             return
         taken = [(tensor, where) for _, where, tensor in named_inputs(of, args, kwargs)]
-        taken += [(tensor, where) for where, tensor in named_outputs(output)]
+        taken += [(tensor, where) for where, tensor in named_outputs(output, of.result_places)]
         for tensor in tensors:
             where = next((place for other, place in taken if share_memory(tensor, other)), None)
             if where is not None:

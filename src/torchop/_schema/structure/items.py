@@ -39,7 +39,7 @@ class Items(Node):
             or any(static.is_number for static in self._statics),
             describe=self._describe,
         )
-        self._tensors = result_leaf(op, path, "Tensor[]")
+        self._tensors = result_leaf(op, f"{path}[*]", "Tensor[]")
         holds_tensors = any(leaf.is_tensor for leaf in self._leaves)
         super().__init__(op, path, (self._static, *[self._tensors] * holds_tensors))
 
