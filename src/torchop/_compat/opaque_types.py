@@ -15,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch._library import opaque_object
 
+from torchop._compat import traced_objects
+
 _module: Any = opaque_object
 _HAS_NEW_NAMES = hasattr(_module, "register_custom_class")
 _KINDS = ("symbolic", "constant") if _HAS_NEW_NAMES else ("reference", "value")
@@ -78,6 +80,7 @@ def register(cls: type, *, is_value: bool) -> None:
     if not is_value:
         for each in _with_subclasses(cls):
             _add_metaclass(each)
+        traced_objects.register(cls)
     # PyTorch's name of the class may contain `<locals>`, which schemas cannot contain.
     qualname = cls.__qualname__
     name = _NOT_IN_SCHEMAS.sub("_", qualname)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
 
-from torchop._compat import fake_tensors, inductor_writes, opaque_types
+from torchop._compat import fake_tensors, inductor_writes, opaque_types, traced_objects
 from torchop._compat.classes import EffectType
 
 
@@ -57,17 +57,20 @@ def records_graph() -> bool:
     return is_functionalizing() or torch._C._get_dispatch_mode(key) is not None
 
 
-def without_attributes(value: Any) -> Any:
+def without_attributes(
+    value: Any, is_replaced: Callable[[type], bool] = opaque_types.is_by_reference
+) -> Any:
     """Replace opaque objects with the stand-in that PyTorch uses for opaque inputs of a graph.
 
     Reading an attribute of the stand-in raises. If the stand-in is passed to an operator, the trace
     records the original object. `value` may be a tuple, list or dict that contains opaque objects.
+    Only objects of the classes for which `is_replaced` returns true are replaced.
     """
     if type(value) in (tuple, list):
-        return type(value)(map(without_attributes, value))
+        return type(value)(without_attributes(item, is_replaced) for item in value)
     if type(value) is dict:
-        return {key: without_attributes(item) for key, item in value.items()}
-    if isinstance(value, torch.Tensor) or not opaque_types.is_by_reference(type(value)):
+        return {key: without_attributes(item, is_replaced) for key, item in value.items()}
+    if isinstance(value, torch.Tensor) or not is_replaced(type(value)):
         return value
     stand_in = maybe_to_fake_obj(fake_tensors.active_fake_mode(), value)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -80,9 +83,25 @@ def without_attributes(value: Any) -> Any:
     return stand_in
 
 
+def with_traced_objects(value: Any, arguments: Sequence[Any]) -> Any:
+    """Replace objects of opaque types in the result of a fake kernel with traced objects.
+
+    `arguments` contains the objects that the caller passed. If the result contains such an object,
+    keep it, because a graph passes it on.
+    """
+    if type(value) in (tuple, list):
+        return type(value)(with_traced_objects(item, arguments) for item in value)
+    cls, original = type(value), value
+    if cls is FakeScriptObject:
+        original = value.real_obj
+    if any(original is argument for argument in arguments):
+        return original
+    return traced_objects.make(cls) if traced_objects.is_replaceable(cls) else value
+
+
 def attribute_without_value(error: Exception) -> str | None:
     """Return the attribute of an opaque object that code tried to read in a trace, or None."""
-    is_read = isinstance(error, AttributeError) and isinstance(error.obj, FakeScriptObject)
+    is_read = isinstance(error, AttributeError) and traced_objects.has_no_contents(error.obj)
     return error.name if is_read else None  # type: ignore[attr-defined]
 
 

@@ -120,8 +120,7 @@ def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certai
             f"{name}: mutates_args names an object, so the operator has an effect on it, but "
             'effects="none" says that the operator has no effect. Remove one of them.'
         )
-    has_objects = schema.objects or schema.returns_objects
-    if effect is not None or not has_objects or schema.is_mutable or schema.is_view:
+    if effect is not None or not schema.passes_objects or schema.is_mutable or schema.is_view:
         return effect
     return "ordered"
 

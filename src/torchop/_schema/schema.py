@@ -267,17 +267,19 @@ class Schema:
         )
 
     @functools.cached_property
+    def passes_objects(self) -> bool:
+        """Whether an argument or result is an object that is passed by reference, or a list."""
+        return "." in self.written and (
+            bool(self.objects) or any(map(is_by_reference, results_of(self.written)))
+        )
+
+    @functools.cached_property
     def objects(self) -> frozenset[str]:
         """The names of the arguments with objects that are passed by reference."""
         if "." not in self.written:
             return frozenset()
         parts = (argument.split() for argument in arguments_alone(self.written))
         return frozenset(p[1].partition("=")[0] for p in parts if is_by_reference(p[0]))
-
-    @property
-    def returns_objects(self) -> bool:
-        """Whether a result is an object that is passed by reference, or a list of such objects."""
-        return "." in self.written and any(map(is_by_reference, results_of(self.written)))
 
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -64,8 +64,8 @@ def raise_if_attribute_was_read(definition: Definition, part: str, error: Except
     raise TracingError(
         f"{definition}: the {part} cannot run in a compiler's trace, because it read the attribute "
         f"{attribute!r} of an opaque object, whose value is only known when the graph runs. Pass "
-        f"the object to an operator that reads it. Or, if all objects have the same "
-        f"{attribute!r}, name it in register_opaque_type(members=...)."
+        "the object to an operator that reads it. Or, if the objects never change, pass them by "
+        "value; see torchop.opaque."
     ) from error
 
 

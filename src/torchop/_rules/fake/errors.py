@@ -6,7 +6,13 @@ from typing import Any
 
 from torchop._compat import fake_tensors
 from torchop._core.definition import Definition
-from torchop._errors import FakeKernelError, MissingFakeError, short_repr, short_text
+from torchop._errors import (
+    FakeKernelError,
+    MissingFakeError,
+    TracingError,
+    short_repr,
+    short_text,
+)
 from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
@@ -44,6 +50,14 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         # breaks.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
+
+
+def attribute_was_read(definition: Definition, attribute: str) -> Exception:
+    return TracingError(
+        f"{definition}: the fake kernel read the attribute {attribute!r} of an opaque object, "
+        "whose value is only known when the graph runs. Pass the value as an argument of its own, "
+        "such as an int. Or, if the objects never change, pass them by value; see torchop.opaque."
+    )
 
 
 def source_of(function: Callable[..., Any]) -> str:

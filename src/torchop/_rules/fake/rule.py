@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
-from torchop._compat import autocasting, compilers, dispatch, fake_tensors, registries
-from torchop._compat.classes import FakeImplCtx, FakeTensorMode
+from torchop._compat import (
+    autocasting,
+    compilers,
+    dispatch,
+    fake_tensors,
+    registries,
+    traced_objects,
+    tracing,
+)
+from torchop._compat.classes import FakeImplCtx, FakeTensorMode, tree_leaves
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import returned_result, tensors_in
 from torchop._core.contract import ResultCheck, result_check
@@ -21,7 +29,7 @@ from torchop._rules import in_autocast
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.cache import FakeCache, cache_for
 from torchop._rules.fake.context import NoContext, innermost, running
-from torchop._rules.fake.errors import data_was_read, missing_fake, source_of
+from torchop._rules.fake.errors import attribute_was_read, data_was_read, missing_fake, source_of
 from torchop._rules.fake.gradient_reads import call_watched
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
 from torchop._rules.layout import LayoutRule, arranged
@@ -255,6 +263,10 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return None
         raise missing_fake(definition)
     function = not_recording(definition, fake.function)
+    if schema.passes_objects:
+        given = tuple(tree_leaves((args, kwargs)))
+        is_replaced = traced_objects.is_replaceable
+        args, kwargs = tracing.without_attributes((args, dict(kwargs)), is_replaced)
     try:
         if dispatch.is_handled_by_mode():  # FakeTensorMode called the fake kernel
             with dispatch.with_func_transforms():
@@ -262,6 +274,9 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         else:
             result = call_watched(definition, function, args, kwargs)
     except Exception as error:
+        attribute = tracing.attribute_without_value(error)
+        if attribute is not None:
+            raise attribute_was_read(definition, attribute) from error
         is_clear = isinstance(error, (FakeKernelError, TracingError))
         if is_clear or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)
@@ -269,6 +284,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             raise
         raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
+    if schema.passes_objects:
+        result = tracing.with_traced_objects(result, given)
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result
     if fake.outputs_are_fresh:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors, opaque_types
-from torchop._compat.classes import FakeScriptObject
+from torchop._compat import fake_tensors, opaque_types, traced_objects
 from torchop._errors import ResultError, short_text
 from torchop._schema.structure.result_nodes import Described
 
@@ -74,9 +73,7 @@ def _decision(value: Any) -> Any:
         return Described("a tensor")
     if isinstance(value, (list, tuple)):
         return Described(f"a list of {len(value)}")
-    if isinstance(value, FakeScriptObject):  # the fake kernel returned an argument
-        value = value.real_obj
-    if opaque_types.is_by_reference(type(value)):
+    if opaque_types.is_by_reference(traced_objects.class_of(value)):
         return Described("an object")
     return _UNKNOWN if isinstance(value, torch.SymInt) else value
 
@@ -100,8 +97,7 @@ def _part(value: Any) -> Any:
         value = fake_tensors.number_of(value)
         if value is None:  # it depends on data
             raise ValueError
-    if isinstance(value, FakeScriptObject):
-        value = value.real_obj
-    if opaque_types.is_by_reference(type(value)):
-        return type(value)  # the key must not keep the object alive
+    cls = traced_objects.class_of(value)
+    if opaque_types.is_by_reference(cls):
+        return cls  # the key must not keep the object alive
     return type(value), value

@@ -1,0 +1,130 @@
+"""Objects without contents, which stand for objects of opaque types in a trace.
+
+PyTorch passes an argument of a traced call as a `FakeScriptObject`, whose attributes cannot be
+read. A result of a traced call is the object that the fake kernel returned. Its attributes could be
+read, but a graph would contain their values as constants. So torchop replaces the result with a
+`TracedObject`, whose attributes cannot be read either.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+from torchop._compat.classes import FakeScriptObject
+
+# The attribute of a class that stores the class of its traced objects.
+_CLASS = "_torchop_traced"
+# Classes whose objects may be replaced. For other classes, PyTorch may need the objects.
+_replaceable: weakref.WeakSet[type] = weakref.WeakSet()
+
+
+def register(cls: type) -> None:
+    _replaceable.add(cls)
+    _hold_objects_weakly()
+
+
+def is_replaceable(cls: type) -> bool:
+    """Return whether torchop may replace objects of this class."""
+    return not issubclass(cls, TracedObject) and any(base in _replaceable for base in cls.__mro__)
+
+
+class TracedObject:
+    """A base class that removes the contents of the other base class."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        """Skip the `__init_subclass__` of the opaque type, which may list all its subclasses."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            return object.__getattribute__(self, name)
+        raise _no_value(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise _no_value(self, name)
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"<a traced {type(self).__name__}>"
+
+    def __reduce__(self) -> Any:
+        return make, (class_of(self),)
+
+
+def _no_value(value: Any, name: str) -> AttributeError:
+    return AttributeError(
+        f"the attribute {name!r} of this {type(value).__name__} has no value in a trace, because "
+        "an operator will return the object when the graph runs. Pass the object to an operator "
+        "whose kernel reads the attribute.",
+        name=name,
+        obj=value,
+    )
+
+
+def make(cls: type) -> Any:
+    """Return a new traced object of a class. Raise TypeError if Python cannot create it."""
+    found = cls.__dict__.get(_CLASS)
+    if found is None:
+        names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        found = type(cls)(cls.__name__, (TracedObject, cls), names)
+        setattr(cls, _CLASS, found)
+    return object.__new__(found)
+
+
+def class_of(value: Any) -> type:
+    """Return the class of an object, or of the object for which it stands in a trace."""
+    if isinstance(value, FakeScriptObject):
+        value = value.real_obj
+    cls = type(value)
+    return cls.__mro__[2] if issubclass(cls, TracedObject) else cls
+
+
+def has_no_contents(value: Any) -> bool:
+    return issubclass(type(value), (FakeScriptObject, TracedObject))
+
+
+# --------------------------------------------------------------------------------------------------
+# Lifetimes
+
+
+class _Weak(NamedTuple):
+    reference: weakref.ref[Any]
+    cls: type
+
+
+def _hold_objects_weakly() -> None:
+    """Make traced objects hold weak references to the objects for which they stand.
+
+    The nodes of a compiled graph keep the traced arguments (`node.meta`), so the arguments of the
+    call that was traced would live until `torch.compiler.reset()`.
+    """
+    if isinstance(FakeScriptObject.__dict__.get("real_obj"), property):
+        return
+    initialize = FakeScriptObject.__init__
+
+    def initialize_weakly(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        value = self.real_obj
+        if is_replaceable(type(value)):
+            hold(self, _Weak(weakref.ref(value), type(value)))
+
+    def real_object(self: Any) -> Any:
+        values = object.__getattribute__(self, "__dict__")
+        if "real_obj" not in values:
+            raise AttributeError("real_obj")
+        held = values["real_obj"]
+        if type(held) is not _Weak:
+            return held
+        value = held.reference()
+        return make(held.cls) if value is None else value
+
+    def hold(self: Any, value: Any) -> None:
+        object.__getattribute__(self, "__dict__")["real_obj"] = value
+
+    changed: Any = FakeScriptObject
+    changed.__init__ = initialize_weakly
+    changed.real_obj = property(real_object, hold)
