@@ -6,6 +6,7 @@ existing `except` clauses continue to work.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import types
@@ -309,7 +310,9 @@ class Place(NamedTuple):
     module: str
 
 
-_INTERNAL = frozenset(("torchop", "torch", "importlib", "contextlib"))
+@functools.cache
+def _is_internal(module: str) -> bool:
+    return module.partition(".")[0] in ("torchop", "torch", "importlib", "contextlib")
 
 
 def users_place() -> Place:
@@ -317,7 +320,7 @@ def users_place() -> Place:
     frame = sys._getframe()
     # PyTorch's frames are on the stack while a kernel runs, importlib's while torchop is being
     # imported, and contextlib's if torchop enters a `with` block.
-    while frame.f_back is not None and _package(frame) in _INTERNAL:
+    while frame.f_back is not None and _is_internal(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
@@ -47,6 +48,10 @@ def accepts(
     function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> bool:
     """Return whether a function accepts these arguments, or True if it has no signature."""
+    positional, keywords = tuple(positional), tuple(keywords)
+    names = _plain_parameters(function)
+    if names is not None and len(names) == len(positional) + len(keywords):
+        return set(names[len(positional) :]) == set(keywords)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -56,6 +61,21 @@ def accepts(
     except TypeError:
         return False
     return True
+
+
+def _plain_parameters(function: object) -> tuple[str, ...] | None:
+    """Return a function's parameters, or None if some are not passed by position or by name.
+
+    This is faster than `inspect.signature`, which would take a sixth of the time of a registration.
+    """
+    # If the function has attributes, `__wrapped__` or `__signature__` may be one of them.
+    if not isinstance(function, types.FunctionType) or vars(function):
+        return None
+    code = function.__code__
+    is_plain = not code.co_posonlyargcount and not code.co_kwonlyargcount
+    if not is_plain or code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return None
+    return code.co_varnames[: code.co_argcount]
 
 
 _DEFAULT_HINT = " Give it these parameters."
@@ -90,6 +110,9 @@ RESIDUALS = "residuals"
 
 
 def takes_residuals(setup_context: Any) -> bool:
+    names = _plain_parameters(setup_context)
+    if names is not None:
+        return RESIDUALS in names
     try:
         # Look at the author's own function. If the operator takes structures, that function is
         # wrapped in one that always accepts **residuals.
