@@ -1,7 +1,12 @@
-"""Two packages that register the same rule for an operator cause a warning with both places."""
+"""A second registration causes a warning, and a registration that fails leaves nothing behind.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import textwrap
 import warnings
 
@@ -10,6 +15,7 @@ import torch
 
 import torchop
 from torchop import RedefinitionWarning
+from torchop._compat import libraries, registries
 
 # Maps each kind of rule to the code that registers it for the operator `name`.
 RULES = {
@@ -92,3 +98,61 @@ def test_a_rule_that_is_rejected_does_not_count(namespace, library):
     with pytest.raises(torchop.RuleSignatureError):
         register(namespace, "package_a", "torchop.register_fake(name, lambda: 1)")
     assert register(namespace, "package_b", RULES["fake kernel"]) == []
+
+
+# The functions that put an object into one of PyTorch's registries
+PUBLISHING = [
+    (libraries, "implement"),
+    (libraries, "implement_temporarily"),
+    (registries, "register_fake"),
+    (registries, "add_default_torch_dispatch"),
+    (registries, "register_torch_dispatch"),
+    (registries, "register_effect"),
+]
+
+
+class InjectedError(Exception):
+    pass
+
+
+def published(name: str) -> object:
+    rules = registries._rules_registry.find(name).torch_dispatch_rules._data
+    return registries.fake_functions(name), dict(rules), registries.effect_of(name)
+
+
+def inject(monkeypatch, failing: int) -> None:
+    """Raise before the call with this number that publishes an object."""
+    calls = itertools.count(1)
+
+    def raising(publish, *args, **kwargs):
+        if next(calls) == failing:
+            raise InjectedError
+        return publish(*args, **kwargs)
+
+    for owner, attribute in PUBLISHING:
+        publish = getattr(owner, attribute)
+        monkeypatch.setattr(owner, attribute, functools.partial(raising, publish))
+
+
+@pytest.mark.parametrize("is_ours", [True, False], ids=["custom_op", "foreign"])
+@pytest.mark.parametrize("kind", ["fake kernel", "vmap rule", "autocast rule for cpu", "effect"])
+def test_a_registration_that_fails_leaves_nothing_behind(
+    namespace, request, monkeypatch, is_ours, kind
+):
+    name = f"{namespace}::f"
+    if is_ours:
+        torchop.custom_op(name, lambda x: x, mutates_args=(), schema="(Tensor x) -> Tensor")
+    else:
+        request.getfixturevalue("library")
+    before = published(name)
+    for failing in itertools.count(1):
+        with monkeypatch.context() as patch:
+            inject(patch, failing)
+            try:
+                register(namespace, "package_a", RULES[kind])
+                break
+            except InjectedError:
+                assert published(name) == before
+    assert failing > 1
+    assert published(name) != before or kind in ("vmap rule", "autocast rule for cpu")
+    assert len(register(namespace, "package_b", RULES[kind])) == 1

@@ -51,18 +51,21 @@ class CompiledRule(Generic[Compiled]):
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Set attributes of the rule, then call `install` to add missing dispatcher kernels.
 
-        If `install` raises, restore the attributes. A call in another thread may reach a new
-        dispatcher kernel before this method returns. But that call first needs a new plan, and
-        waits for `registration_lock` to publish one, so it never sees a partial update.
+        If `install` raises, restore the attributes and remove the rows that it added to the table.
+        A call in another thread may reach a new dispatcher kernel before this method returns. But
+        that call first needs a new plan, and waits for `registration_lock` to publish one, so it
+        never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
+            rows = tuple(self.definition.registered)
             try:
                 self._set(state)
                 if install is not None:
                     install()
             except BaseException:
                 self._set(before)
+                self.definition.registered.remove_new(rows)
                 raise
         logs.registration.debug("%s has the rule: %s", self.definition, self)
         for helper in self.definition.helpers.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.library
@@ -116,6 +116,15 @@ class Registrations:
         if row.remove is not None:
             row.remove()
         self._rows.pop(key, None)
+
+    def remove_new(self, before: Collection[Key]) -> None:
+        """Remove the rows that a failed registration added. `before` has the keys of other rows.
+
+        Kernels that only closing the library can remove stay. They read the rules in each call.
+        """
+        for key in self:
+            if key not in before and self._rows[key].remove is not None:
+                self.remove(key)
 
     def remove_all(self) -> None:
         for key in self:

@@ -66,20 +66,19 @@ class EffectRule(CompiledRule[Declared]):
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with definition.registered.registering("effect"), registration_lock:
-            remove = registries.register_effect(str(definition), _kind(declared))
-            definition.registered.add("effect", None, remove)
             self.update(self._install, declared=declared)
 
     def _install(self) -> None:
-        definition = self.definition
-        if _kind(self.declared) is None:
-            if definition.registered.kernel("FuncTorchBatched") == self._reject_vmap:
-                definition.registered.remove("FuncTorchBatched")
-            return
-        self.watch()
-        register_for_checkpoints(definition)
-        if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            definition.implement_temporarily("FuncTorchBatched", self._reject_vmap)
+        definition, effect = self.definition, _kind(self.declared)
+        if effect is not None:
+            self.watch()
+            register_for_checkpoints(definition)
+            if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
+                definition.implement_temporarily("FuncTorchBatched", self._reject_vmap)
+        elif definition.registered.kernel("FuncTorchBatched") == self._reject_vmap:
+            definition.registered.remove("FuncTorchBatched")
+        remove = registries.register_effect(str(definition), effect)
+        definition.registered.add("effect", None, remove)
 
     @compilers.never_traced
     def _reject_vmap(self, /, *args: Any, **kwargs: Any) -> Any:
