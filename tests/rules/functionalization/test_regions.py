@@ -14,6 +14,10 @@ from torch.testing import assert_close
 import torchop
 from tests.integration.compile.graphs import fresh_compiler
 
+cpp_functionalization = pytest.mark.needs_torch(
+    "2.11", "nested regions that mutate inputs use C++ functionalization", before="2.15"
+)
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
@@ -162,6 +166,7 @@ def test_an_accelerated_operator(namespace):
     assert torch._C.DispatchKey.Functionalize not in op._opoverload.py_kernels
 
 
+@cpp_functionalization
 def test_a_kernel_of_the_user_in_the_python_dispatcher_takes_precedence(namespace):
     op = torch.library.custom_op(f"{namespace}::op", mutates_args=("d",))(_increment)
 
@@ -175,7 +180,7 @@ def test_a_kernel_of_the_user_in_the_python_dispatcher_takes_precedence(namespac
         assert op._opoverload.py_kernels[torch._C.DispatchKey.Functionalize] is kernel
 
 
-@pytest.mark.needs_torch("2.11", "C++ functionalization rejects custom operators", before="2.15")
+@cpp_functionalization
 def test_pytorch_rejects_an_operator_that_mutates_an_input_of_a_region(namespace):
     op = torch.library.custom_op(f"{namespace}::op", mutates_args=("d",))(_increment)
     with pytest.raises(Exception, match=f"output has alias annotations: {namespace}::op"):
@@ -188,6 +193,7 @@ def _refused(block: Callable[..., Tensor], *inputs: Tensor) -> str:
     return str(caught.value)
 
 
+@cpp_functionalization
 def test_views_that_overlap_are_refused(namespace):
     op = _define(namespace, TWO, _add_to_two)
     text = _refused(lambda c, x: (op(c[:2], c[1:], x), c + 1)[1], torch.zeros(3), torch.ones(2))
