@@ -7,7 +7,7 @@ default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -47,21 +47,15 @@ class NoExtension:
         return None
 
     @staticmethod
-    def running() -> Iterator[Any]:
-        """Yield the C++ entry of the operator for each native call that this thread is running."""
-        return iter(())
+    def keep_memory(
+        defined: Iterable[str], implemented: Iterable[str], frees_functions: bool, /
+    ) -> Callable[[], None]:
+        """Call this before deregistering operators, and the returned function afterwards.
 
-    @staticmethod
-    def hold_calls(qualnames: Iterable[str], /) -> object:
-        """Make new calls to operators wait before they enter the dispatcher.
-
-        The calls continue when the returned object is freed.
+        The extension keeps the memory that running calls read. Without the extension, PyTorch frees
+        it.
         """
-        return None
-
-    @staticmethod
-    def end_calls(qualnames: Iterable[str], /) -> None:
-        """Wait until no other thread is inside a dispatcher call to these operators."""
+        return lambda: None
 
 
 # The C++ extension module, once it is loaded.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import time
@@ -11,11 +10,10 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 import torchop
 from tests._support.common import counting, needs_native
-from tests._support.devices import BACKEND, TYPE
+from tests._support.devices import TYPE
 from tests.native.scenarios import GRAD, T, define, inputs
 from torchop._native import switch
 
@@ -129,54 +127,6 @@ WAYS = pytest.mark.parametrize("way", ["packet", "default"])
 
 
 @WAYS
-@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
-@pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
-def test_a_definition_waits_for_the_first_call_of_an_object(namespace, way, again):
-    """A redefinition must wait for a running call, even the first call of a torch.ops object.
-
-    Before its first call, a torch.ops object has PyTorch's own function, which does not count
-    running calls.
-    """
-    entered, release, order = threading.Event(), threading.Event(), []
-
-    def blocking(x: Tensor) -> Tensor:
-        entered.set()
-        assert release.wait(20)
-        torch.ops.aten.neg.default(x)  # a call of another torch.ops object
-        time.sleep(0.05)
-        order.append("left")
-        return x + 1
-
-    if again:  # let the same torch.ops object call an earlier operator first
-        define(namespace, lambda x: x + 3)
-        assert looked_up(namespace, way)(T).tolist() == [3, 3]
-    define(namespace, blocking)
-    thread = threading.Thread(target=looked_up(namespace, way), args=(T,))
-    thread.start()
-    assert entered.wait(20)
-    timer = threading.Timer(0.1, release.set)
-    timer.start()
-    define(namespace, lambda x: x + 2)
-    order.append("defined")
-    thread.join()
-    timer.join()
-    assert order == ["left", "defined"]
-    assert looked_up(namespace, way)(T).tolist() == [2, 2]
-
-
-@WAYS
-def test_operator_cannot_be_deregistered_during_the_first_call_of_an_object(namespace, way):
-    def kernel(x: Tensor) -> Tensor:
-        define(namespace, lambda x: x)
-        return x + 1
-
-    define(namespace, kernel)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="cannot be deregistered or replaced from inside"):
-            looked_up(namespace, way)(T)
-
-
-@WAYS
 @pytest.mark.parametrize("defined_again", [False, True])
 def test_object_that_torch_ops_no_longer_refers_to(namespace, way, defined_again):
     """An object that torch.ops dropped must not call a deregistered operator.
@@ -198,11 +148,8 @@ def test_object_that_torch_ops_no_longer_refers_to(namespace, way, defined_again
     if defined_again:
         define(namespace, lambda x: x + 2)
     for _ in range(2):
-        if defined_again:
-            assert called(T).tolist() == [2, 2]
-        else:
-            with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* was deregistered"):
-                called(T)
+        with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op was deregistered"):
+            called(T)
         assert hash(called) == hashed
 
 
@@ -226,68 +173,6 @@ def test_redefinition_keeps_operators_of_other_libraries(namespace):
     assert [each(T).tolist() for each in called] == [[2, 2]] * 2
     kernels._destroy()
     schema._destroy()
-
-
-def test_new_object_at_a_freed_address_is_not_confused(namespace):
-    """A new overload may have the address of a freed one, and must not be confused with it.
-
-    The test simulates this by turning one object into another.
-    """
-    overload = OpOverload.__new__(OpOverload)
-    with contextlib.suppress(AttributeError):
-        overload(T)  # raises, because the object has no function yet
-    op = define(namespace, lambda x: x + 1)
-    theirs = torch.library.Library(f"{namespace}_theirs", "FRAGMENT")
-    theirs.define("op() -> ()")
-    theirs._destroy()
-    vars(overload).update(vars(op.overload))
-    overload._op, *_ = torch._C._get_operation_overload(f"{namespace}::op", "")
-    assert overload(T).tolist() == [1, 1]
-    assert isinstance(overload._op, switch.native_module().Operator)
-
-
-@pytest.mark.parametrize(("fits", "gone"), [(False, True), (True, False)])
-def test_an_overload_deregistered_while_a_packet_chooses_raises(namespace, fits, gone):
-    """A packet that fails because its overload was deregistered must raise OperatorGoneError.
-
-    If the call fails for another reason, the exception must stay unchanged.
-    """
-    entered, closed = threading.Event(), threading.Event()
-
-    class Number:
-        def __index__(self):
-            entered.set()
-            assert closed.wait(20)
-            return 1 if fits else "no number"
-
-    def kernel(x: Tensor, n: int) -> Tensor:
-        raise RuntimeError("of the kernel")
-
-    libraries = [torchop.Library(namespace, "FRAGMENT") for _ in range(2)]
-    for library, name, kind in zip(libraries, ("first", "second"), ("int", "str"), strict=True):
-        library.define(f"op.{name}(Tensor x, {kind} n) -> Tensor")
-        library.impl(f"op.{name}", kernel, BACKEND)
-    packet = getattr(torch.ops, namespace).op
-    errors: list[Exception] = []
-
-    def call():
-        try:
-            packet(T, Number())
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert entered.wait(20)
-    libraries[1].close()  # waits for the running call, but at most a second
-    closed.set()
-    thread.join()
-    (error,) = errors
-    assert isinstance(error, torchop.OperatorGoneError) == gone
-    assert str(error) == (
-        f"An overload of {namespace}::op was deregistered." if gone else "of the kernel"
-    )
-    libraries[0].close()
 
 
 def test_threads_get_their_own_results(namespace):

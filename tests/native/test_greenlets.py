@@ -15,7 +15,6 @@ import torchop
 from tests._support.common import needs_native
 from tests._support.devices import BACKEND
 from tests._support.free_threads import HAS_GIL, needs_greenlets
-from torchop import _hooks
 
 if HAS_GIL:  # without the GIL, the tests are expected to fail, so don't skip them
     greenlet = pytest.importorskip("greenlet")
@@ -23,11 +22,6 @@ if HAS_GIL:  # without the GIL, the tests are expected to fail, so don't skip th
 pytestmark = [needs_native, needs_greenlets]
 
 T = torch.zeros(2)
-
-
-def running() -> list[str]:
-    """Return the names of the operators with a native call in progress on this thread."""
-    return sorted(str(entry.name) for entry in _hooks.extension.running())
 
 
 def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
@@ -56,20 +50,15 @@ def deep(depth: int, call: Callable[[], Any]) -> Any:
 def test_calls_may_end_in_any_order(namespace, order):
     main = greenlet.getcurrent()
     ops = [switching(namespace, f"op{number}", main.switch) for number in range(3)]
-    names = [f"{namespace}::op{number}" for number in range(3)]
     greenlets = [greenlet.greenlet(lambda op=op: deep(5, lambda: op(T))) for op in ops]
-    for number, started in enumerate(greenlets):
+    for started in greenlets:
         started.switch()
-        assert running() == names[: number + 1]
-    left = set(names)
     for number in order:
         greenlets[number].switch()
-        left.remove(names[number])
-        assert running() == sorted(left)
     assert all(ended.dead for ended in greenlets)
 
 
-def test_an_operator_is_not_destroyed_while_a_greenlet_calls_it(namespace):
+def test_an_operator_is_deregistered_while_greenlets_call_it(namespace):
     library = torchop.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     main, is_prepared = greenlet.getcurrent(), False
@@ -89,13 +78,10 @@ def test_an_operator_is_not_destroyed_while_a_greenlet_calls_it(namespace):
     )
     first.switch()
     second.switch()
-    assert deep(10, running) == [f"{namespace}::op"] * 2
+    library.close()
     for waiting in (first, second):
-        with pytest.raises(RuntimeError, match="from inside a call"):
-            library.close()
         waiting.switch()
     assert [result.tolist() for result in results] == [[1, 1], [1, 1]]
-    library.close()
     with pytest.raises(torchop.OperatorGoneError):
         op(T)
 
@@ -104,10 +90,8 @@ def test_a_greenlet_that_is_killed_ends_its_call(namespace):
     op = switching(namespace, "op", greenlet.getcurrent().switch)
     started = greenlet.greenlet(lambda: op(T))
     started.switch()
-    assert running() == [f"{namespace}::op"]
     before = sys.getrefcount(op)
     del started
-    assert running() == []
     assert sys.getrefcount(op) <= before
 
 
@@ -116,7 +100,6 @@ def test_many_greenlets_are_in_a_kernel_at_once(namespace):
     started = [greenlet.greenlet(lambda depth=i % 7: deep(depth, lambda: op(T))) for i in range(99)]
     for one in started:
         one.switch()
-    assert len(running()) == 99
     for one in started[::2] + started[1::2]:
         one.switch()
-    assert running() == []
+    assert all(one.dead for one in started)

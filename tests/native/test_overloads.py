@@ -11,7 +11,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
 from tests._support.common import assert_clean, needs_native
-from tests._support.devices import BACKEND
 from tests._support.forking import run_forked
 from torchop._native import switch
 
@@ -141,17 +140,15 @@ def overload(namespace, name, count, amount):
     return torchop.custom_op(f"{namespace}::op{name}", body, mutates_args=(), schema=schema)
 
 
-def test_first_call_of_a_packet_after_redefining_an_overload_is_counted(namespace):
+def test_a_packet_calls_redefined_overloads(namespace):
     for name, count in (("", 1), (".two", 2)):
         overload(namespace, name, count, count)
     packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
     assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
+    hashed = hash(packet)
     for name, count in ((".two", 2), ("", 1)):
         overload(namespace, name, count, 5 * count)
-        counting = packet._op
-        assert isinstance(counting, switch.native_module().Operator)
-        assert counting.entry is None
-        assert "was deregistered" in str(counting.next._reason())
+        assert hash(packet) == hashed
 
         def function(x: Tensor) -> Tensor:
             return packet(x)
@@ -184,22 +181,7 @@ def test_a_first_call_may_be_in_a_trace(namespace, defined_by, way):
     library.close()
 
 
-def test_a_packet_raises_if_an_overload_was_deregistered_silently(namespace):
-    overload(namespace, "", 1, 1)
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define("op.two(Tensor x, Tensor y) -> Tensor")
-    library.impl("op.two", lambda x, y: x + 2, BACKEND)
-    packet, x = getattr(torch.ops, namespace).op, torch.zeros(2)
-    assert [packet(x)[0], packet(x, x)[0]] == [1, 2]
-    library.m.reset()
-    assert packet(x)[0] == 1
-    with pytest.raises(
-        torchop.OperatorGoneError, match=f"An overload of {namespace}::op was deregistered"
-    ):
-        packet(x, x)
-
-
-@pytest.mark.parametrize("arguments", [(None, len), (None, len, len), (3, len, None, ["a::b"])])
-def test_native_operator_needs_an_entry_or_overloads(arguments):
-    with pytest.raises(TypeError, match="next expects an Operator or None, and entry an Entry"):
+@pytest.mark.parametrize("arguments", [(3, len), (None, len, len)])
+def test_native_operator_checks_its_arguments(arguments):
+    with pytest.raises(TypeError, match="entry expects an Entry or None"):
         switch.native_module().Operator(object(), *arguments)

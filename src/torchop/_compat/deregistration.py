@@ -17,7 +17,6 @@ import collections
 import contextlib
 import functools
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -27,8 +26,8 @@ from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop import _hooks
-from torchop._compat import dtensor, operators, overload_functions, torch_ops
-from torchop._compat.classes import OpOverload, OpOverloadPacket
+from torchop._compat import dtensor, operators, torch_ops
+from torchop._compat.classes import OpOverload
 
 Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
 
@@ -102,7 +101,6 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     current: Any = torch_ops.lookup_overload(namespace, name, overload)
     if current is first:
         return
-    count_calls(current)
     attributes: dict[str, Any] = vars(first)
     # PyTorch has created `current` for the new operator, but the dispatcher may still use `first`.
     # Make `first` an overload of the new operator too, with the same kernel tables. Update all
@@ -116,27 +114,6 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     # Add `current` to `cached`, so that both objects are invalidated when the new operator is
     # deregistered.
     cached[1:] = [current]
-
-
-def count_calls(op: OpOverload | OpOverloadPacket) -> None:
-    """Make an overload or packet count running calls, so that deregistering can wait for them."""
-    packet = op if isinstance(op, OpOverloadPacket) else op._overloadpacket
-    qualname, function = packet._qualified_op_name, op._op
-    operator = _hooks.extension.Operator
-    is_left_alone = operator is None or isinstance(function, operator)
-    if is_left_alone or not overload_functions.is_cpp_function(function):
-        return
-    names = operators.overload_names(qualname)
-    if isinstance(op, OpOverload):
-        if op._schema.overload_name in names:
-            found, *_ = torch._C._get_operation_overload(qualname, op._schema.overload_name)
-            op._op = torch_ops.counted(op, found, operator)
-        else:
-            _invalidate(op, lambda: f"{op} was deregistered.")
-    elif names:
-        torch_ops.refresh(op, operator)
-    else:
-        torch_ops.replace_function(op, torch_ops.raising_packet_function(op))
 
 
 @contextlib.contextmanager
@@ -159,9 +136,7 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
 def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """Make new calls to operators raise, before the operators are deregistered.
 
-    If torchop's C++ extension is loaded, this function also waits until running calls to these
-    operators in other threads have left the dispatcher. `reason(name)` returns the error message
-    for an operator.
+    `reason(name)` returns the error message for an operator.
     """
     for name in names:
         with contextlib.suppress(AttributeError):
@@ -180,7 +155,6 @@ def invalidate_existing(names: Collection[Name], reason: Callable[[str], str]) -
         )
     if invalidated:
         forget_objects(invalidated)
-    _hooks.extension.end_calls([operators.joined(*name) for name in names])
 
 
 def forget(names: Iterable[Name]) -> None:
@@ -197,28 +171,6 @@ def forget(names: Iterable[Name]) -> None:
         # operators. A new operator may get the address of a deregistered operator, and would then
         # use the old entries.
         dtensor.clear_caches()
-
-
-def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
-    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
-        raise RuntimeError(
-            f"{operator} cannot be deregistered or replaced from inside a call to it."
-        )
-
-
-def _called_here() -> set[str]:
-    names = {entry.name.packet for entry in _hooks.extension.running()}
-    for frame, _ in traceback.walk_stack(sys._getframe()):
-        if frame.f_code.co_filename == _OPS_FILE:
-            subject = frame.f_locals.get("self")
-            if isinstance(subject, OpOverload):
-                names.add(str(subject._schema.name))
-            elif isinstance(subject, OpOverloadPacket):
-                names.add(str(subject._qualified_op_name))
-    return names
-
-
-_OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 
 # The number of running calls of `preserve_packet` for each packet

@@ -36,22 +36,6 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
     return qualname
 
 
-@contextlib.contextmanager
-def calls_blocked(qualnames: Iterable[str]) -> Iterator[None]:
-    """Block other threads' calls to operators while their kernels change.
-
-    The dispatcher has a lock for registrations but not for calls, so a concurrent call could use a
-    kernel that was just freed. Before the `with` block starts, this function waits until the calls
-    that are already running have ended. It waits for at most a second, because a running call may
-    itself be waiting for this thread.
-    """
-    change = _hooks.extension.hold_calls(qualnames)
-    try:
-        yield
-    finally:
-        del change
-
-
 def implement(
     library: torch.library.Library,
     name: str,
@@ -63,21 +47,15 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    `replaces` must be true if the operator may be in use already, or may have a kernel at this key.
+    `replaces` must be true if the operator may have a kernel at this key.
     """
     assert library.m is not None
-    qualname = f"{library.ns}::{name}"
-    if not replaces:
+    with contextlib.ExitStack() as blocks:
+        if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
+            # Hide PyTorch's warning about a replaced kernel, because the replacement is intended.
+            blocks.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
         library.m.impl(name, key, kernel, with_keyset)
-    else:
-        with contextlib.ExitStack() as blocks:
-            if dispatch.has_kernel(qualname, key):
-                # Hide PyTorch's warning about a replaced kernel, because the replacement is
-                # intended.
-                blocks.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
-            blocks.enter_context(calls_blocked([qualname]))
-            library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
     library._op_impls.add(record)
@@ -95,6 +73,7 @@ def implement_temporarily(
     is destroyed.
     """
     qualname = f"{library.ns}::{name}"
+    reference = weakref.ref(library)  # the kernel must not keep the library alive
     code = kernel.__code__
     # Declared as Any, because PyTorch's type stubs lack the parameter `with_keyset`.
     registration: Any = torch._C._dispatch_library(
@@ -102,14 +81,15 @@ def implement_temporarily(
     )
 
     def remove() -> None:
-        with calls_blocked([qualname]):
-            registration.reset()
+        finish = _hooks.extension.keep_memory((), [qualname], True)
+        registration.reset()
+        # Other threads may be calling the kernel, so free its function only with the library.
+        if (alive := reference()) is not None:
+            on_close(alive, finish)
 
     # Record the kernel in `library`. When `library` is destroyed, `free_kernels` frees the
     # functions of all recorded kernels.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
-    # Do not use `calls_blocked` here. It would wait for calls in other threads, and these calls may
-    # be waiting for this thread.
     registration.impl(name, key, kernel, False)
     return remove
 
@@ -241,14 +221,16 @@ class _Contents(NamedTuple):
             # Wrap PyTorch's own handles, because they raise an error if they are destroyed twice.
             if not isinstance(handle, _DestroyOnce):
                 self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
-        kernels = (record.split("/") for record in implemented)
+        qualnames = {operators.joined(*name) for name in names}
+        records = (record.split("/") for record in implemented)
+        others = {f"{namespace}::{name}" for namespace, name, _ in records} - qualnames
         # If one callback raises, for example the `detach` method of a user's rule, ExitStack still
         # calls the others, the last one first, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
-            stack.enter_context(
-                calls_blocked({f"{namespace}::{name}" for namespace, name, _ in kernels})
-            )
+            # Calls to other operators may still run a removed kernel, so keep its function too.
+            stack.callback(_hooks.extension.keep_memory((), others, False))
+            stack.callback(_hooks.extension.keep_memory(qualnames, (), True))
             if self.m is not None:
                 stack.callback(self.m.reset)
             for handle in reversed(self.handles):

@@ -88,12 +88,12 @@ def _replace(op: OpOverload | OpOverloadPacket, expected: Any, function: Any) ->
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether a function is PyTorch's, or torchop's wrapper that counts calls to it."""
-    is_counted = getattr(function, "entry", function) is None
+    """Return whether a function is PyTorch's, or torchop's wrapper that preserves its hash."""
+    is_wrapped = getattr(function, "entry", function) is None
     # In 2.15, the `_op` of an overload is no longer a builtin function, but an instance of a class
     # in torch._C.
     is_pytorchs = type(function).__module__ == "torch._C"
-    return is_counted or is_pytorchs or isinstance(function, BuiltinFunctionType)
+    return is_wrapped or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
 # Packets in these namespaces must not try native calls, because they could run an incorrect
@@ -121,10 +121,9 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
     # PyTorch uses packets as keys of dictionaries, so the hash of this packet must not change. The
-    # hash of a packet is the hash of its `_op`. `counted` wraps the function in an object that has
-    # the packet's current hash.
-    if any(entries) or hash(function) != hash(packet):
-        function = torch_ops.counted(packet, function, operator)
+    # hash of a packet is the hash of its `_op`. An `operator` has the packet's current hash.
+    if not any(entries) and hash(function) != hash(packet):
+        function = operator(packet, None, function)
     # Build a linked list of functions, one for each overload that can try native calls. Stop at the
     # first overload without an entry, the C++ object that tries native calls.
     chain = None

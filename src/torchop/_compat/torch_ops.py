@@ -79,39 +79,12 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     try:
-        # Do not use PyTorch's `_refresh_packet`, because it sets a function that does not count
-        # running calls (see `counted`).
         op, packet._overload_names = torch._C._jit_get_operation(packet._qualified_op_name)
         op.__module__ = packet._op.__module__
-        replace_function(packet, op if operator is None else counted(packet, op, operator))
+        replace_function(packet, op if operator is None else operator(packet, None, op))
     finally:
         if formula is not None:
             cast(Any, counter).flop_registry[packet] = formula
-
-
-def counted(op: OpOverload | OpOverloadPacket, function: Any, operator: Any) -> Any:
-    """Wrap PyTorch's function in an instance of the class `operator`, which counts running calls.
-
-    torchop deregisters an operator only after its counted calls have ended.
-    """
-    if isinstance(op, OpOverload):
-        return operator(
-            op,
-            None,
-            function,
-            RaisingFunction(hash(op), lambda: f"{op} was deregistered."),
-            [op._name],
-        )
-    name = op._qualified_op_name
-    overloads = [f"{name}.{each}".removesuffix(".default") for each in op.overloads()]
-    return operator(op, None, function, raising_packet_function(op), overloads)
-
-
-def raising_packet_function(packet: OpOverloadPacket) -> RaisingPacketFunction:
-    name = packet._qualified_op_name
-    return RaisingPacketFunction(
-        hash(packet), lambda: f"An overload of {name} was deregistered.", name
-    )
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
@@ -144,13 +117,6 @@ class RaisingFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise OperatorGoneError(self._reason())
-
-    def _explain_refusal(self, error: RuntimeError, keywords: Any) -> OperatorGoneError | None:
-        # The extension calls this with the error of a call that was running while the operator was
-        # deregistered. PyTorch's message complains about a missing schema, which does not help the
-        # user.
-        is_deregistered = "schema_.has_value()" in str(error)
-        return OperatorGoneError(self._reason()) if is_deregistered else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -17,6 +17,7 @@ from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock, run_waiting_hooks
+from torchop._core.registered import registrations_of
 from torchop._core.registry import check_free, deregister_existing, is_free
 
 Result = TypeVar("Result")
@@ -172,4 +173,6 @@ def deregister_with(
         if (alive := reference()) is not None:
             alive.deregister(reason())
 
-    libraries.on_close(library, deregister)
+    with registration_lock:
+        # If the operator is redefined, the row of the old operator is replaced.
+        registrations_of(library, definition.name).add("operator", None, deregister)

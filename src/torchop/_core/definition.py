@@ -350,13 +350,12 @@ class Definition:
     def deregister(self, reason: str) -> None:
         """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
-        Does nothing if the operator is already deregistered. Raises RuntimeError, and leaves the
-        operator registered, if this thread is inside a call to the operator.
+        Running calls finish with the old kernels. Does nothing if the operator is already
+        deregistered.
         """
         with then_run_hooks():
             if self.deregistration_reason is not None:
                 return  # another operator may have this name now
-            deregistration.refuse_running([self.name])
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)
             library = self._held_library

@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torchop._compat import libraries
 
@@ -27,10 +27,8 @@ Result = TypeVar("Result")
 Published = TypeVar("Published")
 
 # Each registration holds this lock, because it changes several of PyTorch's registries, and these
-# are plain dicts and sets without locks. The lock is an instance of a subclass, because the C++
-# extension replaces `__enter__`, and RLock itself is immutable.
-registration_lock = type("RegistrationLock", (type(threading.RLock()),), {})()
-
+# are plain dicts and sets without locks.
+registration_lock: Any = threading.RLock()
 
 libraries.lock = registration_lock
 

@@ -219,9 +219,6 @@ def deregister_existing(name: OpName, site: Site) -> None:
     """
     older, library = check_free(name, site)
     qualname = str(name)
-    if older is not None or library is not None:
-        # This may raise, so call it before warning that the operator is redefined.
-        deregistration.refuse_running([name])
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
         if before.origin != site.origin:

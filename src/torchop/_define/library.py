@@ -193,7 +193,6 @@ class Library(OwnLibrary):
             registrations_of(self, f"{self.ns}::{name}").registering(f"kernel at {key}"),
             registration_lock,
             short_errors,
-            libraries.calls_blocked([f"{self.ns}::{name}"]),
         ):
             super().impl(  # type: ignore[no-untyped-call]
                 name,

@@ -13,14 +13,12 @@ from typing import Any
 from torchop import _hooks
 from torchop._compat import (
     compilers,
-    deregistration,
     dynamo_variables,
     import_hooks,
     libraries,
     overload_functions,
     registries,
 )
-from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import Handle
@@ -242,24 +240,10 @@ def _prepare(module: ModuleType) -> None:
         _native_handle_types.append(module.make_handle_type(base, traceable))
     dynamo_variables.trace_as_overload(_native_handle_types[0])
     for cls in overload_functions.forwarding_classes():
-        module.patch_calls(cls, _before_first_call)
+        module.patch_calls(cls)
     if (problem := recipe.unknown_nodes()) is not None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
-    type(registration_lock).__enter__ = module.make_lock_enter(registration_lock)
     _hooks.extension = module
-
-
-def _before_first_call(op: OpOverload | OpOverloadPacket) -> None:
-    """Make an OpOverload or packet count running calls. C++ calls this before the first call.
-
-    Deregistering an operator waits for the counted calls of other threads. Only calls to operators
-    that torchop defined are counted, because a registration and another package's kernel could
-    otherwise wait for each other.
-    """
-    packet = vars(op).get("_overloadpacket", op)
-    if vars(packet).get("_qualified_op_name") in deregistration.defined:
-        with registration_lock:
-            deregistration.count_calls(op)
 
 
 def _adopt(definition: Definition, native: Any) -> None:

@@ -19,7 +19,6 @@
 
 #include "disabled.h"
 #include "dispatch.h"
-#include "lifetime.h"
 
 namespace torchop {
 
@@ -156,10 +155,11 @@ class WithoutWarning {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// The registration of a bypass with the dispatcher. `kernel` is empty once the bypass is removed.
+// The registration of a bypass with the dispatcher. Never freed, because running calls may still
+// use the functor (see lifetime.h).
 struct Registration {
-  LifetimePointer lifetime;
-  std::optional<c10::RegistrationHandleRAII> kernel;
+  c10::KernelFunction functor;
+  std::optional<c10::RegistrationHandleRAII> handle; // empty once the bypass is removed
 };
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
@@ -168,10 +168,7 @@ constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 // much later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
-  if (registration->kernel.has_value()) {
-    const Change change({registration->lifetime});
-    registration->kernel.reset();
-  }
+  registration->handle.reset();
   Py_RETURN_NONE;
 }
 
@@ -183,7 +180,6 @@ PyMethodDef removing{
 
 void free_registration(PyObject* capsule) {
   Py_DECREF(remove(capsule, nullptr));
-  delete static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
 }
 
 } // namespace
@@ -204,15 +200,14 @@ PyObject* bypass(PyObject*, PyObject* args) {
       table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
   if (!is_python_kernel(kernel) || python_function(kernel) != function)
     Py_RETURN_NONE; // another kernel is registered, possibly a bypass
-  auto registration = std::make_unique<Registration>(lifetime_of(*op));
+  auto registration = std::make_unique<Registration>(
+      c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<Bypass>(kernel, function, key)));
   {
     const WithoutWarning guard;
-    const Change change({registration->lifetime});
-    auto functor = std::make_unique<Bypass>(kernel, function, key);
-    registration->kernel.emplace(dispatcher.registerImpl(
+    registration->handle.emplace(dispatcher.registerImpl(
         op->operator_name(),
         key,
-        c10::KernelFunction::makeFromBoxedFunctor(std::move(functor)),
+        registration->functor,
         std::nullopt,
         nullptr,
         "registered by torchop"));

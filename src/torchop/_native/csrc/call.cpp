@@ -193,14 +193,7 @@ Decision decide(
 
   // Compute the same key set as the dispatcher (DispatchKeyExtractor).
   const DispatchKeySet keys = (seen.keys | local.included_) - local.excluded_;
-  {
-#ifdef Py_GIL_DISABLED
-    TableRead read(this_thread());
-    if (C10_UNLIKELY(!plan.lifetime->exists.load() || plan.lifetime->changes.load() != 0))
-      return stop(Reason::Operator); // another thread is changing the table
-#endif
-    decision.route = find_route(table_of(*plan.op), plan.own, keys);
-  }
+  decision.route = find_route(table_of(*plan.op), plan.own, keys);
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))
     return stop(decision.route.reason);
   decision.kernel = kernel_for(plan, decision.route.kernel);

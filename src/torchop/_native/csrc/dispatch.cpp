@@ -3,6 +3,8 @@
 #include <cstring>
 #include <typeinfo>
 
+#include <torch/csrc/utils/object_ptr.h>
+
 #include "bypass.h"
 
 namespace torchop {
@@ -71,6 +73,23 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
   if (C10_UNLIKELY(vtable_of(functor) != holder_vtable))
     return bypassed_function(*functor);
   return word_at(functor, holder_offset);
+}
+
+void replace_python_function(const c10::KernelFunction& kernel, PyObject* function) {
+  if (!is_python_kernel(kernel))
+    return;
+  const c10::OperatorKernel* functor = functor_of(kernel);
+  THPObjectPtr before(word_at(functor, holder_offset));
+  Py_INCREF(function);
+  std::memcpy(
+      reinterpret_cast<char*>(const_cast<c10::OperatorKernel*>(functor)) + holder_offset,
+      static_cast<const void*>(&function),
+      sizeof(function));
+}
+
+bool is_only_reference(const c10::KernelFunction& kernel) {
+  return functor_of(kernel) != nullptr &&
+      member_of(Functor{}, member_of(Boxed{}, kernel)).use_count() == 1;
 }
 
 namespace {

@@ -82,6 +82,13 @@ bool is_python_kernel(const c10::KernelFunction& kernel);
 // C++ kernel that overrides a Python kernel, see bypass.h), returns the overridden function.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
+// Replaces the function of a Python kernel, and releases the reference to the old function. Does
+// nothing for other kernels. Running calls read the function only while they hold the GIL.
+void replace_python_function(const c10::KernelFunction& kernel, PyObject* function);
+
+// Returns whether `kernel` has a functor that no other KernelFunction references.
+bool is_only_reference(const c10::KernelFunction& kernel);
+
 // Returns basicAutogradNotImplementedFallback, the kernel that PyTorch runs at the Autograd keys if
 // an operator has no kernel there. Empty if this build of PyTorch uses a fallthrough kernel
 // instead.
@@ -99,8 +106,9 @@ bool probe_kernels(
 // kernels also receive the operator.
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
-// Returns the dispatch table of an operator. It is valid as long as the operator is registered.
-// Registrations in other threads may modify it at any time (see lifetime.h).
+// Returns the dispatch table of an operator. If a library is reset without torchop, PyTorch frees
+// the tables of its operators, so check `is_deregistered` (entry.h) first. Registrations in other
+// threads may modify the table at any time (see lifetime.h).
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
 // torchop's own kernels in an operator's dispatch table. A native call skips these kernels, because

@@ -6,8 +6,11 @@
 #include <utility>
 #include <vector>
 
+#include <torch/csrc/jit/frontend/function_schema_parser.h>
+
 #include "call.h"
 #include "current_plan.h"
+#include "errors.h"
 #include "frames.h"
 #include "operator.h"
 #include "resolution.h"
@@ -28,9 +31,13 @@ bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
-void raise_deregistered(Entry& entry) {
+PyObject* gone_error() {
   THPObjectPtr module(PyImport_ImportModule("torchop._errors"));
-  THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
+  return module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr;
+}
+
+void raise_deregistered(Entry& entry) {
+  THPObjectPtr kind(gone_error());
   if (!kind)
     return;
   // If the operator was deregistered through torchop, `refresh` raises an error that gives the
@@ -164,15 +171,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
     dispatch = callee.get();
   }
   PyObject* result = nullptr;
-  {
-    // An Operator without an Entry counts the call itself, for all overloads of the packet, so do
-    // not count the call twice.
-    const bool is_counted = Py_TYPE(dispatch) == operator_type || entry.lifetime == nullptr;
-    const DispatcherCall call(
-        is_counted ? c10::ArrayRef<LifetimePointer>() : c10::ArrayRef(entry.lifetime));
-    if (C10_LIKELY(!is_deregistered(entry)))
-      result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
-  }
+  if (C10_LIKELY(!is_deregistered(entry)))
+    result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
   // The operator was deregistered in the meantime, so the dispatcher may have raised an internal
@@ -203,14 +203,9 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   Thread& here = this_thread();
   if (C10_UNLIKELY(is_stack_low(here)))
     return raise_stack_overflow(entry);
-  CurrentPlan plan(entry, here);
+  CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
-#ifndef Py_GIL_DISABLED
-  if (C10_UNLIKELY(here.count == here.capacity) && !reserve_call(here))
-    return PyErr_NoMemory();
-  RunningCall mark(here, reinterpret_cast<PyObject*>(&entry));
-#endif
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
   // No C++ exception may leave this function, because the caller is C code. HANDLE_TH_ERRORS would
@@ -313,7 +308,7 @@ PyObject* get_name(PyObject* self, void*) {
 }
 
 PyObject* get_plan(PyObject* self, void*) {
-  THPObjectPtr plan(new_reference(entry_of(self).plan));
+  THPObjectPtr plan(Py_XNewRef(entry_of(self).plan.load()));
   return is_usable(plan.get()) ? plan.release() : Py_NewRef(Py_None);
 }
 
@@ -329,12 +324,14 @@ int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
   // Store the Lifetime now, while the operator that `value` calls is still registered. Later,
   // another operator may have the same name.
-  THPObjectPtr name(PyObject_Str(entry_of(self).name));
-  THPObjectPtr names(name ? PyTuple_Pack(1, name.get()) : nullptr);
-  if (!names)
-    return -1;
-  if (const auto found = lifetimes_of(names.get(), true); entry_of(self).lifetime == nullptr)
-    entry_of(self).lifetime = found.empty() ? nullptr : found.front();
+  if (entry_of(self).lifetime == nullptr) {
+    THPObjectPtr name = checked(PyObject_Str(entry_of(self).name));
+    const char* text = PyUnicode_AsUTF8(name.get());
+    if (text == nullptr)
+      return -1;
+    if (const auto op = c10::Dispatcher::singleton().findOp(torch::jit::parseName(text)))
+      entry_of(self).lifetime = lifetime_of(*op);
+  }
   PyObject* before;
   Py_BEGIN_CRITICAL_SECTION(self);
   before = std::exchange(entry_of(self).dispatch, Py_XNewRef(value));
@@ -365,7 +362,7 @@ PyObject* get_counters(PyObject* self, void*) {
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
-  CurrentPlan plan(entry, this_thread());
+  CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
   Values values((*plan).parameters);

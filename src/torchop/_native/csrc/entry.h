@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include "free_threads.h"
+#include "lifetime.h"
 #include "plan.h"
 #include "reasons.h"
 
@@ -49,17 +50,20 @@ PyObject* call_entry(
 // runs Python code, so the new plan may be outdated again when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Check this before reading the operator's dispatch table, because deregistering an operator frees
-// its table.
+// Check this before reading the operator's dispatch table, because PyTorch frees the table if the
+// library is reset without torchop.
 inline bool is_deregistered(const Entry& entry) {
-  return entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed);
+  return entry.lifetime != nullptr && !entry.lifetime->load(std::memory_order_relaxed);
 }
+
+// Returns the class OperatorGoneError (new reference), or nullptr with an exception set.
+PyObject* gone_error();
 
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
 // If the current exception is a RuntimeError, asks the Python method `callee._explain_refusal` for
-// a better exception, and raises that one if it is not None. `callee` is a handle or an
-// OpOverloadPacket. `keywords` contains the names of the call's keyword arguments, or is nullptr.
+// a better exception, and raises that one if it is not None. `callee` is a handle. `keywords`
+// contains the names of the call's keyword arguments, or is nullptr.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee, PyObject* keywords);
 
 bool add_entry_type(PyObject* module);

@@ -1,12 +1,8 @@
 // free_threads.h: keep a call plan (plan.h) alive while calls use it, because another thread may
 // replace the plan at any time.
 //
-// With the GIL, a borrowed pointer stays valid until Python code runs, so there is little to do. In
-// free-threaded Python, hazard pointers protect an operator's plan. A call stores a pointer to the
-// plan in the Thread object, and then checks that the plan is still current. A registration
-// replaces the plan, and frees the old plan once no Thread points to it. We do not count references
-// to plans, because all threads that call an operator would contend for the cache line of the
-// count.
+// With the GIL, a call owns a reference to its plan. In free-threaded Python, all threads that call
+// an operator would contend for the plan's reference count, so replaced plans are never freed.
 #pragma once
 
 #include <Python.h>
@@ -35,38 +31,7 @@ using PlanPointer = std::atomic<PyObject*>;
 
 inline constexpr bool has_gil = false;
 
-// Releases the reference to a replaced plan as soon as no call uses the plan. May run Python code.
-void release_plan(PyObject* plan);
-
-PyObject* new_reference(const PlanPointer& plan);
-
-// The number of replaced plans that running calls may still use.
-inline std::atomic<size_t> plans_to_free = 0;
-
-// Frees the replaced plans that no call uses any longer. May run Python code.
-void free_plans();
-
-// RAII guard that marks this thread as reading a dispatch table. `wait_for_table_reads`
-// spins until the guard is destroyed, so destroy it soon.
-class TableRead {
- public:
-  explicit TableRead(Thread& here) : thread_(here) {
-    thread_.reads_table.store(true);
-  }
-  ~TableRead() {
-    thread_.reads_table.store(false, std::memory_order_release);
-  }
-  TableRead(const TableRead&) = delete;
-  TableRead& operator=(const TableRead&) = delete;
-
- private:
-  Thread& thread_;
-};
-
-// Waits until no thread reads a dispatch table. Before calling this function, mark the table as
-// changing by setting `Lifetime::exists` or `Lifetime::changes`. Threads that start to read later
-// check these members and do not read the table.
-void wait_for_table_reads();
+inline void release_plan(PyObject*) {} // calls in other threads may still use the plan
 
 // Makes an object immortal, so that CPython no longer counts references to it, unless this thread
 // owns the object.
@@ -98,7 +63,10 @@ class Counters {
   Counters(const Counters&) = delete;
   Counters& operator=(const Counters&) = delete;
 
-  void count(Reason reason, const Thread& here) {
+  void count(Reason reason, Thread& here) {
+    static std::atomic<size_t> threads = 0;
+    if (C10_UNLIKELY(here.number == 0))
+      here.number = ++threads;
     std::atomic<Part*>& place = parts_[here.number % parts_.size()];
     Part* part = place.load(std::memory_order_acquire);
     if (C10_UNLIKELY(part == nullptr) && (part = make_part(place)) == nullptr)
@@ -142,16 +110,12 @@ inline void release_plan(PyObject* plan) {
 
 inline void note_call(PyObject*) {}
 
-inline PyObject* new_reference(const PlanPointer& plan) {
-  return Py_XNewRef(plan.load(std::memory_order_relaxed));
-}
-
 class Counters {
  public:
   static constexpr size_t size() {
     return size_t(Reason::Count);
   }
-  void count(Reason reason, const Thread&) {
+  void count(Reason reason, Thread&) {
     ++counts_[size_t(reason)];
   }
   uint64_t operator[](size_t reason) const {

@@ -47,6 +47,18 @@ struct DispatcherGuard {
 auto& member_of(DispatcherGuard, const c10::Dispatcher& object);
 template struct Expose<&c10::Dispatcher::guard_, DispatcherGuard>;
 
+struct LookupTable {
+  using Class = c10::Dispatcher;
+};
+auto& member_of(LookupTable, const c10::Dispatcher& object);
+template struct Expose<&c10::Dispatcher::operatorLookupTable_, LookupTable>;
+
+struct RegisteredKernels {
+  using Class = c10::impl::OperatorEntry;
+};
+auto& member_of(RegisteredKernels, const c10::impl::OperatorEntry& object);
+template struct Expose<&c10::impl::OperatorEntry::kernels_, RegisteredKernels>;
+
 struct NonFallthrough {
   using Class = c10::DispatchKeyExtractor;
 };

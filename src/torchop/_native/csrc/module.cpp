@@ -17,12 +17,12 @@
 #include "frames.h"
 #include "gradients.h"
 #include "handle.h"
+#include "lifetime.h"
 #include "operator.h"
 #include "overloads.h"
 #include "plan.h"
 #include "residuals.h"
 #include "results.h"
-#include "thread.h"
 
 namespace torchop {
 
@@ -114,25 +114,13 @@ PyObject* set_observer(PyObject*, PyObject* given) {
   Py_RETURN_NONE;
 }
 
-PyObject* running(PyObject*, PyObject*) {
-  THPObjectPtr entries(PyList_New(0));
-  for (size_t call = 0; entries && call < thread.count; ++call) {
-    if (PyList_Append(entries.get(), thread.running[call]) < 0)
-      return nullptr;
-  }
-  return entries.release();
-}
-
 PyMethodDef functions[] = {
     {"probe_kernels",
      probe_kernels,
      METH_VARARGS,
      "Find out the memory layout of Python kernels in the dispatcher."},
     {"make_handle_type", make_handle_type, METH_VARARGS, "Create the native type of handles."},
-    {"patch_calls",
-     patch_calls,
-     METH_VARARGS,
-     "Replace tp_call of OpOverload or OpOverloadPacket."},
+    {"patch_calls", patch_calls, METH_O, "Replace tp_call of OpOverload or OpOverloadPacket."},
     {"adopt", adopt, METH_VARARGS, "Make calls to a handle native."},
     {"patch_handle_calls", patch_handle_calls, METH_VARARGS, "Replace tp_call of CustomOpDef."},
     {"is_plain_kernel",
@@ -167,13 +155,10 @@ PyMethodDef functions[] = {
      set_observer,
      METH_O,
      "Set the function that is called before calls fall back to the dispatcher."},
-    {"make_lock_enter", make_lock_enter, METH_O, "Create __enter__ of the registration lock."},
-    {"hold_calls", hold_calls, METH_O, "Keep calls to operators out of the dispatcher."},
-    {"end_calls",
-     end_calls,
-     METH_O,
-     "Make calls to operators raise, and wait for calls in the dispatcher."},
-    {"running", running, METH_NOARGS, "Return the entries of this thread's native calls."},
+    {"keep_memory",
+     keep_memory,
+     METH_VARARGS,
+     "Keep the memory that running calls read, before operators are deregistered."},
     {nullptr, nullptr, 0, nullptr},
 };
 

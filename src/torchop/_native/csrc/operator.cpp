@@ -10,10 +10,7 @@
 #include <c10/util/flat_hash_map.h>
 #include <structmember.h>
 
-#include <algorithm>
 #include <mutex>
-#include <utility>
-#include <vector>
 
 #include "entry.h"
 #include "free_threads.h"
@@ -30,14 +27,10 @@ struct Operator {
 
       vectorcallfunc call;
   PyObject* owner;    // the address of the OpOverload or OpOverloadPacket; not owned
-  PyObject* entry;    // an Entry, or nullptr if this object only counts calls; owned
+  PyObject* entry;    // an Entry, or nullptr if this object only preserves the hash; owned
   PyObject* dispatch; // the C++ function that this object replaces; owned
-  // If `entry` is set, the Operator of the packet's next overload, or nullptr. If `entry` is
-  // nullptr, the function to call after one of `overloads` was deregistered. Owned.
-  PyObject* next;
-  // All overloads that PyTorch's function may try (owned; nullptr if `entry` is set). While the
-  // dispatcher runs the call, it counts as a call to each of them, so that none is freed.
-  std::vector<LifetimePointer>* overloads;
+  PyObject* next;     // the Operator of the packet's next overload, or nullptr; owned
+  Py_hash_t hash;     // the owner's hash, which is the hash of its `_op` and must not change
 };
 
 Operator& operator_of(PyObject* self) {
@@ -62,77 +55,40 @@ void remove_owner(PyObject* owner) {
     owners.erase(found);
 }
 
-bool all_exist(const std::vector<LifetimePointer>& overloads) {
-  return std::ranges::all_of(overloads, [](const auto& each) { return each->exists.load(); });
-}
-
-// Calls PyTorch's function, and counts the call for all overloads, because PyTorch may read the
-// schemas of all of them. If an overload was deregistered, calls `op.next` instead, a Python
-// callable that looks up the operator that has the name now, or raises OperatorGoneError.
-PyObject* call_counted(
-    const Operator& op, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  {
-    const DispatcherCall call(*op.overloads);
-    if (C10_LIKELY(all_exist(*op.overloads))) {
-      PyObject* result = PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
-      if (C10_UNLIKELY(result == nullptr) && !all_exist(*op.overloads))
-        explain_refusal(op.next, keywords);
-      return result;
-    }
-  }
-  return PyObject_Vectorcall(op.next, args, nargsf, keywords);
-}
-
 PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
   if (op.entry == nullptr)
-    return call_counted(op, args, nargsf, keywords);
+    return PyObject_Vectorcall(op.dispatch, args, nargsf, keywords);
   return call_entry(
       *reinterpret_cast<Entry*>(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
 
 PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  HANDLE_TH_ERRORS
-  static const char* names[] = {"owner", "entry", "dispatch", "next", "overloads", nullptr};
-  PyObject *owner, *entry, *dispatch, *next = nullptr, *overloads = nullptr;
+  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
+  PyObject *owner, *entry, *dispatch, *next = Py_None;
   if (!PyArg_ParseTupleAndKeywords(
-          args,
-          keywords,
-          "OOO|OO",
-          const_cast<char**>(names),
-          &owner,
-          &entry,
-          &dispatch,
-          &next,
-          &overloads))
+          args, keywords, "OOO|O", const_cast<char**>(names), &owner, &entry, &dispatch, &next))
     return nullptr;
-  if (next == Py_None)
-    next = nullptr;
-  const bool counts = entry == Py_None && overloads != nullptr && next != nullptr;
-  const bool calls =
-      Py_TYPE(entry) == entry_type && (next == nullptr || Py_TYPE(next) == operator_type);
-  if (!counts && !calls) {
-    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None, and entry an Entry");
+  if ((entry != Py_None && Py_TYPE(entry) != entry_type) ||
+      (next != Py_None && Py_TYPE(next) != operator_type)) {
+    PyErr_SetString(PyExc_TypeError, "entry expects an Entry or None, and next an Operator");
     return nullptr;
   }
-  std::vector<LifetimePointer> counted;
-  if (counts)
-    counted = lifetimes_of(overloads, true);
-  add_owner(owner);
+  const Py_hash_t hash = PyObject_Hash(owner);
+  if (hash == -1)
+    return nullptr;
   PyObject* self = type->tp_alloc(type, 0);
-  if (self == nullptr) {
-    remove_owner(owner);
+  if (self == nullptr)
     return nullptr;
-  }
   Operator& op = operator_of(self);
+  add_owner(owner);
   op.owner = owner;
   op.call = call_operator;
-  op.entry = counts ? nullptr : Py_NewRef(entry);
-  op.overloads = counts ? new std::vector(std::move(counted)) : nullptr;
+  op.entry = entry == Py_None ? nullptr : Py_NewRef(entry);
   op.dispatch = Py_NewRef(dispatch);
-  op.next = Py_XNewRef(next);
+  op.next = next == Py_None ? nullptr : Py_NewRef(next);
+  op.hash = hash;
   return self;
-  END_HANDLE_TH_ERRORS
 }
 
 int traverse_operator(PyObject* self, visitproc visit, void* arg) {
@@ -154,17 +110,12 @@ void dealloc_operator(PyObject* self) {
   Py_XDECREF(operator_of(self).entry);
   Py_XDECREF(operator_of(self).dispatch);
   Py_XDECREF(operator_of(self).next);
-  delete operator_of(self).overloads;
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-// Returns the hash of the function that this object replaces, because `OpOverload.__hash__` returns
-// the hash of `_op` and must not change. Without an entry, `dispatch` may be a newer function than
-// the one that was replaced, so `next` provides the original hash.
 Py_hash_t hash_operator(PyObject* self) {
-  const Operator& op = operator_of(self);
-  return PyObject_Hash(op.entry == nullptr ? op.next : op.dispatch);
+  return operator_of(self).hash;
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {

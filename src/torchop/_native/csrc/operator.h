@@ -15,8 +15,7 @@ extern PyTypeObject* operator_type;
 bool has_operator(PyObject* owner);
 
 // Returns whether an Operator has an Entry and can therefore run calls natively. An Operator
-// without an Entry passes all calls to PyTorch's function, and counts the calls that are in the
-// dispatcher (see lifetime.h).
+// without an Entry passes all calls to PyTorch's function, and only preserves the hash.
 bool has_entry(PyObject* op);
 
 bool add_operator_type(PyObject* module);

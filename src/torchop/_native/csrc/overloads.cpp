@@ -10,13 +10,10 @@
 #include <array>
 #include <atomic>
 
-#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
-#include "frames.h"
 #include "free_threads.h"
-#include "lifetime.h"
 #include "operator.h"
 
 namespace torchop {
@@ -35,47 +32,8 @@ void after_replacement() {
     std::atomic_thread_fence(std::memory_order_acquire);
 }
 
-// The callback that was passed to `patch_calls`. Owned and never freed.
-PyObject* before_first_call = nullptr;
-
-// The addresses of all objects that were passed to `before_first_call`. Cleared whenever an
-// operator is deregistered, because afterwards a new object may have one of these addresses, or an
-// object may belong to a new operator of the same name.
-struct PreparedObjects {
-  ska::flat_hash_set<PyObject*> objects;
-  size_t deregistered = 0;
-};
-
-#ifdef Py_GIL_DISABLED
-thread_local PreparedObjects prepared; // needs no lock
-#else
-auto& prepared = *new PreparedObjects();
-#endif
-
-// Runs `before_first_call` for an object, unless it has already run. The callback may replace the
-// object's `_op` with an Operator, which counts the calls that are in the dispatcher. Returns 1 if
-// the callback ran now, -1 with an exception set if it raised, and 0 if it did not run.
-int prepare_call(PyObject* self) {
-  const size_t deregistered = deregistered_operators.load();
-  if (prepared.deregistered != deregistered)
-    prepared = {{}, deregistered};
-  // During finalization, the callback's globals are already cleared, so it must not run.
-  if (C10_LIKELY(prepared.objects.count(self) != 0) || !Py_IsInitialized())
-    return 0;
-  WithoutDynamo frames;
-  if (THPObjectPtr(PyObject_CallOneArg(before_first_call, self)).get() == nullptr)
-    return -1;
-  // Insert the object only now, because another thread that finds it here assumes that the callback
-  // has finished.
-  if (prepared.deregistered == deregistered)
-    prepared.objects.insert(self);
-  return 1;
-}
-
 // Returns `self._op` (new reference) if it is an Operator, and nullptr otherwise.
 THPObjectPtr replaced_function(PyObject* self) {
-  if (!has_operator(self))
-    return {};
   static PyObject* name = PyUnicode_InternFromString("_op");
   // `_op` is in the instance dict, so this lookup calls no descriptor.
   THPObjectPtr function(PyObject_GenericGetAttr(self, name));
@@ -85,30 +43,15 @@ THPObjectPtr replaced_function(PyObject* self) {
   return {};
 }
 
-// Returns whether the object's `_op` is certainly PyTorch's function, and `before_first_call` has
-// run for the object.
-bool is_stock(PyObject* self) {
-  return !has_operator(self) && prepared.deregistered == deregistered_operators.load() &&
-      prepared.objects.count(self) != 0;
-}
-
-// Runs `before_first_call` if necessary. Then calls the Operator in `_op`, or else the original
-// tp_call.
+// Calls the Operator in `_op`, or else the original tp_call.
 template <size_t Index>
-__attribute__((noinline)) PyObject* call_replaced_or_first(
+__attribute__((noinline)) PyObject* call_replaced(
     PyObject* self, PyObject* args, PyObject* keywords) {
-  THPObjectPtr function;
-  while (C10_UNLIKELY(!(function = replaced_function(self)))) {
-    const int was_first = prepare_call(self);
-    if (was_first < 0)
-      return nullptr;
-    if (was_first == 0)
-      break;
-  }
+  THPObjectPtr function = replaced_function(self);
   // Three cases need the Python frame of the original `__call__`:
   //
-  // 1. The Operator has no Entry. torchop finds out whether such an operator is running by looking
-  //    for this frame.
+  // 1. The Operator has no Entry. `OpOverloadPacket.__call__` then selects some overloads in
+  // Python.
   // 2. torch.jit.trace is running. It runs a function twice and compares the frames of the operator
   //    calls. The second run must not differ because a call has become native.
   // 3. The next check for `__torch_function__` must be skipped. Since PyTorch 2.14,
@@ -128,9 +71,9 @@ __attribute__((noinline)) PyObject* call_replaced_or_first(
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
-  if (C10_LIKELY(is_stock(self)))
+  if (C10_LIKELY(!has_operator(self)))
     return original_calls[Index](self, args, keywords);
-  return call_replaced_or_first<Index>(self, args, keywords);
+  return call_replaced<Index>(self, args, keywords);
 }
 
 ternaryfunc original_handle_call = nullptr;
@@ -173,13 +116,12 @@ PyObject* patch_handle_calls(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyObject* patch_calls(PyObject*, PyObject* args) {
-  PyObject *object, *callback;
-  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &object, &callback))
+PyObject* patch_calls(PyObject*, PyObject* object) {
+  if (!PyType_Check(object)) {
+    PyErr_SetString(PyExc_TypeError, "patch_calls expects a class");
     return nullptr;
+  }
   auto* type = reinterpret_cast<PyTypeObject*>(object);
-  if (before_first_call == nullptr)
-    before_first_call = Py_NewRef(callback);
   for (size_t index = 0; index < patched_types.size(); ++index) {
     if (patched_types[index] == nullptr) {
       original_calls[index] = type->tp_call;

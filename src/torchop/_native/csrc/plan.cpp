@@ -305,8 +305,6 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
         plan.gradient.as_dispatched && lists_may_hold_none(plan.parameters);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
-  if (plan.op.has_value())
-    plan.lifetime = lifetime_of(*plan.op);
   if (plan.op.has_value() && as_dispatched != 0)
     drop_defaults(plan.op->schema(), plan.parameters);
   plan.always_dispatches =

@@ -15,7 +15,6 @@
 #include "autograd.h"
 #include "autograd_fallback.h"
 #include "dispatch.h"
-#include "lifetime.h"
 #include "residuals.h"
 #include "results.h"
 
@@ -70,9 +69,8 @@ struct Plan {
   // any time. See `recompile_for_unknown_kernel` in entry.cpp.
   bool is_foreign = false;
   // Empty if the operator was not registered when the plan was compiled. Only valid while
-  // `lifetime->exists` is true.
+  // `Entry::lifetime` is true.
   std::optional<c10::OperatorHandle> op;
-  LifetimePointer lifetime;
   // True if no call to the operator can be native, because the operator was not registered when the
   // plan was compiled, has no kernel that native calls can run, or has a parameter of an
   // unsupported type.

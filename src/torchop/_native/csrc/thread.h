@@ -1,14 +1,11 @@
-// thread.h: the native calls (calls without the dispatcher) that are running on a thread, and the
-// limits of the thread's stack.
+// thread.h: the limits of a thread's stack, and the objects that PyTorch stores for a thread.
 #pragma once
 
 #include <Python.h>
 #include <pthread.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <cstdlib>
 
 #include <ATen/ThreadLocalPythonObjects.h>
 #include <c10/macros/Macros.h>
@@ -16,23 +13,10 @@
 
 namespace torchop {
 
-// The state of one thread. Only this thread writes it. In free-threaded Python, other threads read
-// `plans` and `reads_table`.
 struct Thread {
-  // The Entry objects (entry.h) of the native calls that are running, with the innermost call last.
-  // Borrowed. We cannot link them on the C stack instead, because a kernel may switch to another
-  // greenlet, which replaces the stack. With several greenlets, the calls may also return in any
-  // order.
-  PyObject** running = nullptr;
-  // The number of running calls, and the allocated size of `running` (and `plans`).
-  size_t count = 0;
-  size_t capacity = 0;
 #ifdef Py_GIL_DISABLED
-  // The call plans that the running calls use. These are hazard pointers: a plan is not freed while
-  // it is in any thread's `plans`. See free_threads.h.
-  std::atomic<PyObject*>* plans = nullptr;
-  std::atomic<bool> reads_table = false; // true while reading a dispatch table; see TableRead
-  size_t number = 0;                     // the thread's number, which selects its part of Counters
+  size_t number =
+      0; // counted from 1, selects the thread's part of Counters; 0 before its first use
   // `note_call` (free_threads.h) looks at only one in this many calls. The number is prime, because
   // if a program repeats a fixed sequence of calls, `note_call` might otherwise always look at the
   // same call of the sequence.
@@ -77,76 +61,6 @@ inline Thread& this_thread() {
   asm("" : "+r"(here));
   return *here;
 }
-
-#ifdef Py_GIL_DISABLED
-
-// Makes space for another running call. Returns false, without an exception, if there is not enough
-// memory.
-__attribute__((noinline, cold)) bool reserve_call(Thread& here);
-
-// Removes a running call that is not the last one in the array. This happens if calls on several
-// greenlets do not return in reverse order.
-__attribute__((noinline, cold)) void end_earlier_call(
-    Thread& here, PyObject* entry, PyObject* plan);
-
-#else
-
-// Makes space for another running call. Returns false, without an exception, if there is not enough
-// memory.
-__attribute__((noinline, cold)) inline bool reserve_call(Thread& here) {
-  struct Freed {
-    ~Freed() {
-      std::free(thread.running);
-      thread.running = nullptr;
-      thread.count = thread.capacity = 0;
-    }
-  };
-  static thread_local Freed when_thread_ends;
-  (void)&when_thread_ends;
-  const size_t capacity = std::max<size_t>(16, 2 * here.capacity);
-  void* memory = std::realloc(here.running, capacity * sizeof(PyObject*));
-  if (memory == nullptr)
-    return false;
-  here.running = static_cast<PyObject**>(memory);
-  here.capacity = capacity;
-  return true;
-}
-
-// RAII guard that marks an operator as running on this thread, so that torchop can detect a kernel
-// that deregisters its own operator. For calls through the dispatcher, torchop looks for a Python
-// frame of the call, but native calls have no such frame. Requires count < capacity.
-class RunningCall {
- public:
-  RunningCall(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
-    here.running[here.count++] = entry;
-  }
-  ~RunningCall() {
-    if (C10_LIKELY(thread_.count != 0 && thread_.running[thread_.count - 1] == entry_))
-      --thread_.count;
-    else
-      remove();
-  }
-  RunningCall(const RunningCall&) = delete;
-  RunningCall& operator=(const RunningCall&) = delete;
-
- private:
-  // Removes a call that is not the last one in the array, because calls on several greenlets did
-  // not return in reverse order. If several calls have this entry, it does not matter which one is
-  // removed.
-  __attribute__((noinline, cold)) void remove() {
-    PyObject** end = thread_.running + thread_.count;
-    PyObject** call = std::find(thread_.running, end, entry_);
-    if (call == end)
-      return;
-    std::copy(call + 1, end, call);
-    --thread_.count;
-  }
-
-  Thread& thread_;
-  PyObject* entry_;
-};
-
-#endif
 
 // If the limits of the stack are unknown, disables the check.
 inline void measure_stack(Thread& here) {
