@@ -48,7 +48,7 @@ docs: $(DEV)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
 bench: $(DEV)
-	for file in registration calls training compiling providers residuals precision kernels; do \
+	for file in registration calls training compiling providers residuals structures precision kernels; do \
 		$(BIN)/python benchmarks/$$file.py || exit 1; \
 	done
 

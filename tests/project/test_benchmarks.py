@@ -188,6 +188,14 @@ def test_precision_measures_each_variant(tmp_path: Path) -> None:
     assert run.limits == 3
 
 
+def test_structures_measures_each_variant(tmp_path: Path) -> None:
+    run = Run(run_compiling, "structures", tmp_path / "results.json", rounds=1)
+    variants = {"torchop", "function", "by hand"}
+    assert {row: set(cells) for row, cells in run.tables["calls"].items()} == dict.fromkeys(
+        ("inference", "empty kernel", "forward + backward"), variants
+    )
+
+
 def test_residuals_measures_each_variant(tmp_path: Path) -> None:
     run = Run(run_forked, "residuals", tmp_path / "results.json", rounds=1)
     assert run.limits == 3

@@ -41,6 +41,11 @@ def test_example_runs_and_prints_a_result(script: Path) -> None:
     assert run(script).strip()
 
 
+def test_operators_of_structures_train_alike_in_eager_mode_and_compiled() -> None:
+    shown = run(EXAMPLES / "structures" / "train.py")
+    assert shown.count("in eager mode and compiled") == 4
+
+
 def install(name: str, folder: Path) -> str:
     """Install an example's package into a folder, and return a PYTHONPATH that contains it."""
     source, target = folder / name, folder / "installed"

@@ -7,18 +7,28 @@ value with placeholders in place of its tensors. It is stored as an attribute of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
 _TENSOR = object()
 _TEMPLATES = "_torchop_templates"
 
 
+# Values of these types are saved unchanged. Checking for them first keeps saving fast.
+_PLAIN = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
+# The names of the fields of dataclasses. The keys are weak, so that classes are freed.
+_names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+
+
 class _Object(NamedTuple):
     cls: type
-    fields: dict[str, Any]
+    names: Sequence[str]
+    fields: Sequence[Any]
 
 
 def save(ctx: Any, values: Iterable[Any]) -> None:
@@ -41,35 +51,41 @@ def saved(ctx: Any) -> tuple[Any, ...]:
 
 
 def _template(value: Any, tensors: list[Tensor]) -> Any:
+    cls = type(value)
+    if cls in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
-    if isinstance(value, dict):
+    names: Sequence[str] | None = _names.get(cls)
+    if cls is list or cls is tuple:
+        return cls([_template(item, tensors) for item in value])
+    if cls is dict:
         return {key: _template(item, tensors) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_template(item, tensors) for item in value)
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return _Object(type(value), _template(value._asdict(), tensors))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return _Object(type(value), _template(fields, tensors))
-    return value
+    if names is None and dataclasses.is_dataclass(cls):
+        names = _names[cls] = tuple(field.name for field in dataclasses.fields(cls))
+    elif isinstance(value, tuple):
+        names = getattr(value, "_fields", None)
+    if names is None:
+        return value
+    return _Object(cls, names, [_template(getattr(value, name), tensors) for name in names])
 
 
 def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
+    cls = type(template)
     if template is _TENSOR:
         return next(tensors)
-    if type(template) is _Object:
-        fields = _filled(template.fields, tensors)
+    if cls is _Object:
+        fields = [_filled(field, tensors) for field in template.fields]
         if issubclass(template.cls, tuple):
-            return template.cls(**fields)
+            return template.cls(*fields)
         # Skip __init__, because it may check the values. The object was valid when it was saved.
         value: Any = object.__new__(template.cls)
-        for name, field in fields.items():
+        for name, field in zip(template.names, fields, strict=True):
             object.__setattr__(value, name, field)
         return value
-    if isinstance(template, dict):
+    if cls is list or cls is tuple:
+        return cls([_filled(item, tensors) for item in template])
+    if cls is dict:
         return {key: _filled(item, tensors) for key, item in template.items()}
-    if type(template) in (list, tuple):
-        return type(template)(_filled(item, tensors) for item in template)
     return template
