@@ -97,30 +97,29 @@ NO_BLOCK = Settings()
 
 
 class OpenBlocks(NamedTuple):
-    """The `torchop.priority` blocks that are open in a thread or task, outermost first.
+    """The `torchop.priority` blocks that a thread or task has opened, outermost first.
 
-    If this thread runs a backward, it took over the first `inherited` blocks from the thread that
-    called the backward. `settings` combines the settings of all blocks.
+    `settings` combines the settings of all blocks. If this thread runs a backward, `settings` also
+    includes the blocks that the caller of the backward has opened.
     """
 
     settings: Settings = NO_BLOCK
     blocks: tuple[priority, ...] = ()
-    inherited: int = 0
 
 
 _NOTHING_OPEN = OpenBlocks()
 # `open_blocks` in csrc/choice.cpp also reads this variable, and must do the same as the function
-# `_open_blocks` below.
+# `current` below.
 open_blocks: ContextVar[OpenBlocks] = ContextVar("torchop_priority", default=_NOTHING_OPEN)
 
 
 def current() -> Settings:
-    return _open_blocks().settings
-
-
-def _open_blocks() -> OpenBlocks:
     found = open_blocks.get()
-    return found if found.blocks else autograd.context_of_backward().get(open_blocks, found)
+    return (found if found.blocks else _blocks_of_backward()).settings
+
+
+def _blocks_of_backward() -> OpenBlocks:
+    return autograd.context_of_backward().get(open_blocks, _NOTHING_OPEN)
 
 
 def _settings_of(blocks: tuple[priority, ...]) -> Settings:
@@ -131,7 +130,7 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     key = orders, tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
         _settings.clear()  # limits the memory if a program keeps creating new orders
-    return _settings.setdefault(key, Settings(orders, **flags)) if blocks else NO_BLOCK
+    return _settings.setdefault(key, Settings(orders, **flags))
 
 
 # The orders from `torchop.set_priority`. Calls read the tuple without a lock, because it is
@@ -412,24 +411,23 @@ class priority(Block):  # noqa: N801  (called like a function)
             with registration_lock:
                 _blocks_were_opened = True
                 outdate_plans()
-        before = _open_blocks()
-        is_first = not open_blocks.get().blocks
-        inherited = len(before.blocks) if is_first else before.inherited
-        _set_blocks((*before.blocks, self), inherited)
+        _set_blocks((*open_blocks.get().blocks, self))
 
     def __exit__(self, *exception: object) -> None:
-        _, blocks, inherited = open_blocks.get()
-        if self not in blocks[inherited:]:
+        _, blocks = open_blocks.get()
+        if self not in blocks:
             raise RuntimeError(
                 "priority() was exited, but it was not entered in this thread or task. Enter and "
                 "leave it in one, with a `with` statement."
             )
         innermost = len(blocks) - 1 - blocks[::-1].index(self)
-        _set_blocks(blocks[:innermost] + blocks[innermost + 1 :], inherited)
+        _set_blocks(blocks[:innermost] + blocks[innermost + 1 :])
 
 
-def _set_blocks(blocks: tuple[priority, ...], inherited: int) -> None:
-    if len(blocks) > inherited:
-        open_blocks.set(OpenBlocks(_settings_of(blocks), blocks, inherited))
-    else:  # only blocks that this thread took over for a backward are left
+def _set_blocks(blocks: tuple[priority, ...]) -> None:
+    if not blocks:
         open_blocks.set(_NOTHING_OPEN)
+        return
+    # A backward in the thread of its caller finds the caller's blocks in both places.
+    outer = (each for each in _blocks_of_backward().blocks if each not in blocks)
+    open_blocks.set(OpenBlocks(_settings_of((*outer, *blocks)), blocks))

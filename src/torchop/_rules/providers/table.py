@@ -139,7 +139,9 @@ class ProviderTable(NamedTuple):
             order = priority.active_order(op, device, self.orders, settings).names
             yield (device, order)
             if priority.TUNED in order:
-                yield tuned.known(op, self.tuning)
+                for each, _ in tuned.known(op, self.tuning.table):
+                    kernels = [(k.provider, repr(k.config), k.digest) for k in each.kernels]
+                    yield (*each.key, kernels)
             for name, provider in known.items():
                 yield (name, provider.function)
 

@@ -61,7 +61,7 @@ def add(new: Sequence[Measurement]) -> None:
 def forget() -> None:
     """Make later calls read the files again. The caller must hold `registration_lock`."""
     _read.cache_clear()
-    _index.cache_clear()
+    known.cache_clear()
     priority.outdate_plans()
 
 
@@ -87,10 +87,9 @@ def find(
     except UnknownKindError:
         return None
     problems = []
-    known = _index(tuning.table).get((str(op), arguments), ())
-    device = device_name((*args, *kwargs.values())) if known else ""
-    for measurement, where in known:
-        if measurement.fits(sizes):
+    for measurement, where in known(op, tuning.table):
+        if measurement.arguments == arguments and measurement.fits(sizes):
+            device = device_name((*args, *kwargs.values()))
             problem = _staleness(measurement, device, digests)
             if problem is None:
                 return measurement
@@ -105,15 +104,16 @@ def find(
     return None
 
 
-def known(op: OpName, tuning: Tuning) -> list[tuple[Any, ...]]:
-    """Return an operator's measurements as cache keys.
+@functools.cache
+def known(op: OpName, table: Path | None) -> Sequence[tuple[Measurement, str]]:
+    """Return an operator's measurements, each with its source.
 
-    If a compiler inlined a kernel into a graph, the cache key of the graph contains these
-    measurements, because they determined the choice of the kernel.
+    The measurements of this process come first. Next come the user's table and the author's table.
     """
-    index = _index(tuning.table)
-    found = [m for (name, _), each in index.items() if name == str(op) for m, _ in each]
-    return [(*m.key, [(k.provider, repr(k.config), k.digest) for k in m.kernels]) for m in found]
+    user = users_table()
+    sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
+    sources += [] if table is None else [(_read(table), str(table))]
+    return [(each, where) for found, where in sources for each in found if each.op == str(op)]
 
 
 def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]) -> str | None:
@@ -126,26 +126,6 @@ def _staleness(measurement: Measurement, device: str, digests: Mapping[str, str]
         if digests.get(kernel.provider, kernel.digest) != kernel.digest:
             return f"the kernel of {kernel.provider!r} has changed since they were made"
     return None
-
-
-@functools.cache
-def _index(
-    table: Path | None,
-) -> Mapping[tuple[str, str], Sequence[tuple[Measurement, str]]]:
-    """Map (operator name, `Measurement.arguments`) to measurements, each with its source.
-
-    The measurements of this process come first. Next come the user's table and the author's table.
-    """
-    index: dict[tuple[str, str], list[tuple[Measurement, str]]] = {}
-    user = users_table()
-    sources = [(_own, "this process"), (_read(user) if user and user.exists() else (), str(user))]
-    sources += [] if table is None else [(_read(table), str(table))]
-    for found, where in sources:
-        for measurement in found:
-            index.setdefault((measurement.op, measurement.arguments), []).append(
-                (measurement, where)
-            )
-    return index
 
 
 @functools.cache
@@ -201,14 +181,12 @@ def bucketed(
         bounds = buckets.get(name, {})
         for tensor in tensors_in([value]):
             for dim, size in enumerate(tensor.shape):
-                own = bounds.get(dim, bounds.get(dim - tensor.ndim))
-                ranges.append(_power_of_two(size) if own is None else _between(own, size))
+                own = bounds.get(dim, bounds.get(dim - tensor.ndim, _POWERS_OF_TWO))
+                ranges.append(_between(own, size))
     return tuple(ranges)
 
 
-def _power_of_two(size: int) -> tuple[int, int]:
-    high = 1 << max(0, size - 1).bit_length() if size else 0
-    return (high // 2 + 1 if high > 1 else high), high
+_POWERS_OF_TWO = (0, *(1 << power for power in range(63)))
 
 
 def _between(bounds: Sequence[int], size: int) -> tuple[int, int | None]:
