@@ -259,13 +259,13 @@ def _comparisons(
         for given in calls:
             call = mapped(given, torch.Tensor.detach)
             yield f"a call with {described(op, call)}"
-            kernels, full = choice_of_call(operator.overload, *call)
-            if (problem := why_not(operator, kernels)) is not None:
+            choice, full = choice_of_call(operator.overload, *call)
+            if (problem := why_not(operator, choice)) is not None:
                 raise click.ClickException(f"{op}: {problem}")
-            assert kernels is not None  # checked by `why_not`
+            assert choice is not None  # checked by `why_not`
             with quiet():  # hide warnings about skipped providers
                 others = {_OPERATOR: operator.overload}
-                measured, problems = measure_kernels(kernels, full, others=others)
+                measured, problems = measure_kernels(choice, full, others=others)
                 chosen = torchop.explain(operator.overload, *call[0], **call[1]).provider
             alone = tuple(each for each in measured if each.provider != _OPERATOR)
             (whole,) = (each for each in measured if each.provider == _OPERATOR)

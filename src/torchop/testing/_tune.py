@@ -125,11 +125,11 @@ def tune(
         raise TypeError(f"tune: budget is a number of seconds, got {short_repr(budget)}.")
     calls = [_call(operator, each) for each in _given(op, inputs)]
     tuner = _Tuner(budget, None if table is None else Path(table))
-    kernels = [choice_of_call(op, *call) for call in calls]
-    for each, _ in kernels:
+    choices = [choice_of_call(op, *call) for call in calls]
+    for each, _ in choices:
         if (problem := why_not(operator, each)) is not None:
             raise ValueError(f"tune: {operator}: {problem}")
-    for number, (each, (args, kwargs)) in enumerate(kernels):
+    for number, (each, (args, kwargs)) in enumerate(choices):
         assert each is not None  # checked by `why_not`
         tuner.find(each, args, kwargs, len(calls) - number)
     return tuner.finish(str(operator))
@@ -195,19 +195,19 @@ class _Tuner:
         self._problems: list[str] = []
         self._lock = threading.RLock()  # concurrent measurements would slow each other down
 
-    def measure(self, kernels: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def measure(self, choice: Choice, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Measure a call that the program makes inside `tuning`, if the call may be repeated."""
         call = args, dict(kwargs)
-        if _is_measurable(call) and why_not(Operator(kernels.op, "tuning"), kernels) is None:
+        if _is_measurable(call) and why_not(Operator(choice.op, "tuning"), choice) is None:
             with self._lock:
                 # The program's own call may have requested residuals, i.e. kernel outputs that only
                 # the backward uses. Make a separate request here, so that the measured kernels do
                 # not store their residuals in the request of the program.
-                requested(self, lambda: self.find(kernels, *call, 1, known=True))
+                requested(self, lambda: self.find(choice, *call, 1, known=True))
 
     def find(
         self,
-        kernels: Choice,
+        choice: Choice,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         calls: int,
@@ -218,11 +218,11 @@ class _Tuner:
         `calls` is the number of calls that share the budget. If `known` is true, do nothing for a
         call that has already been measured.
         """
-        operator = Operator(kernels.op, "tune")
+        operator = Operator(choice.op, "tune")
         names = [argument.name for argument in operator.schema.arguments]
         try:
             arguments, _ = tuned.described(args, kwargs)
-            sizes = tuned.bucketed(names, kernels.tuning.buckets, args, kwargs)
+            sizes = tuned.bucketed(names, choice.tuning.buckets, args, kwargs)
         except tuned.UnknownKindError:
             self._problems.append("a call was left out, because it has arguments of other kinds")
             return
@@ -231,14 +231,14 @@ class _Tuner:
         measurement = Measurement(str(operator), device, release, arguments, sizes, ())
         if measurement.key in self._seen or _rank():  # only rank 0 measures
             return
-        if known and kernels.measured(args, kwargs) is not None:
+        if known and choice.measured(args, kwargs) is not None:
             return
         self._seen.add(measurement.key)
         if self._left <= 0:
             self._problems.append(f"{measurement.call} was left out: the budget is spent")
             return
         start = time.perf_counter()
-        measured, problems = measure_kernels(kernels, (args, kwargs), self._left / calls)
+        measured, problems = measure_kernels(choice, (args, kwargs), self._left / calls)
         self._left -= time.perf_counter() - start
         self._problems += [f"{measurement.call}: {problem}" for problem in problems]
         if measured:
@@ -265,7 +265,7 @@ class _Tuner:
 
 
 def measure_kernels(
-    kernels: Choice,
+    choice: Choice,
     call: Sample,
     seconds: float = 60.0,
     others: Mapping[str, Callable[..., Any]] | None = None,
@@ -274,8 +274,8 @@ def measure_kernels(
 
     Return the measured kernels, fastest first, and the reasons why other kernels were left out.
     """
-    operator = Operator(kernels.op, "tune")
-    reference = kernels.reference
+    operator = Operator(choice.op, "tune")
+    reference = choice.reference
     assert reference is not None  # callers have checked this with `why_not`
     own = Measured(REFERENCE, {}, tuned.digest(reference), 0, (0, 0))
     candidates = {REFERENCE: (own, reference)}
@@ -287,7 +287,7 @@ def measure_kernels(
 
     with restored(), torch.no_grad():
         expected = outcome(reference)
-        for provider in kernels.providers.values():
+        for provider in choice.providers.values():
             if (problem := provider.why_unsupported()) is not None:
                 problems.append(f"{provider.name}: {problem}")
                 continue
@@ -296,7 +296,7 @@ def measure_kernels(
             for config, kernel in zip(provider.configs or ({},), provider.kernels, strict=True):
                 name, digest = provider.name, tuned.digest(provider.written)
                 measured = Measured(name, config, digest, 0, (0, 0))
-                function = kernels.prepare(kernel)
+                function = choice.prepare(kernel)
                 try:
                     limits = provider.tolerance
                     probes.assert_same(outcome(function), expected, "its result", tolerance=limits)
@@ -342,14 +342,14 @@ def _call(operator: Operator, given: Any) -> Sample:
         raise TypeError(f"tune: an input does not fit {operator}: {short_text(error)}") from None
 
 
-def why_not(operator: Operator, kernels: Choice | None) -> str | None:
+def why_not(operator: Operator, choice: Choice | None) -> str | None:
     """Return why the kernels of an operator cannot be measured, or None if they can be."""
-    if kernels is None or not kernels.providers:
+    if choice is None or not choice.providers:
         return (
             "it has no providers, so there is nothing to choose from. Register some: "
             "register_kernel(device_types, function, provider=...)."
         )
-    if kernels.reference is None:
+    if choice.reference is None:
         return "it has no reference here that results could be compared with."
     if operator.effect is not None:
         return "it has an effect, which measuring would repeat."

@@ -177,18 +177,14 @@ def _why_unsupported(supported: Supported) -> str | None:
 def _checked_configs(
     what: str, definition: Definition, configs: Configs
 ) -> tuple[Mapping[str, Any], ...]:
-    own = {name for names in definition.schema.parameters for name in names}
     is_list = isinstance(configs, Sequence) and not isinstance(configs, str)
-    for config in configs if is_list else [configs]:
-        if (
-            not is_list
-            or not isinstance(config, Mapping)
-            or not all(isinstance(name, str) for name in config)
-        ):
-            raise TypeError(
-                f"{what}: configs expects a list of dicts, each with keyword arguments of the "
-                f"kernel, such as [{{'block': 64}}, {{'block': 128}}]; got {short_repr(configs)}."
-            )
+    if not is_list or not all(map(_is_config, configs)):
+        raise TypeError(
+            f"{what}: configs expects a list of dicts, each with keyword arguments of the "
+            f"kernel, such as [{{'block': 64}}, {{'block': 128}}]; got {short_repr(configs)}."
+        )
+    own = {name for names in definition.schema.parameters for name in names}
+    for config in configs:
         if taken := sorted(own & config.keys()):
             raise ValueError(
                 f"{what}: {taken[0]!r} is an argument of the operator. Names in configs must be "
@@ -202,18 +198,25 @@ def _checked_configs(
     return tuple(map(dict, configs))
 
 
+def _is_config(config: object) -> bool:
+    return isinstance(config, Mapping) and all(isinstance(name, str) for name in config)
+
+
 def _checked_tolerance(what: str, tolerance: Tolerance | None) -> Tolerance:
     pairs: Any = tolerance or {}
-    for dtype, pair in pairs.items() if isinstance(pairs, Mapping) else [(None, ())]:
-        is_pair = isinstance(pair, tuple) and len(pair) == 2
-        if not isinstance(dtype, torch.dtype) or not (
-            is_pair and all(isinstance(each, (int, float)) and each >= 0 for each in pair)
-        ):
-            raise TypeError(
-                f"{what}: tolerance expects a dict of (rtol, atol) by dtype, such as "
-                f"{{torch.float16: (1e-3, 1e-5)}}, got {short_repr(tolerance)}."
-            )
-    return dict(tolerance or {})
+    if not isinstance(pairs, Mapping) or not all(map(_is_tolerance, pairs.items())):
+        raise TypeError(
+            f"{what}: tolerance expects a dict of (rtol, atol) by dtype, such as "
+            f"{{torch.float16: (1e-3, 1e-5)}}, got {short_repr(tolerance)}."
+        )
+    return dict(pairs)
+
+
+def _is_tolerance(item: tuple[Any, Any]) -> bool:
+    dtype, pair = item
+    is_pair = isinstance(pair, tuple) and len(pair) == 2
+    is_valid = is_pair and all(isinstance(each, (int, float)) and each >= 0 for each in pair)
+    return isinstance(dtype, torch.dtype) and is_valid
 
 
 def _check_parameters(
