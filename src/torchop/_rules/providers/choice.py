@@ -177,26 +177,29 @@ class Choice:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run a call, if the C++ extension is not loaded. csrc/choice.cpp does the same."""
         settings = priority.current(), torch.are_deterministic_algorithms_enabled()
-        function, is_kernel = self._cached(settings, lambda: self.resolve(*settings))
+        found = self._cache.get(settings)
+        if found is None:
+            found = self._add(settings, self.resolve(*settings))
+        function, is_kernel = found
         if not is_kernel:
-            select = functools.partial(function, *args, **kwargs)
             try:
                 with dispatch.WithoutTorchFunctions():  # see `Resolved.select`
-                    key = settings, tuple(kwargs), tuple(map(_key, (*args, *kwargs.values())))
+                    keys = map(_key, (*args, *kwargs.values()))
+                    key = (*settings, tuple(kwargs), *keys)
             except UnknownKindError:
-                function = select()
+                kernel = function(*args, **kwargs)
             else:
-                function = self._cached(key, select)
+                kernel = self._cache.get(key)
+                if kernel is None:
+                    kernel = self._add(key, function(*args, **kwargs))
+            function = kernel
         return function(*args, **kwargs)
 
-    def _cached(self, key: Any, compute: Callable[[], Any]) -> Any:
-        found = self._cache.get(key)
-        if found is None:
-            found = compute()
-            if len(self._cache) >= _MOST_KEYS:
-                self._cache = {}
-            self._cache[key] = found
-        return found
+    def _add(self, key: Any, value: Any) -> Any:
+        if len(self._cache) >= _MOST_KEYS:
+            self._cache = {}
+        self._cache[key] = value
+        return value
 
     def explain(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
