@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch.library
 
 from torchop._compat import libraries, registries
-from torchop._core.lock import registration_lock
+from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
 
 # A dispatch key, a mode or Tensor subclass with a torch_dispatch rule, or the kind of a rule, such
@@ -132,7 +132,7 @@ class Registrations:
 
     def close(self) -> None:
         """Remove all rows, and accept no more. Called when the library is closed."""
-        with registration_lock:
+        with then_run_hooks():
             self.is_closed = True
             self.remove_all()
 

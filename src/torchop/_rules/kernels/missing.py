@@ -35,18 +35,13 @@ class RaisingKernels:
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._run = kernel
-        # The same object at each key, because it is compared by identity.
-        self._kernel = self.kernel
         # Removed kernels. They must stay alive, because other threads may still be running them.
         self._held: list[Any] = []
-        self._raise_at(EVERY_DEVICE)
+        definition.implement_temporarily(EVERY_DEVICE, self.kernel)
 
     @compilers.never_traced
     def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
-
-    def _raise_at(self, key: str) -> None:
-        self._definition.implement_temporarily(key, self._kernel)
 
     def remove_all(self) -> None:
         """Remove the raising kernels, because a kernel for every device was registered."""
@@ -83,7 +78,7 @@ class RaisingKernels:
         if self._raises_at(EVERY_DEVICE):
             for other in dispatch.keys_of_every_device(str(self._definition)):
                 if other != key:
-                    self._raise_at(other)
+                    self._definition.implement_temporarily(other, self.kernel)
             self._remove(EVERY_DEVICE)
         self._remove(key)
 
@@ -92,7 +87,7 @@ class RaisingKernels:
             self._definition.registered.remove(key)
 
     def _raises_at(self, key: Key) -> bool:
-        return self._definition.registered.kernel(key) is self._kernel
+        return bool(self._definition.registered.kernel(key) == self.kernel)
 
 
 def raise_missing_kernel(
