@@ -349,6 +349,19 @@ def test_a_checkpointed_region(namespace, backend):
     assert calls == [True, True]
 
 
+@pytest.mark.parametrize("owner", [torch.library, torchop])
+def test_an_operator_of_a_library_with_a_fake_kernel(namespace, backend, owner):
+    library = owner.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x, Tensor w) -> Tensor")
+    library.impl("op", matmul, "CompositeExplicitAutograd")
+    torchop.register_fake(f"{namespace}::op", matmul, lib=library)
+    result = check(
+        lambda x, w: getattr(torch.ops, namespace).op(x, w) * 2, *square(2), backend=backend
+    )
+    assert result.dtype is LOWER
+    library._destroy()
+
+
 def test_values_read_before_a_write_are_unchanged(namespace, backend):
     @torchop.custom_op(f"{namespace}::add", mutates_args=("x",))
     def add(x: Tensor) -> None:

@@ -148,8 +148,9 @@ class FakeRule(CompiledRule[Fake]):
         # Register with PyTorch again for each new function, because PyTorch's messages contain the
         # location of the function.
         self._push(source_of(self.function))
-        if self.definition.is_ours:
-            self.definition.rule(EffectRule).watch()
+        # The rule that `watch` installs also makes compiled code run the kernel in the autocast
+        # state in which the fake kernel runs.
+        self.definition.rule(EffectRule).watch()
 
     def _push(self, source: str) -> None:
         definition = self.definition
