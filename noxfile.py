@@ -262,6 +262,7 @@ def realworld(session: nox.Session, part: str) -> None:
     }
     if part == "checks":
         _realworld(session, "fbgemm")
+        _realworld(session, "spikingjelly")
         _realworld(session, "vllm")
     for program, *arguments in programs[part]:
         session.run(sys.executable, f"benchmarks/realworld/{program}", *arguments, env=env)

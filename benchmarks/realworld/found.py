@@ -17,7 +17,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/explanation/found.md"
-FOLDERS = {"bitsandbytes": ("packages",), "fbgemm_gpu": ("fbgemm", "packages"), "vllm": ("vllm",)}
+FOLDERS = {
+    "bitsandbytes": ("packages",),
+    "fbgemm_gpu": ("fbgemm", "packages"),
+    "spikingjelly": ("spikingjelly",),
+    "vllm": ("vllm",),
+}
 
 
 def programs() -> list[str]:
