@@ -1,5 +1,6 @@
 """Without an autocast rule, a kernel runs in the same autocast state in eager and compiled code."""
 
+import dataclasses
 import math
 
 import pytest
@@ -405,3 +406,35 @@ def test_a_graph_from_a_cache(namespace):
     op.register_fake(lambda x, w: torch.empty_like(x, dtype=torch.float64))
     with pytest.raises(torchop.FakeKernelError, match=r"float16, but .*float64 in the fake"):
         in_autocast(call, [], [each.to(LOWER) for each in square(2)], [], None)
+
+
+@torchop.opaque
+class Scale:
+    def __init__(self, number):
+        self.number = number
+
+
+@torchop.opaque(value=True)
+@dataclasses.dataclass(frozen=True)
+class Options:
+    number: int = 1
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_objects_of_opaque_types(namespace, backend):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, scale: Scale, scales: list[Scale], options: Options) -> Tensor:
+        return (x @ x) * (scale.number + scales[0].number + options.number)
+
+    op.register_fake(lambda x, scale, scales, options: x @ x)
+
+    def function(x, scale, options):
+        with torch.autocast(TYPE, torch.bfloat16):
+            return op(x, scale, [scale], options)
+
+    x = torch.randn(4, 4, device=DEVICE)
+    compiled = torch.compile(function, fullgraph=True, backend=backend)
+    for scale, options in ((Scale(2), Options(3)), (Scale(4), Options(5))):
+        result = compiled(x, scale, options)
+        assert result.dtype is torch.bfloat16
+        assert torch.equal(result, function(x, scale, options))

@@ -79,11 +79,12 @@ def readable(text: str) -> str:
     """
     if "PyObject" not in text:
         return text
-    return re.sub(r"\bPyObject\b", _custom_class(), text)
+    return re.sub(r"\bPyObject\b", custom_class(), text)
 
 
 @functools.cache
-def _custom_class() -> str:
+def custom_class() -> str:
+    """Return a type name for objects of any class."""
     name = "torchop.Object"
     torch._C._register_opaque_type(name)
     return name

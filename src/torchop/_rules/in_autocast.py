@@ -38,9 +38,12 @@ from torchop._compat import (
     fake_tensors,
     inductor_writes,
     libraries,
+    opaque_types,
     operators,
     registries,
+    schemas,
     torch_ops,
+    traced_objects,
 )
 from torchop._compat.classes import EffectType, OpOverload, Tag
 from torchop._core.call import tensors_in
@@ -80,7 +83,7 @@ def trace_by_name(
     is_random = Tag.nondeterministic_seeded in op.tags
     called = _overloads[is_in_place, is_random, registries.effect_of(op._name) is not None]
     with marked(op, args, kwargs):
-        flat = mode.__torch_dispatch__(called, types, tuple(call), {})
+        flat = mode.__torch_dispatch__(called, types, call.arguments, {})
     if flat is NotImplemented or is_in_place:
         return flat
     results = iter(flat)
@@ -140,6 +143,12 @@ class _Call(NamedTuple):
     tensors: list[Tensor]  # all other tensors
     sizes: list[Any]  # SymInts
     number: Any  # the first SymFloat
+    objects: Sequence[Any] = ()  # objects of opaque types
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        # torch.export cannot store an empty list of objects.
+        return tuple(self) if self.objects else tuple(self)[:-1]
 
 
 class _Encoder:
@@ -154,6 +163,7 @@ class _Encoder:
         self.tensors: list[Tensor] = []
         self.sizes: list[Any] = []
         self.number: Any = None
+        self.objects: list[Any] = []
         self.in_autocast = False
 
     def encode(
@@ -167,7 +177,7 @@ class _Encoder:
             [self._value(name, value) for name, value in zip(names, args, strict=False)],
             {name: self._value(name, value) for name, value in kwargs.items()},
         )
-        return _Call(repr(parts), self.written, self.tensors, self.sizes, self.number)
+        return _Call(repr(parts), self.written, self.tensors, self.sizes, self.number, self.objects)
 
     def _value(self, name: str, value: Any) -> Any:
         """Encode a value as a Python literal. A tuple `(kind, value)` encodes all other values."""
@@ -193,6 +203,8 @@ class _Encoder:
             return ("device", str(value))
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
             return ("torch", str(value).removeprefix("torch."))
+        if opaque_types.custom_class_name(traced_objects.class_of(value)) is not None:
+            return self._added("objects", value)
         problem = f"because argument {name!r} is of type {type(value).__name__}"
         if not self.in_autocast:
             raise TracingError(
@@ -224,7 +236,7 @@ def _decoded(call: _Call, value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
     kind, content = value
-    if kind in ("written", "tensors", "sizes"):
+    if kind in ("written", "tensors", "sizes", "objects"):
         return getattr(call, kind)[content]
     return call.number if kind == "number" else _CONSTANTS[kind](content)
 
@@ -321,7 +333,10 @@ def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
         overload = "_".join(itertools.compress(("random", "effect"), (is_random, has_effect)))
         local = f"{name}.{overload}".removesuffix(".")
         written = "Tensor(a!)[]" if is_in_place else "Tensor[]"
-        arguments = f"str call, {written} written, Tensor[] tensors, SymInt[] sizes, float? number"
+        arguments = (
+            f"str call, {written} written, Tensor[] tensors, SymInt[] sizes, float? number, "
+            f"{schemas.custom_class()}[]? objects=None"
+        )
         returned = "()" if is_in_place else "Tensor[]"
         tags = (Tag.pt2_compliant_tag, *[Tag.nondeterministic_seeded] * is_random)
         kernel = _in_place if is_in_place else _functional

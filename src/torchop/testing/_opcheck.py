@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import autocasting, dispatch, opaque_types, optests, simulated_ranks
+from torchop._compat import autocasting, classes, dispatch, opaque_types, optests, simulated_ranks
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
@@ -187,8 +187,8 @@ def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sam
         of opaque types, so this returns no objects.
         """
         result = overload(*args, **kwargs)
-        if any(map(_is_object, leaves(result))):
-            result = tuple(value for value in leaves(result) if not _is_object(value))
+        if any(map(_is_object, classes.tree_leaves(result))):
+            result = tuple(leaves(result))
         kinds = {_is_exact(tensor) for tensor in tensors_of(result)}
         return sorted(leaves(result), key=_is_exact) if len(kinds) > 1 else result
 
@@ -256,7 +256,7 @@ def _stock_can_compare(sample: Sample) -> bool:
     return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_of(sample)
-    ) and not any(map(_is_object, leaves([*sample[0], *sample[1].values()])))
+    ) and not any(map(_is_object, classes.tree_leaves(sample)))
 
 
 def _is_object(value: Any) -> bool:

@@ -129,10 +129,16 @@ def copies(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return the results of a call as a flat list without None."""
+    """Return the results of a call as a flat list without None.
+
+    The list contains no objects of opaque types, because they cannot be compared.
+    """
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
-    return [] if value is None else [value]
+    return [value] if isinstance(value, _COMPARED) else []
+
+
+_COMPARED = (torch.Tensor, int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def written_places(op: Any) -> list[tuple[int, str]]:

@@ -320,8 +320,16 @@ class Subject:
             raise CannotCheck("results are random")
 
     def needs_vmap(self) -> None:
-        if not self.has_kernel("FuncTorchBatched"):
+        if not self.has_vmap_rule:
             raise CannotCheck("no vmap rule")
+
+    @property
+    def has_vmap_rule(self) -> bool:
+        # An operator with an effect has a kernel that raises, unless the author registers a rule.
+        raises = self.operator.effect is not None and not any(
+            rule.startswith("vmap") for rule in self.operator.rules
+        )
+        return self.has_kernel("FuncTorchBatched") and not raises
 
     def needs_fake(self) -> None:
         if self.fake_problem is not None:

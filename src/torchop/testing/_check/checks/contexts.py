@@ -258,7 +258,7 @@ def func(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.double_examples[:2]:
         options = {"ways": ["of torch.func.grad", "of torch.func.vjp"]}
         yield Case("the example in double", example, None, "gradient", same_gradients, options)
-    if subject.has_kernel("FuncTorchBatched") and not subject.is_random:
+    if subject.has_vmap_rule and not subject.is_random:
         details["vmap of grad"] = "tried"
         example = subject.double_examples[0]
         label = "gradients for each sample"
