@@ -39,7 +39,11 @@ _NOTHING = Registered()
 
 
 class Registrations:
-    """The rows of one operator and one library. All changes hold `registration_lock`."""
+    """The rows of one operator and one library.
+
+    The callers of `add`, `remove`, `remove_new`, `remove_all` and `record_place` must hold
+    `registration_lock`.
+    """
 
     __slots__ = ("__weakref__", "_rows", "is_closed", "name")
 
@@ -73,10 +77,11 @@ class Registrations:
 
     def add_default_rule(self, cls: type, function: Callable[..., Any]) -> None:
         """Register a default torch_dispatch rule, unless the table has a rule for this class."""
-        if cls not in self._rows:
-            registries.add_default_torch_dispatch(self.name, cls, function)
-            remove = registries.remove_default_torch_dispatch
-            self.add(cls, function, functools.partial(remove, self.name, cls, function))
+        with registration_lock:
+            if cls not in self._rows:
+                registries.add_default_torch_dispatch(self.name, cls, function)
+                remove = registries.remove_default_torch_dispatch
+                self.add(cls, function, functools.partial(remove, self.name, cls, function))
 
     @contextlib.contextmanager
     def registering(self, *rules: str) -> Iterator[None]:

@@ -246,7 +246,8 @@ def _plan_outputs(functional: Definition, form: Definition) -> None:
 
     if plan_outputs is not None:
         remove = plan_outputs(str(functional), str(form), overload)
-        functional.registered.add(f"planned outputs of {form}", None, remove)
+        with registration_lock:
+            functional.registered.add(f"planned outputs of {form}", None, remove)
 
 
 def _kernels_of(form: Definition) -> object:
