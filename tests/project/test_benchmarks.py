@@ -260,7 +260,7 @@ PAGES = [str(path.relative_to(ROOT)) for path in common.PAGES]
 MEASUREMENT = re.compile(r"\b\d[\d.,]*\s*(?:us|µs|ns|ms|KB|kB|%|x|times|microseconds)(?![\w/])")
 # Numbers with a unit that are not measurements, so no result of a benchmark contains them.
 STATED = {
-    "512 KB",  # native-calls.md: a limit in the source
+    "512 KB",  # lifetimes.md: a limit in the source
     "95 %",  # several-kernels.md: a confidence level
 }
 
