@@ -97,7 +97,7 @@ def in_order(definition: Definition, choice: Choice, reasons: Mapping[str, str])
     `reasons` is a result of `Choice.explain`.
     """
     found, settings = list(_registered(definition.rule(KernelRule))), priority.current()
-    order = priority.active_order(choice.op, choice.device, choice.author, settings).names
+    order = priority.active_order(choice.op, choice.device, choice.table.orders, settings).names
     references = [each for each in found if each.provider is None]
     of_device = [each for each in references if choice.device in each.devices]
     of_device = of_device or [each for each in references if None in each.devices]

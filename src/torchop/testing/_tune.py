@@ -222,7 +222,7 @@ class _Tuner:
         names = [argument.name for argument in operator.schema.arguments]
         try:
             arguments, _ = tuned.described(args, kwargs)
-            sizes = tuned.bucketed(names, choice.tuning.buckets, args, kwargs)
+            sizes = tuned.bucketed(names, choice.table.tuning.buckets, args, kwargs)
         except tuned.UnknownKindError:
             self._problems.append("a call was left out, because it has arguments of other kinds")
             return

@@ -52,6 +52,24 @@ def test_declared_properties_of_a_provider_select_its_checks(op: Any) -> None:
         assert [n for n in names if n.startswith(f"{name}[")] == [f"{name}[{p}]" for p in providers]
 
 
+def test_provider_that_replaces_another_on_one_device_is_checked(op: Any) -> None:
+    op.register_kernel(
+        ["cuda", "cpu"],
+        lambda x, tile: tripled(x),
+        provider="fast",
+        configs=[{"tile": 1}, {"tile": 2}],
+    )
+    op.register_kernel("cpu", tripled, provider="fast", supports=lambda x: x.ndim == 2)
+    assert [each.device_types for each in torchop.providers(op.name)] == [
+        (None,),
+        ("cuda",),
+        ("cpu",),
+    ]
+    names = [each.name for each in plan_checks(op, [(X,)])]
+    assert "providers.agrees[fast]" in names
+    assert "providers.configs[fast]" not in names
+
+
 @pytest.mark.parametrize(
     ("only", "count"),
     [

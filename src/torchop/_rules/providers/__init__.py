@@ -174,7 +174,13 @@ def providers_of(op: OpLike) -> list[Provider]:
         return []
     by_device = provider_table(definition.rule(KernelRule)).by_device
     registered = [each for known in by_device.values() for each in known.values()]
-    return list({id(each): each for each in registered}.values())
+
+    def remaining(provider: Provider) -> Provider:
+        """Return the provider without the devices on which another kernel has replaced it."""
+        devices = (d for d in provider.devices if by_device[d].get(provider.name) is provider)
+        return provider._replace(devices=tuple(devices))
+
+    return [remaining(each) for each in {id(each): each for each in registered}.values()]
 
 
 def _register(

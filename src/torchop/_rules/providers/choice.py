@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,14 @@ from torchop._rules.providers.priority import (
     REFERENCE,
     TUNED,
     ActiveOrder,
-    Order,
     Settings,
 )
 from torchop._rules.providers.provider import Function, Provider, Selected
-from torchop._rules.providers.tuned import PLAIN, Tuning, UnknownKindError
+from torchop._rules.providers.tuned import PLAIN, UnknownKindError
 from torchop.extend import OpName
+
+if TYPE_CHECKING:  # that module imports this one
+    from torchop._rules.providers.table import ProviderTable
 
 # The maximum number of entries in the cache of a `Choice`. Without a limit, the cache would grow
 # forever if tensor sizes keep changing.
@@ -96,13 +98,13 @@ class Choice:
     """Chooses among an operator's kernels on one device type, for each call.
 
     An operator's call plan contains this object, or an equivalent C++ object, in place of a kernel.
-    The C++ object calls `resolve`. `ProviderTable` documents the settings of the author.
+    The C++ object calls `resolve`.
 
     Attributes:
         device: the device type. None stands for all devices that have no kernel of their own.
         reference: the kernel that was registered without a provider, if there is one.
         providers: the providers on this device by name, in the order of registration.
-        known: the names of all providers of the operator, including those for other devices.
+        table: all providers of the operator, and the settings of its author.
         prepare: wraps a kernel to check the operator's arguments before calling it.
     """
 
@@ -110,11 +112,7 @@ class Choice:
     device: str | None
     reference: Function | None
     providers: Mapping[str, Provider]
-    known: Collection[str]
-    removed: Collection[str]
-    author: Mapping[str | None, Order]
-    reported: set[tuple[str, bool]]
-    tuning: Tuning
+    table: ProviderTable
     prepare: Callable[[Function], Function]
     # Results of `resolve` by the settings, and kernels by the settings and arguments of calls.
     # Threads write to this dict without a lock, because all store equal values for a key.
@@ -236,10 +234,10 @@ class Choice:
         digests = {name: tuned.digest(p.written) for name, p in self.providers.items()}
         if self.reference is not None:
             digests[REFERENCE] = tuned.digest(self.reference)
-        return tuned.find(self.op, self.tuning, digests, args, kwargs, self.reported)
+        return tuned.find(self.op, self.table.tuning, digests, args, kwargs, self.table.reported)
 
     def _resolved(self, settings: Settings, is_deterministic: bool) -> Resolved:
-        order = priority.active_order(self.op, self.device, self.author, settings)
+        order = priority.active_order(self.op, self.device, self.table.orders, settings)
         only_deterministic = settings.deterministic_only or is_deterministic
         candidates: list[Candidate] = []
 
@@ -294,12 +292,12 @@ class Choice:
         return Candidate(TUNED, select, declined="no measurement matches the call")
 
     def _why_absent(self, name: str, order: ActiveOrder) -> str:
-        if name in self.known:
+        if name in self.table.names:
             return f"it has no kernel for {self.device or 'every device'}"
-        if name in self.removed:
+        if name in self.table.removed:
             return "it was removed, with the library that it was registered through"
         if order.is_exact:
-            raise priority.unknown_provider(order.by, self.op, name, self.known)
+            raise priority.unknown_provider(order.by, self.op, name, self.table.names)
         return f"{self.op} has no such provider"
 
     def _raising_kernel(self, order: ActiveOrder, candidates: Sequence[Candidate]) -> Function:
@@ -340,7 +338,7 @@ class Choice:
         `declined` maps these providers to the reasons.
         """
         falls_back = resolved.falls_back and len(declined) == len(resolved.candidates) - 1
-        reportable = {*self.providers, *(set(self.removed) - set(self.known))}
+        reportable = {*self.providers, *self.table.removed.difference(self.table.names)}
         for name, why in declined.items():
             if name not in reportable:
                 continue
@@ -349,9 +347,9 @@ class Choice:
             provider = self.providers.get(name)
             never_runs = provider is None or provider.why_unsupported() is not None
             warns = falls_back or never_runs
-            if (name, warns) in self.reported:
+            if (name, warns) in self.table.reported:
                 continue
-            self.reported.add((name, warns))
+            self.table.reported.add((name, warns))
             on = "" if self.device is None else f" on {self.device}"
             end = ", and the reference runs instead" if falls_back else ""
             text = f"{self.op}: the provider {name!r} is skipped{on}, because {why}{end}."

@@ -112,21 +112,9 @@ class ProviderTable(NamedTuple):
         prepare: Callable[[Function], Function],
     ) -> Choice:
         # If no kernel is registered for this device type, use the kernels for every device.
-        at = device if device in references or device in self.by_device else None
-        providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(at, NOTHING)}
-        reference = references.get(at, references.get(None))
-        return Choice(
-            op=op,
-            device=device,
-            reference=reference,
-            providers=providers,
-            known=self.names,
-            removed=self.removed,
-            author=self.orders,
-            reported=self.reported,
-            tuning=self.tuning,
-            prepare=prepare,
-        )
+        providers = {**self.by_device.get(None, NOTHING), **self.by_device.get(device, NOTHING)}
+        reference = references.get(device, references.get(None))
+        return Choice(op, device, reference, providers, self, prepare)
 
     def cache_parts(self, op: OpName) -> Iterator[object]:
         """Yield everything that affects a compiler's choice of a kernel to inline.

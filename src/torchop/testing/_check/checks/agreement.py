@@ -123,8 +123,12 @@ def reference_outcome(call: Call) -> list[Any]:
 
 def provider_of(call: Call, name: str) -> Provider:
     device = next((t.device.type for t in call.tensors), "cpu")
-    found = [each for each in providers_of(call.op) if each.name == name]
-    return min(found, key=lambda each: (device not in each.devices, None not in each.devices))
+    return preferred([each for each in providers_of(call.op) if each.name == name], device)
+
+
+def preferred(providers: Sequence[Provider], device: str) -> Provider:
+    """Return the provider for a device type, or else the provider for all device types."""
+    return min(providers, key=lambda each: (device not in each.devices, None not in each.devices))
 
 
 def gradients_agree(call: Call, provider: str, rtol: float = 1e-4, atol: float = 1e-4) -> None:

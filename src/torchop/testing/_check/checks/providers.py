@@ -19,6 +19,7 @@ from torchop.testing._check.checks.agreement import (
     gradients_agree,
     is_the_same_in_batches,
     only,
+    preferred,
     supports_is_sound,
 )
 from torchop.testing._check.checks.gradients import needs_formula
@@ -33,14 +34,11 @@ def of_providers(subject: Subject) -> Iterator[Subject]:
     for provider in providers_of(subject.op):
         kernels.setdefault(provider.name, []).append(provider)
     for several in kernels.values():
-        # Prefer a kernel for this device type over a kernel for all device types.
-        fitting = [p for p in several if device in p.devices]
-        fitting = fitting or [p for p in several if None in p.devices]
-        provider = (fitting or several)[-1]
+        provider = preferred(several, device)
         devices = ", ".join(str(name) for each in several for name in each.devices)
         unsupported = (
             provider.why_unsupported() or ""
-            if fitting
+            if {device, None}.intersection(provider.devices)
             else f"it is for {devices}, and the examples are on {device}"
         )
         made = subject.with_provider(provider, unsupported)
