@@ -1,9 +1,10 @@
-"""Objects without contents, which stand for objects of opaque types in a trace.
+"""Objects without contents that stand for objects of opaque types in a trace.
 
-PyTorch passes an argument of a traced call as a `FakeScriptObject`, whose attributes cannot be
-read. A result of a traced call is the object that the fake kernel returned. Its attributes could be
-read, but a graph would contain their values as constants. So torchop replaces the result with a
-`TracedObject`, whose attributes cannot be read either.
+PyTorch passes an argument of a traced call as a `FakeScriptObject`. Reading an attribute of a
+`FakeScriptObject` raises. A result of a traced call is the object that the fake kernel returned.
+Traced code could read the attributes of this object, but a graph would contain the values as
+constants. So torchop replaces the result with a `TracedObject`. Reading an attribute of a
+`TracedObject` raises too.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class TracedObject:
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Skip the `__init_subclass__` of the opaque type, which may list all its subclasses."""
+        """Skip the `__init_subclass__` of the opaque type, because it may register subclasses."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
