@@ -56,7 +56,11 @@ CLOSEST = {
     "bypass.cpp": ["tests/native/test_bypass.py"],
     "call.cpp": ["tests/native/test_native.py", "tests/native/gradients"],
     "choice.cpp": ["tests/rules/providers/test_choice.py", "tests/integration/test_device.py"],
-    "lifetime.cpp": ["tests/native/test_dispatcher_calls.py"],
+    "lifetime.cpp": [
+        "tests/native/test_dispatcher_calls.py",
+        "tests/native/test_leaks.py",
+        "tests/define/test_next_operator.py",
+    ],
     "disabled.h": ["tests/native/test_switch.py", "tests/integration/test_device.py"],
     "entry.cpp": ["tests/native/test_deep_recursion.py", "tests/native/test_operator_end.py"],
     "flat.h": ["tests/native/gradients"],
@@ -67,8 +71,8 @@ CLOSEST = {
     "residuals.cpp": ["tests/rules/residuals"],
     "resolution.cpp": ["tests/native/test_resolution.py", "tests/native/test_overloads.py"],
     "results.h": ["tests/native/gradients", "tests/core/test_contract_aliases.py"],
-    "seen_calls.h": ["tests/rules/providers/test_choice.py", "tests/integration/test_device.py"],
-    "thread.h": ["tests/native/test_greenlets.py", "tests/native/test_deep_recursion.py"],
+    "call_key.h": ["tests/rules/providers/test_choice.py", "tests/integration/test_device.py"],
+    "thread.h": ["tests/native/test_deep_recursion.py"],
 }
 REASONS = ["tests/inspect/explain", "tests/native/test_devices.py"]
 TESTS = [
@@ -296,15 +300,7 @@ MUTANTS = {
         "overloads.cpp", "!has_entry(function.get()) || ", ""
     ),
     "trace of a call": Mutant("overloads.cpp", "is_traced() || ", ""),
-    "first calls of an object": Mutant("overloads.cpp", "prepare_call(self);", "0;"),
-    "first calls after an operator ended": Mutant(
-        "overloads.cpp", "if (prepared.deregistered != deregistered)", "if (false)"
-    ),
-    "object of ours": Mutant("overloads.cpp", "!has_operator(self) && ", ""),
-    "calls handed over after an operator ended": Mutant(
-        "overloads.cpp", "prepared.deregistered == deregistered_operators.load() &&", ""
-    ),
-    "operator of a function": Mutant("entry.cpp", "entry_of(self).lifetime == nullptr)", "false)"),
+    "operator of a function": Mutant("entry.cpp", "if (entry_of(self).lifetime == nullptr)"),
     "skipped torch functions of an overload": Mutant(
         "overloads.cpp", " || skips_torch_functions()", "", since=(2, 14)
     ),
@@ -519,34 +515,23 @@ MUTANTS = {
         "add_as_dispatched(values.count_passed(),",
         "add_as_dispatched(values.parameters().positional,",
     ),
-    "running call": Mutant(
-        "entry.cpp", "RunningCall mark(here, reinterpret_cast<PyObject*>(&entry));", ""
-    ),
-    "running calls of greenlets": Mutant(
-        "thread.h",
-        "C10_LIKELY(thread_.count != 0 && thread_.running[thread_.count - 1] == entry_)",
-        "true",
-    ),
     "end of the stack": Mutant("entry.cpp", "if (C10_UNLIKELY(is_stack_low(here)))"),
     "stack of this thread": Mutant("thread.h", "measure_stack(here);", ";"),
     "operator is gone": Mutant(
         "entry.h",
-        "entry.lifetime != nullptr && !entry.lifetime->exists.load(std::memory_order_relaxed)",
+        "entry.lifetime != nullptr && !entry.lifetime->load(std::memory_order_relaxed)",
         "false",
     ),
-    "change during calls": Mutant("lifetime.cpp", "  wait_for_calls(lifetimes_);", ""),
-    "call during a change": Mutant(
+    "kernels of a deregistered operator": Mutant(
         "lifetime.cpp",
-        "C10_LIKELY(std::none_of(begin, end, is_changed)) || changes_here->load() != 0",
-        "true",
+        'kernels.emplace_front(kernels.front().kernel, nullptr, "deregistered");',
+        "(void)kernels;",
     ),
-    "call that waits for the lock": Mutant(
-        "lifetime.cpp", "std::for_each(called_here.begin(), called_here.end(), uncount);", ""
+    "schema of a deregistered operator": Mutant("lifetime.cpp", "  ++definition.def_count;\n", ""),
+    "functions of a deregistered operator": Mutant(
+        "lifetime.cpp", "if (has_gil && frees_functions)", "if (false)"
     ),
-    "call that has the lock": Mutant("lifetime.cpp", "  count_last(called_here.size());", ""),
-    "packet of an overload that ended": Mutant(
-        "operator.cpp", "return each->exists.load();", "return true;"
-    ),
+    "kernels of another library": Mutant("lifetime.cpp", "found |= kernels.size() > 1;", ""),
     "call of an operator that ended": Mutant(
         "entry.cpp", "else if (PyErr_Occurred() == PyExc_RuntimeError)", "else if (false)"
     ),
@@ -650,27 +635,29 @@ MUTANTS = {
     ),
     "residuals: types": Mutant("residuals.cpp", "if (residuals.count == 0 || ", "if ("),
     "choice: dtype": Mutant(
-        "seen_calls.h",
+        "call_key.h",
         "const auto dtype = uint64_t(c10::typeMetaToScalarType(impl.dtype()));",
         "const auto dtype = uint64_t{0};",
     ),
-    "choice: device": Mutant("seen_calls.h", "dtype | packed(impl.device()) << 8", "dtype"),
+    "choice: device": Mutant("call_key.h", "dtype | packed(impl.device()) << 8", "dtype"),
     "choice: number of a device": Mutant(
-        "seen_calls.h", " | uint64_t(uint8_t(device.index())) << 8;", ";"
+        "call_key.h", " | uint64_t(uint8_t(device.index())) << 8;", ";"
     ),
     "choice: device that is an argument": Mutant(
-        "seen_calls.h",
+        "call_key.h",
         "add_tag(Tag::Device, packed(reinterpret_cast<THPDevice*>(value)->device))",
         "add_tag(Tag::Device)",
     ),
     "choice: strides": Mutant(
-        "seen_calls.h", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
+        "call_key.h", "for (const int64_t stride : strides)\n      add(uint64_t(stride));", ""
     ),
-    "choice: integers": Mutant("seen_calls.h", "add(uint64_t(number));", ""),
+    "choice: integers": Mutant("call_key.h", "add(uint64_t(number));", ""),
     "choice: keywords": Mutant(
-        "seen_calls.h", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
+        "call_key.h", "if (!add_value(PyTuple_GET_ITEM(keywords, index)) || ", "if ("
     ),
-    "choice: open blocks": Mutant("choice.cpp", "key.set_subject(position);\n      if", "if"),
+    "choice: open blocks": Mutant(
+        "choice.cpp", "reinterpret_cast<uintptr_t>(selection.settings.get()) | ", ""
+    ),
     "choice: blocks of a backward": Mutant(
         "choice.cpp",
         "if (C10_LIKELY(is_open || torch::autograd::get_current_graph_task_id() == -1))",
@@ -678,13 +665,15 @@ MUTANTS = {
     ),
     "choice: blocks inside of a backward": Mutant("choice.cpp", "is_open || ", ""),
     "choice: changes meanwhile": Mutant(
-        "choice.cpp", "is_known && position != no_index", "is_known"
+        "choice.cpp", "if (find_selection(choice, settings, is_deterministic) != nullptr)"
     ),
     "choice: bounded table": Mutant(
-        "choice.cpp", "if (choice.cache.table.has_capacity(key))", "if (true)"
+        "choice.cpp",
+        "choice.cache.kernels.size() >= max_keys || choice.cache.words + key.size() > max_words",
+        "false",
     ),
     "choice: determinism": Mutant(
-        "choice.cpp", " &&\n        selections[position].is_deterministic == is_deterministic", ""
+        "choice.cpp", " && selection.is_deterministic == is_deterministic", ""
     ),
 }
 
