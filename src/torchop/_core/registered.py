@@ -92,8 +92,7 @@ class Registrations:
         registration lock.
 
         Args:
-            rules: the kinds of the rules, such as `"fake kernel"`, with a device type if there is
-                one.
+            rules: the kinds of the rules, such as `"fake kernel"` or `"autocast rule for cuda"`.
         """
         place = users_place()
         for rule in rules:
@@ -123,9 +122,9 @@ class Registrations:
         self._rows.pop(key, None)
 
     def remove_new(self, before: Collection[Key]) -> None:
-        """Remove the rows that a failed registration added. `before` has the keys of other rows.
+        """Remove the rows that a failed registration added. `before` contains the other keys.
 
-        Kernels that only closing the library can remove stay. They read the rules in each call.
+        Kernels without `remove` stay. They are harmless, because each call reads the rules.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:
