@@ -87,8 +87,10 @@ def set_priority(op: OpLike, order: Sequence[str], /, *, device_types: DeviceTyp
         # unknown names cannot be rejected yet. The operator's first call rejects them instead.
         if known and name not in (REFERENCE, TUNED, *known):
             raise unknown_provider("set_priority", definition, name, known)
+    new = {(str(definition.name), device): names for device in devices}
     with registration_lock:
-        rule.update(providers=provider_table(rule).ordered(names, devices))
+        table = provider_table(rule)
+        rule.update(providers=table._replace(orders={**table.orders, **new}))
 
 
 @compilers.eager_only

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torchop._compat import autograd, compilers, operators
 from torchop._core.blocks import Block
+from torchop._core.definition import NOTHING
 from torchop._core.lock import registration_lock
 from torchop._errors import ProviderError, nearest, short_repr
 from torchop._rules.kernels.devices import DeviceTypes, known_devices
@@ -36,22 +37,8 @@ Order: TypeAlias = tuple[str, ...]
 Orders: TypeAlias = Mapping[str, "Sequence[str] | None"]
 
 
-class ScopedOrder(NamedTuple):
-    """An order of providers, for the operators that match a pattern.
-
-    If `device` is None, the order applies to all device types.
-    """
-
-    pattern: str
-    device: str | None
-    names: Order
-
-    def fits(self, name: OpName, device: str | None) -> bool:
-        return self.device in (None, device) and is_match(name, self.pattern)
-
-    def specificity(self, name: OpName) -> tuple[bool, int, bool]:
-        """Return a sort key. If several orders fit, the order with the largest key applies."""
-        return is_name(name, self.pattern), len(self.pattern), self.device is not None
+# Maps patterns of operators and device types to orders. None stands for all device types.
+ScopedOrders: TypeAlias = "Mapping[tuple[str, str | None], Order]"
 
 
 class ActiveOrder(NamedTuple):
@@ -83,7 +70,7 @@ class Settings:
     because caches compare settings by identity.
     """
 
-    orders: tuple[tuple[ScopedOrder, ...], ...] = ()  # one item per block, innermost first
+    orders: tuple[ScopedOrders, ...] = ()  # one item per block, innermost first
     strict: bool = False
     batch_invariant_only: bool = False
     deterministic_only: bool = False
@@ -127,15 +114,15 @@ def _settings_of(blocks: tuple[priority, ...]) -> Settings:
     for block in blocks:
         flags |= {name: flag for name, flag in block._flags.items() if flag is not None}
     orders = tuple(block._orders for block in reversed(blocks) if block._orders)
-    key = orders, tuple(sorted(flags.items()))
+    key = *(tuple(each.items()) for each in orders), tuple(sorted(flags.items()))
     if len(_settings) >= _MOST_SETTINGS:
         _settings.clear()  # limits the memory if a program keeps creating new orders
     return _settings.setdefault(key, Settings(orders, **flags))
 
 
-# The orders from `torchop.set_priority`. Calls read the tuple without a lock, because it is
+# The orders from `torchop.set_priority`. Calls read the mapping without a lock, because it is
 # replaced and never mutated.
-_process: tuple[ScopedOrder, ...] = ()
+_process: ScopedOrders = NOTHING
 _blocks_were_opened = False
 
 
@@ -165,29 +152,40 @@ def blocks_were_opened() -> bool:
 
 
 def active_order(
-    name: OpName, device: str | None, author: Mapping[str | None, Order], settings: Settings
+    name: OpName, device: str | None, author: ScopedOrders, settings: Settings
 ) -> ActiveOrder:
     """Return the order of providers that applies to an operator on a device.
 
     If `device` is None, return the order for devices that have no kernel of their own. `author`
-    maps device types to the orders that the operator's author set.
+    contains the orders that the operator's author set. If several orders of a source fit, an order
+    for exactly this operator precedes a pattern, a longer pattern precedes a shorter one, and an
+    order for the device precedes one for all devices.
     """
+
+    def specificity(place: tuple[str, str | None]) -> tuple[bool, int, bool]:
+        pattern, device = place
+        return is_name(name, pattern), len(pattern), device is not None
+
     for orders, by in (
         *((orders, "torchop.priority") for orders in settings.orders),
         (_of_environment(), VARIABLE),
         (_process, "torchop.set_priority"),
+        (author, "the operator's author"),
     ):
-        fitting = [each for each in orders if each.fits(name, device)]
+        fitting = [
+            (pattern, scope)
+            for pattern, scope in orders
+            if scope in (None, device) and is_match(name, pattern)
+        ]
         if fitting:
-            order = max(fitting, key=lambda each: each.specificity(name))
-            return ActiveOrder(order.names, by, is_name(name, order.pattern))
-    names = author.get(device, author.get(None, ()))
-    return ActiveOrder(names, "the operator's author", is_exact=True) if names else ActiveOrder()
+            place = max(fitting, key=specificity)
+            return ActiveOrder(orders[place], by, is_name(name, place[0]))
+    return ActiveOrder()
 
 
-def devices_with_orders(name: OpName, author: Mapping[str | None, Order]) -> frozenset[str]:
-    devices = {order.device for order in _process if is_match(name, order.pattern)}
-    return frozenset(device for device in (*devices, *author) if device is not None)
+def devices_with_orders(name: OpName, author: ScopedOrders) -> list[str]:
+    places = (*_process, *author)
+    return [device for pattern, device in places if device and is_match(name, pattern)]
 
 
 def checked_order(what: str, names: object) -> Order:
@@ -215,13 +213,13 @@ def unknown_provider(what: str, op: object, name: str, known: Collection[str]) -
 
 def _scoped_orders(
     what: str, orders: object, devices: Sequence[str | None] = (None,)
-) -> tuple[ScopedOrder, ...]:
+) -> ScopedOrders:
     if not isinstance(orders, Mapping):
         raise TypeError(
             f"{what} expects a dict of orders by operator, such as {{'mylib::rms_norm': "
             f"['triton']}}, got {short_repr(orders)}."
         )
-    scoped = []
+    scoped = {}
     for pattern, names in orders.items():
         pattern = _written(pattern)
         if not isinstance(pattern, str) or not is_pattern(pattern):
@@ -231,8 +229,8 @@ def _scoped_orders(
             )
         order = checked_order(f"{what}, {pattern}", () if names is None else names)
         _check_known(what, pattern, order)
-        scoped += [ScopedOrder(pattern, device, order) for device in devices]
-    return tuple(scoped)
+        scoped.update({(pattern, device): order for device in devices})
+    return scoped
 
 
 def _written(operator: object) -> Any:
@@ -256,8 +254,8 @@ def _is_registered(name: OpName) -> bool:
 
 
 @functools.cache
-def _of_environment() -> tuple[ScopedOrder, ...]:
-    orders = []
+def _of_environment() -> ScopedOrders:
+    orders: dict[tuple[str, str | None], Order] = {}
     for part in filter(None, os.environ.get(VARIABLE, "").split(";")):
         pattern, equals, names = part.partition("=")
         pattern, order = pattern.strip(), tuple(n.strip() for n in names.split(",") if n.strip())
@@ -266,8 +264,8 @@ def _of_environment() -> tuple[ScopedOrder, ...]:
                 f"{VARIABLE} expects orders such as 'mylib::rms_norm=vendor,triton;mylib::*=triton'"
                 f", got {short_repr(part)}."
             )
-        orders.append(ScopedOrder(pattern, None, order))
-    return tuple(orders)
+        orders[pattern, None] = order
+    return orders
 
 
 def outdate_plans() -> None:
@@ -319,10 +317,12 @@ def set_priority(orders: Orders, /, *, device_types: DeviceTypes = None) -> None
     devices = known_devices("set_priority", device_types)
     new = _scoped_orders("set_priority", orders, devices)
     with registration_lock:
-        removed = {_written(key) for key, names in orders.items() if names is None}
-        places = {(each.pattern, each.device) for each in new}
-        others = [each for each in _process if (each.pattern, each.device) not in places]
-        _process = (*others, *(each for each in new if each.pattern not in removed))
+        removed = {_written(pattern) for pattern, names in orders.items() if names is None}
+        changed = {**_process, **new}
+        for place in new:
+            if place[0] in removed:
+                del changed[place]
+        _process = changed
         outdate_plans()
 
 

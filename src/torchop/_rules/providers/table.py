@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torchop._core.definition import NOTHING
 from torchop._errors import RedefinitionWarning, warn
 from torchop._rules.providers import priority, tuned
 from torchop._rules.providers.choice import Choice, choice_by_device
-from torchop._rules.providers.priority import Order
+from torchop._rules.providers.priority import ScopedOrders
 from torchop._rules.providers.provider import Provider
 from torchop._rules.providers.tuned import Tuning
 from torchop.extend import OpName
@@ -24,13 +24,13 @@ class ProviderTable(NamedTuple):
         by_device: maps each device type to its providers by name. The key None stands for every
             device.
         removed: the names of former providers, whose library was closed.
-        orders: maps device types to the default orders of providers that the author set.
+        orders: the default orders of providers that the author set.
         reported: the skipped providers that were already reported to the user.
     """
 
     by_device: Mapping[str | None, Mapping[str, Provider]]
     removed: frozenset[str]
-    orders: Mapping[str | None, Order]
+    orders: ScopedOrders
     reported: set[tuple[str, bool]]
     tuning: Tuning = Tuning()
 
@@ -70,9 +70,6 @@ class ProviderTable(NamedTuple):
         # the next call that skips it reports this again.
         self.reported.difference_update({(provider.name, True), (provider.name, False)})
         return self._replace(by_device=by_device, removed=self.removed | {provider.name})
-
-    def ordered(self, order: Order, devices: Sequence[str | None]) -> ProviderTable:
-        return self._replace(orders={**self.orders, **dict.fromkeys(devices, order)})
 
     def functions(
         self,
