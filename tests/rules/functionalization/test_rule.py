@@ -299,18 +299,18 @@ def test_inductor_itself_reuses_the_memory_of_a_returned_argument(namespace):
 
 def test_an_argument_of_an_unsupported_type_is_rejected(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        library.define("op(Tensor(a!) x, str mode, Generator? g=None) -> ()")
-        library.impl("op", lambda x, mode, g=None: None, "CompositeExplicitAutograd")
-        torchop.register_fake(f"{namespace}::op", lambda x, mode, g=None: None, lib=library)
-        op, generator = getattr(torch.ops, namespace).op, torch.Generator()
+        library.define("op(Tensor(a!) x, str mode, Dict(str, int) sizes) -> ()")
+        library.impl("op", lambda x, mode, sizes: None, "CompositeExplicitAutograd")
+        torchop.register_fake(f"{namespace}::op", lambda x, mode, sizes: None, lib=library)
+        op = getattr(torch.ops, namespace).op
         x = FakeTensorMode().from_tensor(torch.ones(2))
         with (
             FunctionalTensorMode(),
             pytest.raises(
-                torchop.TracingError, match=r"argument 'g' is of type Generator\. Define"
+                torchop.TracingError, match=r"argument 'sizes' is of type dict\. Define"
             ),
         ):
-            op(FunctionalTensor.to_functional(x), "abc", generator)
+            op(FunctionalTensor.to_functional(x), "abc", {"n": 1})
 
 
 def test_a_kernel_of_a_library_for_functionalization_takes_precedence(namespace):
