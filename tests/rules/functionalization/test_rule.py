@@ -306,9 +306,7 @@ def test_an_argument_of_an_unsupported_type_is_rejected(namespace):
         x = FakeTensorMode().from_tensor(torch.ones(2))
         with (
             FunctionalTensorMode(),
-            pytest.raises(
-                torchop.TracingError, match=r"argument 'sizes' is of type dict\. Define"
-            ),
+            pytest.raises(torchop.TracingError, match=r"argument 'sizes' is of type dict\. Define"),
         ):
             op(FunctionalTensor.to_functional(x), "abc", {"n": 1})
 

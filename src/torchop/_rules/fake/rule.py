@@ -31,6 +31,7 @@ from torchop._rules.fake.cache import FakeCache, cache_for
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import attribute_was_read, data_was_read, missing_fake, source_of
 from torchop._rules.fake.gradient_reads import call_watched
+from torchop._rules.fake.outputs import check_outputs, fresh, outputs
 from torchop._rules.fake.specialization import symbolic_arguments, warn_of_guards
 from torchop._rules.layout import LayoutRule, arranged
 from torchop._rules.residuals.handover import not_recording
@@ -228,7 +229,7 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         with running(NoContext(definition)), fake_tensors.stock_context(innermost):
             result = _run(definition, args, kwargs)
-        for tensor in _outputs(result):
+        for tensor in outputs(result):
             if not fake_tensors.is_fake(tensor):
                 inputs = tensors_in((*args, *kwargs.values()))
                 advice = (
@@ -290,41 +291,9 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result
     if fake.outputs_are_fresh:
-        result = _fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
-    _check_outputs(definition, result)
+        result = fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
+    check_outputs(definition, result)
     return result
-
-
-def _check_outputs(definition: Definition, result: Any) -> None:
-    if fake_tensors.active_fake_mode() is None:
-        return
-    for index, tensor in enumerate(_outputs(result)):
-        if not fake_tensors.is_fake(tensor):
-            raise FakeKernelError(
-                f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
-                "it. Make the output inside the fake kernel, from the shapes of the inputs."
-            )
-
-
-def _fresh(result: Any, taken: set[int]) -> Any:
-    """Replace each output that is also an input, or that occurs twice, with a new tensor.
-
-    As a shorthand, a fake kernel may return an input to say that the output has the same metadata.
-    Without the replacement, a compiler would treat the output as an alias of the input.
-    """
-    if isinstance(result, torch.Tensor):
-        if id(result) in taken:
-            return torch.empty_like(result)
-        taken.add(id(result))
-        return result
-    if isinstance(result, (list, tuple)):
-        items = [_fresh(item, taken) for item in result]
-        return tuple(items) if isinstance(result, tuple) else items
-    return result
-
-
-def _outputs(result: Any) -> Iterator[torch.Tensor]:
-    return tensors_in(result if isinstance(result, tuple) else (result,))
 
 
 @overload
