@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import torchop
+import torchop.extend
 from torchop import SchemaError, SchemaWarning
 
 X = torch.ones(2)
@@ -174,6 +175,26 @@ def test_a_written_schema_counts_as_well(namespace: str) -> None:
         return x * 1
 
     assert "effect ORDERED" in repr(op)
+
+
+def test_operators_of_a_library_have_an_effect_on_objects(namespace: str) -> None:
+    library = torchop.Library(namespace, "DEF")
+    name = f"{Counter.__module__}.{Counter.__qualname__}"
+    library.define(f"count(Tensor x, {name} counter) -> Tensor")
+
+    def count(x: Tensor, counter: Counter) -> Tensor:
+        counter.calls += 1
+        return x * counter.calls
+
+    library.impl("count", count, "CompositeExplicitAutograd")
+    op = getattr(torch.ops, namespace).count
+    torchop.register_fake(f"{namespace}::count", lambda x, c: torch.empty_like(x), lib=library)
+    counter = Counter()
+    compiled = torch.compile(lambda x, c: (op(x, c), op(x, c))[1], backend="aot_eager")
+    assert compiled(X, counter)[0].item() == 2
+    with pytest.warns(UserWarning, match="already traced"):
+        torchop.register_effect(f"{namespace}::count", "none", lib=library)
+    assert torchop.extend.Operator(f"{namespace}::count", "a test").effect is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -16,9 +16,10 @@ from torchop._compat import (
     libraries,
     operators,
     registries,
+    schemas,
     torch_ops,
 )
-from torchop._compat.classes import OpOverload, Tag
+from torchop._compat.classes import EffectType, OpOverload, Tag
 from torchop._core import library as core_library
 from torchop._core.checking import checked, recompile_for_checking
 from torchop._core.contract import ResultCheck, result_check
@@ -36,8 +37,10 @@ from torchop._errors import (
 )
 from torchop._native.table.calls import attach, outdate
 from torchop._native.table.ours import KERNEL_ATTRIBUTE
+from torchop._rules.effect import may_change_objects
 from torchop._rules.functionalization import rule as functionalization
 from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
 
 fallthrough_kernel = torch.library.fallthrough_kernel
 
@@ -263,6 +266,9 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         functionalization.install_low_level(registered, is_mutable="!" in schema)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
+        elif "." in schema and may_change_objects(_schema_of(name, schema)):
+            remove = registries.register_effect(str(name), EffectType.ORDERED)
+            registered.add("effect", None, remove)
 
     run_waiting_hooks()
     with registration_lock:
@@ -275,6 +281,11 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
     if "!" in schema:
         inductor_writes.register_lowerings(str(name))  # not under the lock, because it may import
     return result
+
+
+def _schema_of(name: OpName, written: str) -> Schema:
+    arguments = written[written.index("(") :]
+    return Schema(schemas.parse(f"{name}{arguments}"), written)
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:

@@ -111,7 +111,7 @@ def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certai
     """Return the effect of an operator, given the declared effect.
 
     An operator may change the objects that it takes by reference, unless the author declares that
-    it has no effect. PyTorch ignores effects of operators that mutate or alias an argument.
+    it has no effect.
     `is_certain` means that `mutates_args` names an object.
     """
     if is_certain and effect == "none":
@@ -119,9 +119,15 @@ def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certai
             f"{name}: mutates_args names an object, so the operator has an effect on it, but "
             'effects="none" says that the operator has no effect. Remove one of them.'
         )
-    if effect is not None or not schema.passes_objects or schema.is_mutable or schema.is_view:
-        return effect
-    return "ordered"
+    return "ordered" if effect is None and may_change_objects(schema) else effect
+
+
+def may_change_objects(schema: Schema) -> bool:
+    """Return whether an operator may change an object, and PyTorch would respect the effect.
+
+    PyTorch ignores effects of operators that mutate or alias an argument.
+    """
+    return schema.passes_objects and not schema.is_mutable and not schema.is_view
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:

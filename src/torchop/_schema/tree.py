@@ -23,6 +23,7 @@ from torchop._schema.kinds import (
     KINDS,
     Kind,
     is_by_reference,
+    is_object,
     leaf_kind,
     list_of,
     read_container,
@@ -363,7 +364,9 @@ class _Builder:
                 return None
             item, names = leaf_kind(inner.item), ("values", "lengths")
             convert = functools.partial(pairs.nested, outer, inner)
-        if item is None or item.is_optional or item.decode or item.schema not in supported:
+        if item is None or item.is_optional or "[" in item.schema:
+            return None
+        if not is_object(item) and (item.decode or item.schema not in supported):
             return None
         encode, decode = convert(item)
         items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchop._errors import ArgumentError, SchemaError
-from torchop._schema.kinds import CONVERTED_ITEMS, DTYPE_NAME, Kind, unchanged, wrong_type
+from torchop._schema.kinds import (
+    CONVERTED_ITEMS,
+    DTYPE_NAME,
+    Kind,
+    is_object,
+    unchanged,
+    wrong_type,
+)
 from torchop._schema.structure.nodes import Leaf, Node, Variables
 from torchop._schema.structure.shapes import MISSING
 from torchop._schema.structure.source import Source
@@ -95,12 +102,13 @@ def checked_rows(value: Any, where: str) -> Any:
 def _column(op: str, leaf: Leaf) -> Leaf:
     if leaf.kind.schema == "ScalarType" and not leaf.is_optional:
         leaf.kind, leaf.checked = DTYPE_NAME, True  # exporters support no lists of dtypes
-    is_optional_tensor = leaf.kind.schema == "Tensor" and leaf.is_optional
-    if leaf.kind.schema not in CONVERTED_ITEMS or (leaf.is_optional and not is_optional_tensor):
+    may_hold_none = leaf.kind.schema == "Tensor" or is_object(leaf.kind)
+    is_supported = leaf.kind.schema in CONVERTED_ITEMS or is_object(leaf.kind)
+    if not is_supported or "[" in leaf.kind.schema or (leaf.is_optional and not may_hold_none):
         raise SchemaError(
             f"{op}: {leaf.path} is a field of a structure in a list, but a schema has no list of "
             f"its type, {leaf.kind.schema}{'?' * leaf.is_optional}. Move it out of the list, or "
             "use a structure of lists."
         )
-    kind = Kind(f"{leaf.kind.schema}{'?' * is_optional_tensor}[]", unchanged)
+    kind = Kind(f"{leaf.kind.schema}{'?' * leaf.is_optional}[]", unchanged)
     return Leaf(op, leaf.path, leaf.name, kind)
