@@ -84,7 +84,7 @@ def linear_function(inputs: Inputs) -> Outputs:
     x = quantized(inputs.x, inputs.x_quantizer)
     weight = quantized(inputs.weight, inputs.weight_quantizer)
     y = operand(inputs.x, x) @ operand(inputs.weight, weight).T
-    y = y if inputs.bias is None else y + inputs.bias
+    y = y if inputs.bias is None else y + inputs.bias.to(y.dtype)
     return Outputs(y, Saved(x, weight) if inputs.saves else None)
 
 
@@ -96,7 +96,7 @@ def linear_backward_function(
     return Gradients(
         grad @ operand(inputs.weight, saved.weight) if needs_x else None,
         grad.T @ operand(inputs.x, saved.x) if needs_weight else None,
-        grad.sum(0) if inputs.bias is not None else None,
+        None if inputs.bias is None else grad.sum(0).to(inputs.bias.dtype),
     )
 
 
