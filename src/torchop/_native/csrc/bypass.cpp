@@ -16,6 +16,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include "disabled.h"
 #include "dispatch.h"

@@ -1,5 +1,7 @@
 #include "residuals.h"
 
+#include <structmember.h> // PyMemberDef, before Python 3.12
+
 #include <memory>
 
 #include "flat.h"
