@@ -278,7 +278,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except Exception as error:
         attribute = tracing.attribute_without_value(error)
         if attribute is not None:
-            raise attribute_was_read(definition, attribute) from error
+            # Since 2.15, Dynamo reports the cause of an exception instead of the exception.
+            raise attribute_was_read(definition, attribute) from None
         is_clear = isinstance(error, (FakeKernelError, TracingError))
         if is_clear or not reads_data(error, definition.overload):
             place = source_of(definition.rule(FakeRule).function or fake.function)
