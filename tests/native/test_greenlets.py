@@ -1,4 +1,4 @@
-"""Greenlets that switch inside kernels. Uses private names."""
+"""Greenlets that switch inside kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Functional traces contain helper operators in place of operators that mutate."""
+"""Functional traces contain helper operators in place of operators that mutate.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

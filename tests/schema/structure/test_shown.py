@@ -1,4 +1,7 @@
-"""Reprs, records, explanations and errors show structures as their author wrote them."""
+"""Reprs, records, explanations and errors show structures as their author wrote them.
+
+Uses private names.
+"""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,14 +23,12 @@ from torchop._rules.providers.priority import (
     REFERENCE,
     TUNED,
     ActiveOrder,
+    ScopedOrders,
     Settings,
 )
 from torchop._rules.providers.provider import Function, Provider, Selected
-from torchop._rules.providers.tuned import PLAIN, UnknownKindError
+from torchop._rules.providers.tuned import PLAIN, Tuning, UnknownKindError
 from torchop.extend import OpName
-
-if TYPE_CHECKING:  # that module imports this one
-    from torchop._rules.providers.table import ProviderTable
 
 # The maximum number of entries in the cache of a `Choice`. Without a limit, the cache would grow
 # forever if tensor sizes keep changing.
@@ -93,6 +91,21 @@ class Resolved(NamedTuple):
         raise AssertionError("the last candidate did not take the call")
 
 
+class Table(Protocol):
+    """The part of an operator's `ProviderTable` that a `Choice` reads."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    @property
+    def removed(self) -> frozenset[str]: ...
+    @property
+    def orders(self) -> ScopedOrders: ...
+    @property
+    def tuning(self) -> Tuning: ...
+    @property
+    def reported(self) -> set[tuple[str, bool]]: ...
+
+
 @dataclasses.dataclass(eq=False)
 class Choice:
     """Chooses among an operator's kernels on one device type, for each call.
@@ -112,7 +125,7 @@ class Choice:
     device: str | None
     reference: Function | None
     providers: Mapping[str, Provider]
-    table: ProviderTable
+    table: Table
     prepare: Callable[[Function], Function]
     # Results of `resolve` by the settings, and kernels by the settings and arguments of calls.
     # Threads write to this dict without a lock, because all store equal values for a key.
