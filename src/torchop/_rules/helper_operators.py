@@ -30,6 +30,7 @@ from torchop._core.call import as_tuple
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define, deregister_with
 from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.lock import registration_lock
 from torchop._core.registry import registration_site
 from torchop._core.user_rule import follow_origin
 from torchop._errors import SchemaError
@@ -84,10 +85,15 @@ class HelperOperator:
         registers another formula.
         """
         helper = definition.helpers.get(cls.kind)
-        if helper is None or helper.helper.deregistration_reason is not None:
+        if helper is None or not helper.is_registered:
             helper = cls(definition)
-            helper.define()
+            if not helper.define():  # another thread has just defined it
+                return cls.of(definition)
         return cast(Self, helper)
+
+    @property
+    def is_registered(self) -> bool:
+        return self.helper.deregistration_reason is None
 
     @property
     def overload(self) -> OpOverload:
@@ -125,15 +131,13 @@ class HelperOperator:
     def inherit(self, rule: CompiledRule[Any]) -> None:
         """Update the helper operator after a rule of the operator `name` has changed."""
 
-    def define(self) -> None:
-        """Define the operator `name__kind`, or nothing if a step fails."""
+    def define(self) -> bool:
+        """Define the operator `name__kind`, or nothing if a step fails.
+
+        Return False if another thread has already defined it.
+        """
         definition, kind = self.definition, self.kind
         name = definition.name._replace(name=f"{definition.name.name}__{kind}")
-        if operators.is_registered(name.packet, name.overload):
-            raise self.error(
-                f"{definition}: a compiled graph needs an operator {name}, but another library "
-                f"defined one at {registration_site(name)}. Rename that operator."
-            )
         inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
         declaration = Declaration(
             name,
@@ -148,12 +152,23 @@ class HelperOperator:
             is_helper=True,
         )
 
-        def register_rules(helper: Definition) -> None:
-            self.helper = helper
-            self.register_rules()
+        def build() -> bool:
+            with registration_lock:
+                before = definition.helpers.get(kind)
+                if before is not None and before.is_registered:
+                    return False
+                if operators.is_registered(name.packet, name.overload):
+                    raise self.error(
+                        f"{definition}: a compiled graph needs an operator {name}, but another "
+                        f"library defined one at {registration_site(name)}. Rename that operator."
+                    )
+                self.helper = define_owned(declaration, definition)
+                self.register_rules()
+                definition.helpers = {**definition.helpers, kind: self}
+            follow_origin(self.origin, self.helper, kind)  # without the lock: this runs user code
+            return True
 
-        define_derived(self.origin, declaration, kind, register_rules, owner=definition)
-        definition.helpers = {**definition.helpers, kind: self}
+        return all_or_nothing(name, build)
 
 
 def define_derived(
@@ -162,16 +177,29 @@ def define_derived(
     kind: str,
     register_rules: Callable[[Definition], None],
     *,
-    owner: Definition | None = None,
     lib: torch.library.Library | None = None,
 ) -> Definition:
     """Define an operator that is derived from `origin` and inherits its public rules.
 
     A public rule, such as a sharding rule, may behave differently for each `kind`, such as
     `"inplace"`. `register_rules` registers the other rules of the derived operator. Deregistering
-    `owner`, or closing `lib`, also deregisters the derived operator.
+    `origin`, or closing `lib`, also deregisters the derived operator.
     """
-    name, owner = declaration.name, owner or origin
+
+    def build() -> Definition:
+        derived = define_owned(declaration, origin, lib)
+        follow_origin(origin, derived, kind)
+        register_rules(derived)
+        return derived
+
+    return all_or_nothing(declaration.name, build)
+
+
+def define_owned(
+    declaration: Declaration, owner: Definition, lib: torch.library.Library | None = None
+) -> Definition:
+    """Define an operator that is deregistered when `owner` is deregistered or `lib` is closed."""
+    name, owners_name, reference = declaration.name, str(owner), weakref.ref(owner)
     count = len(declaration.schema.arguments)
     if count > MAX_ARGUMENTS:
         raise SchemaError(
@@ -179,21 +207,15 @@ def define_derived(
             f"most {MAX_ARGUMENTS}. Pass values of one type as a list, or write a formula with "
             "register_autograd."
         )
-    owners_name, reference = str(owner), weakref.ref(owner)
 
     def reason() -> str:
         text = f"{name} belongs to {owners_name}, which was deregistered."
         alive = reference()
         return f"{text} {(alive and alive.deregistration_reason) or ''}".rstrip()
 
-    def build() -> Definition:
-        derived = define(declaration, lib)
-        deregister_with(owner.library, derived, reason)
-        follow_origin(origin, derived, kind)
-        register_rules(derived)
-        return derived
-
-    return all_or_nothing(name, build)
+    derived = define(declaration, lib)
+    deregister_with(owner.library, derived, reason)
+    return derived
 
 
 def free_name(name: str, schema: Schema) -> str:

@@ -208,7 +208,7 @@ class BackwardKernel(HelperOperator):
     def register_rules(self) -> None:
         self.helper.rule(VmapRule).register(SEQUENTIAL)  # a default that the user can replace
 
-    def define(self) -> None:
+    def define(self) -> bool:
         """Define the operator `name__backward_kernel`.
 
         If the user has already registered a backward kernel with the same signature, reuse its
@@ -220,16 +220,16 @@ class BackwardKernel(HelperOperator):
             register_kernel(self.overload, None, self.kernel)
             if self.layouts:
                 self.helper.rule(LayoutRule).register(self.layouts)
-            return
+            return True
         if before is not None:
             before.helper.deregister(f"{self.definition} has another backward kernel.")
-        super().define()
+        return super().define() or self.define()  # again if another thread has just defined it
 
     def _can_replace(self, other: BackwardKernel) -> bool:
         """Return whether this kernel can replace `other` in graphs that were compiled with it."""
         is_flat = not self.declared_convention.structure and not other.declared_convention.structure
-        if self.definition is not other.definition:  # the operator was redefined
-            return False
+        if self.definition is not other.definition or not other.is_registered:
+            return False  # the operator was redefined, or `other` deregistered
         one, two = ((k.schema.written, k.are_optional, k.residuals) for k in (self, other))
         return is_flat and one == two
 
