@@ -268,6 +268,19 @@ def test_classes_of_pytorch_need_no_registration(namespace: str) -> None:
         assert name in op._schema
 
 
+def test_a_generator_gives_an_operator_no_effect(namespace: str) -> None:
+    def noisy(x: Tensor, generator: Optional[torch.Generator] = None) -> Tensor:
+        return x * torch.rand(x.shape, generator=generator)
+
+    op = torchop.custom_op(f"{namespace}::op", noisy, mutates_args=())
+    op.register_fake(lambda x, generator=None: torch.empty_like(x))
+    op.derive_autograd()
+    assert torch.vmap(op, randomness="different")(torch.ones(2, 3)).shape == (2, 3)
+    assert "effect" not in repr(op)
+    changing = torchop.custom_op(f"{namespace}::changing", noisy, mutates_args={"generator"})
+    assert "effect" in repr(changing)
+
+
 # --------------------------------------------------------------------------------------------------
 # Objects that are passed by value
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.library
 
-from torchop._compat import checkpointing, compilers, dispatch, registries, tracing
+from torchop._compat import checkpointing, compilers, dispatch, opaque_types, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -15,8 +15,10 @@ from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import SchemaError, SchemaWarning, TracingError, short_repr, warn
 from torchop._rules import in_autocast
 from torchop._rules.checkpoint_modes import register_for_checkpoints
+from torchop._schema.kinds import is_by_reference
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
+from torchop._schema.text import arguments_alone, results_of
 
 # None means that no effect is declared. `"none"` means that the operator is declared to have no
 # effect, so compilers may remove its calls.
@@ -119,15 +121,25 @@ def effect_on_objects(name: OpName, effect: Effect, schema: Schema, *, is_certai
             f"{name}: mutates_args names an object, so the operator has an effect on it, but "
             'effects="none" says that the operator has no effect. Remove one of them.'
         )
-    return "ordered" if effect is None and may_change_objects(schema) else effect
+    is_ordered = effect is None and may_change_objects(schema, also_generators=is_certain)
+    return "ordered" if is_ordered else effect
 
 
-def may_change_objects(schema: Schema) -> bool:
+def may_change_objects(schema: Schema, *, also_generators: bool = False) -> bool:
     """Return whether an operator may change an object, and PyTorch would respect the effect.
 
-    PyTorch ignores effects of operators that mutate or alias an argument.
+    PyTorch ignores effects of operators that mutate or alias an argument. Unless `also_generators`
+    is true, generators do not count, because PyTorch's own operators that draw random numbers have
+    no effect either, and an effect would forbid `vmap` and a derived formula.
     """
-    return schema.passes_objects and not schema.is_mutable and not schema.is_view
+    if not schema.passes_objects or schema.is_mutable or schema.is_view:
+        return False
+    if also_generators:
+        return True
+    generator = opaque_types.custom_class_name(torch.Generator)
+    arguments = (argument.split()[0] for argument in arguments_alone(schema.written))
+    kinds = (kind.rstrip("?[]") for kind in (*arguments, *results_of(schema.written)))
+    return any(kind != generator and is_by_reference(kind) for kind in kinds)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema) -> Declared:
