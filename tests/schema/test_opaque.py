@@ -421,3 +421,9 @@ def test_an_inlined_operator_has_no_effect_unless_declared(namespace: str) -> No
 
     op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), compile="inline")
     assert "effect" not in repr(op)
+
+
+def test_a_derived_formula_needs_the_declaration_that_no_object_is_changed(namespace: str) -> None:
+    op = counting(namespace)
+    with pytest.raises(torchop.GradientError, match='pass effects="none" to custom_op'):
+        op.derive_autograd()

@@ -202,6 +202,8 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         options["lib"] = library
     if spec.tags:
         options["tags"] = spec.tags
+    if spec.formula == "derived" and not stock:
+        options["effects"] = "none"  # an operator that takes an object has an effect by default
     handle = maker.custom_op(
         name,
         _dressed(spec, function),

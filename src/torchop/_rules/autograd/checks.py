@@ -97,6 +97,8 @@ def check_derivable(definition: Definition, *, decomposes: bool) -> None:
             "it has an effect, and the effect would happen again when the backward runs the body "
             "again. Write the formula with register_autograd"
         )
+        if schema.objects:
+            problem += ', or pass effects="none" to custom_op if the body changes no object'
     else:
         return
     raise GradientError(
