@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 import torchop
 from tests._support.devices import DEVICE, TYPE
@@ -438,3 +440,36 @@ def test_objects_of_opaque_types(namespace, backend):
         result = compiled(x, scale, options)
         assert result.dtype is torch.bfloat16
         assert torch.equal(result, function(x, scale, options))
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize("further", [set(), {torch.Tag.nondeterministic_seeded}])
+def test_traces_have_the_tags_of_the_operator(namespace, further, is_autocast):
+    """Inductor reads the tags, for example to exclude a call from CUDA graphs."""
+
+    def function(x: Tensor) -> list[Tensor]:
+        return [x + 1]
+
+    tags = {torch.Tag.cudagraph_unsafe, *further}
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        if not is_autocast:  # an operator that mutates and returns a list
+            library.define("op(Tensor(a!) x) -> Tensor[]", tags=tuple(tags))
+            library.impl("op", function, "CompositeExplicitAutograd")
+            torchop.register_fake(f"{namespace}::op", function, lib=library)
+        else:
+            operator(namespace, function, tags=tuple(tags))
+        op = getattr(torch.ops, namespace).op
+        graphs = []
+
+        def compiler(graph, _):
+            graphs.append(graph)
+            return make_boxed_func(graph)
+
+        compiled = torch.compile(lambda x: op(x)[0], backend=aot_autograd(fw_compiler=compiler))
+        with torch.autocast(TYPE, enabled=is_autocast):
+            compiled(square())
+    calls = [
+        node.target.tags for node in graphs[0].graph.nodes if "in_autocast" in str(node.target)
+    ]
+    assert len(calls) == 1
+    assert tags <= set(calls[0])

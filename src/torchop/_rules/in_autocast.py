@@ -80,8 +80,8 @@ def trace_by_name(
     """
     call = _Encoder(op).encode(_state_of_kernel(mode, op, args, kwargs), args, kwargs)
     is_in_place = bool(call.written) and (returns_arguments or not op._schema.returns)
-    is_random = Tag.nondeterministic_seeded in op.tags
-    called = _overloads[is_in_place, is_random, registries.effect_of(op._name) is not None]
+    tags = frozenset(_TAGS.values()).intersection(op.tags)
+    called = _overloads[is_in_place, registries.effect_of(op._name) is not None, tags]
     with marked(op, args, kwargs):
         flat = mode.__torch_dispatch__(called, types, call.arguments, {})
     if flat is NotImplemented or is_in_place:
@@ -323,14 +323,18 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor)
 
 
-def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
-    """Define an overload for each combination of in-place, random and effectful operators."""
+# The tags that compilers read when they transform a call, and their names in the overloads.
+_TAGS = {"random": Tag.nondeterministic_seeded, "unsafe": Tag.cudagraph_unsafe}
+
+
+def _define() -> dict[tuple[bool, bool, frozenset[Tag]], OpOverload]:
+    """Define an overload for each combination of in-place and effectful operators, and of tags."""
     found = {}
-    for is_in_place, is_random, has_effect in itertools.product((False, True), repeat=3):
+    for is_in_place, has_effect, *has_tags in itertools.product((False, True), repeat=4):
         if is_in_place and has_effect:  # operators that mutate arguments have no effect
             continue
         name = "in_autocast_" if is_in_place else "in_autocast"
-        overload = "_".join(itertools.compress(("random", "effect"), (is_random, has_effect)))
+        overload = "_".join(itertools.compress((*_TAGS, "effect"), (*has_tags, has_effect)))
         local = f"{name}.{overload}".removesuffix(".")
         written = "Tensor(a!)[]" if is_in_place else "Tensor[]"
         arguments = (
@@ -338,18 +342,17 @@ def _define() -> dict[tuple[bool, bool, bool], OpOverload]:
             f"{schemas.custom_class()}[]? objects=None"
         )
         returned = "()" if is_in_place else "Tensor[]"
-        tags = (Tag.pt2_compliant_tag, *[Tag.nondeterministic_seeded] * is_random)
+        tags = frozenset(itertools.compress(_TAGS.values(), has_tags))
         kernel = _in_place if is_in_place else _functional
-        qualname = libraries.define(_library, f"{local}({arguments}) -> {returned}", tags)
+        schema = f"{local}({arguments}) -> {returned}"
+        qualname = libraries.define(_library, schema, (Tag.pt2_compliant_tag, *tags))
         libraries.implement(_library, local, dispatch.kernel_key("default"), kernel)
         registries.register_fake(qualname, kernel, __name__)
         if has_effect:
             registries.register_effect(qualname, EffectType.ORDERED)
         if is_in_place:
             inductor_writes.register_lowerings(qualname)
-        found[is_in_place, is_random, has_effect] = torch_ops.lookup_overload(
-            "torchop", name, overload
-        )
+        found[is_in_place, has_effect, tags] = torch_ops.lookup_overload("torchop", name, overload)
     return found
 
 
