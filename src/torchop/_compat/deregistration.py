@@ -17,6 +17,7 @@ import collections
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -30,6 +31,7 @@ from torchop._compat import dtensor, operators, torch_ops
 from torchop._compat.classes import OpOverload
 
 Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
+lock: Any = threading.RLock()  # the registration lock; `_core.lock` sets this variable
 
 
 def _invalidate_overload(
@@ -123,14 +125,17 @@ def preserve_packet(namespace: str, name: str) -> Iterator[None]:
     If the packet were removed, another thread could look up the name, and so create a second packet
     and overload, which nothing would invalidate later.
     """
-    _replaced[f"{namespace}::{name}"] += 1
+    packet = f"{namespace}::{name}"
+    with lock:
+        _replaced[packet] += 1
     try:
         yield
     finally:
-        _replaced[f"{namespace}::{name}"] -= 1
-        if _replaced[f"{namespace}::{name}"] == 0:
-            del _replaced[f"{namespace}::{name}"]
-        _clear_packet(namespace, name)
+        with lock:
+            _replaced[packet] -= 1
+            if _replaced[packet] == 0:
+                del _replaced[packet]
+            _clear_packet(namespace, name)
 
 
 def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:

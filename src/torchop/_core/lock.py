@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from torchop._compat import libraries
+from torchop._compat import deregistration, libraries
 
 Result = TypeVar("Result")
 Published = TypeVar("Published")
@@ -30,7 +30,7 @@ Published = TypeVar("Published")
 # are plain dicts and sets without locks.
 registration_lock: Any = threading.RLock()
 
-libraries.lock = registration_lock
+libraries.lock = deregistration.lock = registration_lock
 
 
 def run_waiting_hooks() -> None:

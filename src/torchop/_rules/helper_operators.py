@@ -154,6 +154,7 @@ class HelperOperator:
 
         def build() -> bool:
             with registration_lock:
+                definition.check_defined()
                 before = definition.helpers.get(kind)
                 if before is not None and before.is_registered:
                     return False
