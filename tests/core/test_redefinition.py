@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests._support.common import on_both
+from tests._support.common import assert_clean, needs_native, on_both, run_program
 from tests._support.devices import BACKEND, TYPE
 
 T = torch.zeros(2)
@@ -198,6 +198,7 @@ def test_redefinition_in_another_library_takes_the_name(namespace):
     assert new(T).tolist() == [1, 1]
 
 
+@needs_native
 @pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
 @pytest.mark.parametrize("before", [torchop, torch.library], ids=["torchop", "torch.library"])
 def test_a_call_that_redefines_its_operator_finishes_with_the_old_kernel(namespace, before):
@@ -212,3 +213,33 @@ def test_a_call_that_redefines_its_operator_finishes_with_the_old_kernel(namespa
         assert packet(namespace)(T).tolist() == [1, 1]
         with contextlib.suppress(torchop.OperatorGoneError):  # torch.library's handle looks it up
             assert op(T).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("way", ["redefine", "close"])
+def test_without_the_extension_a_running_operator_is_not_deregistered(way):
+    """PyTorch would free the operator's tables, which the running call still reads."""
+    source = """
+        import sys
+        import torch, torchop
+
+        library = torchop.Library("t", "FRAGMENT")
+
+        def kernel(x):
+            try:
+                if sys.argv[1] == "redefine":
+                    torchop.custom_op("t::op", lambda x: x + 2, schema=SCHEMA, mutates_args=())
+                else:
+                    library.close()
+            except RuntimeError as error:
+                print(error)
+            return x + 1
+
+        SCHEMA = "(Tensor x) -> Tensor"
+        op = torchop.custom_op("t::op", kernel, schema=SCHEMA, mutates_args=(), lib=library)
+        op.register_autograd(lambda ctx, grad: grad)
+        op(torch.ones(2, requires_grad=True)).sum().backward()
+        print(op(torch.ones(1)).item())
+        """
+    lines = assert_clean(run_program(source, way, TORCHOP_NATIVE="0")).splitlines()
+    assert lines[0].startswith("t::op cannot be deregistered or replaced from inside a call to it")
+    assert lines[-1] == "2.0"

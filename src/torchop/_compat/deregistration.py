@@ -18,6 +18,7 @@ import contextlib
 import functools
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -28,7 +29,7 @@ from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop import _hooks
 from torchop._compat import dtensor, operators, torch_ops
-from torchop._compat.classes import OpOverload
+from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 Name: TypeAlias = tuple[str, str, str]  # an operator's namespace, name and overload
 lock: Any = threading.RLock()  # the registration lock; `_core.lock` sets this variable
@@ -177,6 +178,34 @@ def forget(names: Iterable[Name]) -> None:
         # use the old entries.
         dtensor.clear_caches()
 
+
+def refuse_running(names: Iterable[Name]) -> None:
+    """Raise if this thread is inside a call to an operator, and the extension is not loaded.
+
+    Without the extension, PyTorch frees the memory that the call still reads.
+    """
+    if _hooks.extension.Operator is not None:
+        return
+    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
+        raise RuntimeError(
+            f"{operator} cannot be deregistered or replaced from inside a call to it, because "
+            "torchop's C++ extension is not loaded. Wait until the call has returned."
+        )
+
+
+def _called_here() -> set[str]:
+    names = set()
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        if frame.f_code.co_filename == _OPS_FILE:
+            subject = frame.f_locals.get("self")
+            if isinstance(subject, OpOverload):
+                names.add(str(subject._schema.name))
+            elif isinstance(subject, OpOverloadPacket):
+                names.add(str(subject._qualified_op_name))
+    return names
+
+
+_OPS_FILE = OpOverload.__call__.__code__.co_filename
 
 # The number of running calls of `preserve_packet` for each packet
 _replaced: collections.Counter[str] = collections.Counter()

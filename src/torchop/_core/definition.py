@@ -351,11 +351,12 @@ class Definition:
         """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
         Running calls finish with the old kernels. Does nothing if the operator is already
-        deregistered.
+        deregistered. Without the C++ extension, raises RuntimeError inside the operator's own call.
         """
         with then_run_hooks():
             if self.deregistration_reason is not None:
                 return  # another operator may have this name now
+            deregistration.refuse_running([self.name])
             self.deregistration_reason = reason
             logs.registration.debug("%s is deregistered: %s", self, reason)
             library = self._held_library

@@ -19,6 +19,7 @@ class OwnLibrary(torch.library.Library):
     def _destroy(self) -> None:
         names = list(map(operators.parts, self._op_defs))
         with then_run_hooks():
+            deregistration.refuse_running(names)
             deregistration.invalidate(names, libraries.library_closed_reason)
             try:
                 libraries.end(self)

@@ -218,6 +218,9 @@ def deregister_existing(name: OpName, site: Site) -> None:
     Raise RuntimeError if the existing operator was not created by `custom_op`.
     """
     older, library = check_free(name, site)
+    if older is not None or library is not None:
+        # This may raise, so call it before warning that the operator is redefined.
+        deregistration.refuse_running([name])
     qualname = str(name)
     if older is not None and (before := older.declaration.site) is not None:
         earlier, later = _distinct_places(before, site)
