@@ -17,14 +17,14 @@ pytestmark = pytest.mark.project
 
 def test_parts_name_existing_files(tmp_path: Path) -> None:
     parts = {part.name: part for part in gpu.parts("cuda:0", tmp_path)}
-    assert {"scenarios", "marked", "anywhere", "benchmark", "page_kernels"} <= set(parts)
+    assert {"scenarios", "marked", "anywhere", "benchmark", "page_gpu_kernels"} <= set(parts)
     assert set(parts) - {"anywhere"} == {part.name for part in gpu.parts("cpu", tmp_path)}
     named = [each for part in parts.values() for each in part.command]
     paths = [path for path in named if path.startswith(("tests/", "bench"))]
     paths += [f"tests/{folder}" for folder in on_device.FOLDERS]
     assert len(paths) > 10
     assert [path for path in paths if not (gpu.ROOT / path).exists()] == []
-    assert "import torchop" in (tmp_path / "page_kernels.py").read_text()
+    assert "import torchop" in (tmp_path / "page_gpu_kernels.py").read_text()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_parts_that_measure_run_alone(tmp_path: Path) -> None:
     stages = gpu.stages(gpu.parts("cuda:0", tmp_path))
     alone = {part.name for stage in stages if len(stage) == 1 for part in stage}
     assert {"build", "benchmark", "anywhere"} <= alone
-    assert {"scenarios", "marked", "page_kernels"} <= {part.name for part in stages[2]}
+    assert {"scenarios", "marked", "page_gpu_kernels"} <= {part.name for part in stages[2]}
 
 
 def test_factories_called_by_tests_use_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

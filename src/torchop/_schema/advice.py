@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import sys
 import types as python_types
 import typing
 from typing import Any
@@ -37,9 +38,21 @@ def instead(annotation: Any, *, structures: bool = False) -> str:
     if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
         return "an operator cannot take modules: pass the tensors, such as module.weight"
     supported = (structures and _nearest_structure(inner)) or nearest(annotation)
+    if supported == SUPPORTED and structures and _is_of_user(kind):
+        return (
+            f"supported are {SUPPORTED}, and your own classes if they are dataclasses or "
+            "registered with torchop.opaque"
+        )
     if supported in (SUPPORTED, ONE_PER_FIELD):
         return f"supported are {SUPPORTED}" if supported == SUPPORTED else f"pass {ONE_PER_FIELD}"
     return f"the nearest supported type is: {supported}"
+
+
+def _is_of_user(kind: Any) -> bool:
+    return isinstance(kind, type) and kind.__module__.partition(".")[0] not in (
+        *sys.stdlib_module_names,
+        "torch",
+    )
 
 
 def _nearest_structure(annotation: Any) -> str | None:

@@ -274,3 +274,26 @@ wrong(
     "memory.blocks",
     lambda: [(torch.arange(6.0).view(2, 3),)],
 )
+
+
+def row_means(x: Tensor) -> Tensor:
+    return x.mean(1)
+
+
+_means = define("row_means", row_means)
+_means.register_autograd(
+    lambda ctx, grad: grad[:, None].expand(ctx.shape) / ctx.shape[0],  # should be shape[1]
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+)
+wrong(_means, "subsystems.gradcheck", lambda: [(torch.arange(9.0).view(3, 3).cos(),)])
+
+
+def columns_described(x: Tensor) -> Tensor:
+    return x.sum(0)
+
+
+wrong(
+    define("columns_described", columns_described, fake=lambda x: x.new_empty(x.shape[0])),
+    "subsystems.fake",
+    lambda: [(torch.arange(9.0).view(3, 3),)],
+)

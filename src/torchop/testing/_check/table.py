@@ -307,7 +307,7 @@ CHECKS: tuple[CheckKind, ...] = (
     *_of(
         "subsystems.fake",
         _FAKE,
-        f"plain {_LAYOUTS} {_SIZES} uneven block absent scalars",
+        f"plain {_LAYOUTS} {_SIZES} uneven unequal block absent scalars",
         "Does the fake kernel return the right metadata?",
         of_kernel=_always,
     ),

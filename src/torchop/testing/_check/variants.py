@@ -15,6 +15,7 @@ from torchop._rules.layout import layouts_of
 from torchop.testing import probes
 from torchop.testing._check.calls import CannotCheck, Example
 from torchop.testing._check.cases import Arrangement, Case, Variant
+from torchop.testing._check.enlarged import unequal, uneven
 from torchop.testing._check.layouts import LAYOUTS, WRITABLE, in_layout
 from torchop.testing._check.relations import has_fixed_values, referred
 from torchop.testing._check.sharing import one_tensor, one_view, overlapping, shared
@@ -145,19 +146,6 @@ def sized(size: int, subject: Subject, example: Example) -> Cases:
 def longer(subject: Subject, example: Example) -> Cases:
     for change, other in each_resized(example, *({n: n + 1} for n in sizes(example) if n)):
         yield Case(sizes_changed(change), other)
-
-
-def uneven(subject: Subject, example: Example) -> Cases:
-    """Enlarge one dimension of one tensor in a list, so that its size differs from the others."""
-    names = subject.names(example)
-    places = [p for p, t in enumerate(example.tensors) if "[" in names[p] and probes.is_plain(t)]
-    if len(places) < 2:
-        raise CannotCheck("no argument is a list of two tensors")
-    place = places[-1]
-    tensor = example.tensors[place]
-    for dim in range(tensor.dim() if tensor.numel() else 0):
-        enlarged = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
-        yield Case(f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged))
 
 
 def larger(blocks: Sequence[int], subject: Subject, example: Example) -> Cases:
@@ -419,7 +407,7 @@ VARIANTS: dict[str, Variant] = {
     **_group("layout", undeclared=undeclared),
     **_group("layout", conjugate=conjugate),
     **_group("size", empty=functools.partial(sized, 0), single=functools.partial(sized, 1)),
-    **_group("size", longer=longer, uneven=uneven),
+    **_group("size", longer=longer, uneven=uneven, unequal=unequal),
     **_group("layout", odd_strides=odd_strides, zero_dim=zero_dim),
     "blocks": Variant("blocks", "size", functools.partial(larger, BLOCKS), most=1),
     # Uses smaller sizes than "blocks". It is for checks of fake kernels, because a fake kernel in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ from torchop.testing._check.calls import REJECTED, Call, CannotCheck, Example, r
 from torchop.testing._check.cases import Case, Details
 from torchop.testing._check.checks import indices
 from torchop.testing._check.checks.broadcasting import broadcast, requiring_grad_as
+from torchop.testing._check.enlarged import unequal
 from torchop.testing._check.layouts import in_layout
 from torchop.testing._check.sizes import each_resized, sizes, sizes_changed
 from torchop.testing._check.subject import Subject
@@ -358,6 +360,8 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     for example in examples:
         for label, smaller in broadcast(subject, example):
             yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
+        for case in _unequal(subject, example):
+            yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes):
             yield gradient_case(
@@ -397,6 +401,15 @@ def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     yield gradient_case(
         "the example in double", example, probe=gradients_are_right, options=options
     )
+
+
+def _unequal(subject: Subject, example: Example) -> Iterator[Case]:
+    """Yield the cases of the variant `unequal` that both the kernel and the fake kernel accept."""
+    with contextlib.suppress(CannotCheck):
+        for case in unequal(subject, example.map(torch.Tensor.detach)):
+            changed = requiring_grad_as(case.example, example)
+            if subject.refusal(changed) is None and subject.has_fake_sizes(changed):
+                yield dataclasses.replace(case, example=changed)
 
 
 def _laid_out(layout: str, places: Sequence[int], example: Example) -> Example:

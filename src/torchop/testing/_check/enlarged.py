@@ -1,0 +1,45 @@
+"""Variants that enlarge a single dimension of a single tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchop.testing import probes
+from torchop.testing._check.calls import CannotCheck, Example
+from torchop.testing._check.cases import Case
+from torchop.testing._check.sizes import with_size
+from torchop.testing._check.subject import Subject
+
+
+def uneven(subject: Subject, example: Example) -> Iterator[Case]:
+    """Enlarge one dimension of one tensor in a list, so that its size differs from the others."""
+    names = subject.names(example)
+    places = [p for p, t in enumerate(example.tensors) if "[" in names[p] and probes.is_plain(t)]
+    if len(places) < 2:
+        raise CannotCheck("no argument is a list of two tensors")
+    place = places[-1]
+    tensor = example.tensors[place]
+    for dim in range(tensor.dim() if tensor.numel() else 0):
+        enlarged = torch.cat([tensor, tensor.narrow(dim, 0, 1)], dim)
+        yield Case(f"{names[place]} longer in dimension {dim}", example.replace(place, enlarged))
+
+
+def unequal(subject: Subject, example: Example) -> Iterator[Case]:
+    """Enlarge one dimension of one tensor that is as large as another dimension of this tensor.
+
+    Rules that confuse the dimensions are right for square matrices.
+    """
+    # Kernels in C++ may read out of bounds if tensors do not fit together.
+    if subject.operator.function is None:
+        raise CannotCheck("the kernel is not a Python function")
+    names = subject.names(example)
+    for place, tensor in enumerate(example.tensors):
+        if not probes.is_plain(tensor):
+            continue
+        for dim, size in enumerate(tensor.shape):
+            if size and tensor.shape.count(size) > 1:
+                longer = with_size(tensor, dim, size + 1)
+                label = f"{names[place]} longer in dimension {dim}"
+                yield Case(label, example.replace(place, longer))
