@@ -11,11 +11,11 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """Return the addresses of the first byte of a tensor's storage and of the byte after its end.
+    """Return the start and end addresses of a tensor's storage. The end is exclusive.
 
-    Return None for tensors without memory of their own, such as subclasses and empty, sparse or
-    meta tensors. Also return None for copy-on-write tensors, because PyTorch copies their memory
-    before a write.
+    Return None for tensors that do not own addressable memory, such as subclasses and empty, sparse
+    or meta tensors. Copy-on-write tensors also return None, because PyTorch copies their memory
+    before the first write.
     """
     has_memory = (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -34,8 +34,8 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Return whether elements of `tensor` share memory with each other, as after `expand`."""
-    # Check the layout first, because for every layout without strides, such as sparse layouts,
-    # `_debug_has_internal_overlap` returns 1 ("yes").
+    # Check the layout first, because `_debug_has_internal_overlap` returns 1 ("yes") for every
+    # layout without strides, such as the sparse layouts.
     return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
 
 
@@ -43,8 +43,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
 
 
-# These messages are copied from `handle_view_on_rebase` (torch/csrc/autograd/variable.cpp), because
-# Python code cannot call this function.
+# Copied from `handle_view_on_rebase` (torch/csrc/autograd/variable.cpp), which is not exposed to
+# Python.
 _CREATION_META = torch._C._autograd.CreationMeta
 _MODE_PROBLEM = (
     "A view was created in {} mode and is being modified inplace {}. Given that this use case is "

@@ -12,7 +12,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._errors import short_errors
 
-# Pairs of a device type with enabled autocast and the autocast dtype
+# Pairs of (device type, autocast dtype) for each device type with autocast enabled
 State: TypeAlias = tuple[tuple[str, torch.dtype], ...]
 
 is_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -30,7 +30,7 @@ def is_enabled_for(device_type: str) -> bool:
 
 
 def state() -> State:
-    """Return this thread's autocast state. A device whose autocast key is excluded is disabled."""
+    """Return this thread's autocast state, treating a device with an excluded key as disabled."""
     # Compiled autograd traces this function, and Dynamo cannot trace `device_types`.
     names = _FIRST_NAMES if torch.compiler.is_dynamo_compiling() else device_types()
     return tuple(
@@ -47,9 +47,9 @@ _of_kernel = _OfKernel()
 
 
 def disabled(device_type: str, key: str) -> contextlib.AbstractContextManager[None]:
-    """Disable autocast for a device. `key` is the device's dispatch key, such as "AutocastCPU"."""
+    """Disable autocast for a device. `key` is its autocast dispatch key, such as "AutocastCPU"."""
     keys = dispatch.without_keys(key)
-    # Only the handlers of modes read `_of_kernel`.
+    # Only the handlers of dispatch modes read `_of_kernel`, so set it only if a mode is active.
     return _disabled(device_type, keys) if dispatch.dispatch_modes_are_active() else keys
 
 
@@ -66,7 +66,7 @@ def _disabled(device_type: str, keys: contextlib.AbstractContextManager[None]) -
 
 @contextlib.contextmanager
 def traced_in(state: State) -> Iterator[None]:
-    """Restore the autocast state of the trace, while `torchop::in_autocast` calls an operator."""
+    """Restore the autocast state of the trace while `torchop::in_autocast` calls an operator."""
     before = _of_kernel.state, _of_kernel.disabled
     _of_kernel.state, _of_kernel.disabled = state, frozenset()
     try:
@@ -77,10 +77,10 @@ def traced_in(state: State) -> Iterator[None]:
 
 
 def state_of_kernel() -> State:
-    """Return the autocast state of the kernel. Only the handler of a mode may call this.
+    """Return the autocast state that the kernel runs in. Call this only from a mode's handler.
 
-    PyTorch excludes the autocast keys while the handler of a mode runs, and restores the keys from
-    before the outermost call for the kernel.
+    While the handler of a mode runs, PyTorch excludes the autocast keys. To recover the state of
+    the kernel, restore the keys that were set before the outermost call.
     """
     found = _of_kernel.state
     if found is None:
@@ -101,10 +101,11 @@ def in_state_of_kernel() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def restored(saved: State | None) -> Iterator[None]:
-    """Enable autocast only for the devices in `saved`, and restore the current state afterwards.
+    """Enable autocast only for the devices in `saved`, and restore the previous state afterwards.
 
-    Do not use `torch.autocast`, because it rejects devices that this machine does not have. Disable
-    autocast's cache in the block, because the cache would keep cast tensors alive.
+    `torch.autocast` cannot be used here, because it rejects devices that are missing on this
+    machine. The autocast cache is disabled inside the block, since it would keep the cast tensors
+    alive.
     """
     before, wanted = dict(state()), dict(saved or ())
     is_caching = torch.is_autocast_cache_enabled()

@@ -28,12 +28,12 @@ def is_in_backward() -> bool:
 
 
 def context_of_backward() -> Context:
-    """Return the context variables of the code that started the backward running in this thread.
+    """Return the context variables of the code that started this thread's backward pass.
 
-    Since 2.12, PyTorch copies these variables from the caller's thread to the autograd engine's
-    threads (`_engine_run_backward` in torch/autograd/graph.py). The result is empty in 2.11 and
-    outside of a backward. It is also empty after a nested backward, because PyTorch removes the
-    variables when the nested backward ends. pytorch/pytorch#186583 replaces this mechanism.
+    Since 2.12, PyTorch copies these variables from the calling thread to the threads of the
+    autograd engine (`_engine_run_backward` in torch/autograd/graph.py). The result is empty in 2.11
+    and outside of a backward pass. It is also empty after a nested backward pass, because PyTorch
+    removes the variables when the nested pass ends. pytorch/pytorch#186583 replaces this mechanism.
     """
     is_there = is_in_backward() and torch._C._is_key_in_tls("context")
     return (torch._C._get_obj_in_tls("context") if is_there else None) or Context()
@@ -42,16 +42,17 @@ def context_of_backward() -> Context:
 def above_autograd() -> contextlib.AbstractContextManager[object]:
     """Return a context manager that enables autograd, even in a kernel that runs below autograd.
 
-    `_InferenceMode(False)` enables both gradient modes (reverse and forward). It also removes the
-    autograd dispatch keys from the keys that this thread excludes.
+    `_InferenceMode(False)` enables both reverse and forward mode, and stops excluding the autograd
+    dispatch keys in this thread.
     """
     return torch._C._InferenceMode(False)
 
 
 def same_keys() -> contextlib.AbstractContextManager[object]:
-    """Return a context manager that, when entered later, restores this thread's current keys.
+    """Return a context manager that restores the dispatch keys that are set in this thread now.
 
-    The keys are the dispatch keys that the thread includes and excludes.
+    It captures the keys that the thread includes and excludes, and sets them again when it is
+    entered.
     """
     include = torch._C._dispatch_tls_local_include_set()
     return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
@@ -62,7 +63,7 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
 
 
 def at_single_level(run: Callable[[], Any]) -> Any:
-    """Call `run`, and apply autograd functions inside it only at the current functorch level."""
+    """Call `run` with its autograd functions applying only at the current functorch level."""
     with enable_single_level_autograd_function():
         return run()
 
@@ -71,7 +72,7 @@ def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     """Call `run` inside the forward of an autograd function, with both gradient modes enabled.
 
     `autograd.Function.apply` disables reverse-mode and forward-mode autograd while the forward
-    runs. But if a transform such as `torch.func.grad` surrounds the call, it must still
+    runs. But a transform around the call, such as `torch.func.grad`, must still be able to
     differentiate the code in the forward.
     """
     keys = same_keys()
@@ -106,9 +107,9 @@ def input_gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return the gradients of `inputs`, as `torch.autograd.grad` does.
 
-    `pairs` contains each output with its gradient. If all of them are plain tensors, and each
-    gradient has the shape and dtype of its output, this function calls the autograd engine
-    directly, because the checks in `torch.autograd.grad` take as long as the engine itself.
+    `pairs` contains each output with its gradient. The checks in `torch.autograd.grad` take as long
+    as the backward pass itself, so this function calls the autograd engine directly if all of these
+    are plain tensors and each gradient has the shape and dtype of its output.
     """
     outputs, grads = zip(*pairs, strict=True)
     if all(
@@ -124,9 +125,9 @@ def input_gradients(
     return torch.autograd.grad(outputs, inputs, grads, create_graph=create_graph, allow_unused=True)
 
 
-# Use this base class, because its `apply` always runs PyTorch's C++ code. Inside a torch.func
-# transform, `autograd.Function.apply` would instead call functorch's `custom_function_call`, which
-# requires a `setup_context` staticmethod and creates an autograd function for each level.
+# The `apply` of this base class always runs PyTorch's C++ code. Inside a torch.func transform,
+# `autograd.Function.apply` would call functorch's `custom_function_call` instead, which requires a
+# `setup_context` staticmethod and creates an autograd function for each level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
@@ -147,9 +148,9 @@ def make_autograd_function(
 
 
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the position and metadata of each input for which an autograd node needs a gradient.
+    """Yield the position and metadata of each input that needs a gradient.
 
-    Each tensor in a list has its own position. The metadata has the attributes `shape` (a list),
+    The tensors in a list are counted one by one. The metadata has the attributes `shape` (a list),
     `device` and `dtype`.
     """
     flags = [
@@ -175,23 +176,22 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     """Return a callable that creates a node of an autograd function, without inputs or outputs.
 
     Since 2.13, instantiating the class of `ctx` creates a node, so this function returns that
-    class. Before 2.13, only `apply` creates nodes (see `THPFunction_apply` in
-    torch/csrc/autograd/python_function.cpp). So on these releases, callers pass a function
-    `take_node`, and this function returns the `apply` of an autograd function whose forward is
-    `take_node`. Calling it creates a node, passes the node to `take_node` as `ctx`, and returns the
-    result of `take_node`.
+    class. Before 2.13, nodes are only created by `apply` (see `THPFunction_apply` in
+    torch/csrc/autograd/python_function.cpp). On these releases, callers pass a function
+    `take_node`, and the callable is the `apply` of an autograd function with `take_node` as its
+    forward: it creates a node, calls `take_node` with the node as `ctx`, and returns the result.
     """
     if take_node is None:
         return context_type(function)
-    # Create this class only once for each function, because Python 3.13t never frees classes.
+    # Create this class only once per function, because Python 3.13t never frees classes.
     if "_torchop_blank" not in vars(function):
-        # Call `type` instead of PyTorch's metaclass `FunctionMeta`, because the metaclass would
-        # also create a class for the nodes.
+        # Call `type` rather than PyTorch's metaclass `FunctionMeta`, which would create another
+        # class for the nodes.
         attributes = {
             "_backward_cls": context_type(function),
             "forward": take_node,
-            # PyTorch checks by identity whether a class overrides `setup_context`, so pass the
-            # default function itself.
+            # PyTorch checks by identity whether `setup_context` is overridden, so pass the default
+            # function itself.
             "setup_context": _FunctionBase.setup_context,
             "clear_saved_tensors_on_access": False,
         }
@@ -199,8 +199,8 @@ def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
     return function._torchop_blank.apply
 
 
-# PyTorch's implementation of `ctx.saved_tensors`, as a descriptor. torchop replaces `saved_tensors`
-# in the class of `ctx` with a property, which reads the original value through this descriptor.
+# The descriptor behind `ctx.saved_tensors`. torchop overrides `saved_tensors` with a property in
+# the class of `ctx`, and the property reads the original value through this descriptor.
 saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 raw_saved_tensors: Callable[[Any], tuple[torch.Tensor | None, ...]] = saved_tensors.__get__
 
@@ -212,23 +212,23 @@ def is_dual_level() -> bool:
     if _forward_ad._current_level >= 0:
         return True
     # Return early if no transform is active. Otherwise `peek_interpreter_stack` would create
-    # functorch's stack of interpreters for this thread, and every autograd node of every later
-    # backward in this thread would copy the stack.
+    # functorch's interpreter stack for this thread, and from then on every autograd node would copy
+    # the stack in each backward pass of this thread.
     if not functorch.is_active():
         return False
-    # Also check functorch's innermost transform. Inside `torch.func.jvp`, `_current_level` may be
-    # wrong, because a compiled graph calls `_enter_dual_level` (torch/_functorch/predispatch.py),
+    # Also check functorch's innermost transform, because `_current_level` may be wrong inside
+    # `torch.func.jvp`: compiled graphs call `_enter_dual_level` (torch/_functorch/predispatch.py),
     # which does not update `_current_level`.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
 
 
-# PyTorch's forward mode has only this level. Nested `jvp` transforms wrap their tensors instead.
+# The only level of PyTorch's forward mode. Nested `jvp` transforms wrap their tensors instead.
 _DUAL_LEVEL = 0
 
 
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
-    """Return the primal and tangent of `value`. If it has no tangent, return `value` and None."""
+    """Return the primal and tangent of `value`, or `value` and None if it has no tangent."""
     if not isinstance(value, torch.Tensor):
         return value, None
     try:
@@ -236,8 +236,8 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     except RuntimeError:
         if value.layout is torch.strided:
             raise
-        # `_unpack_dual` creates a view, which fails for layouts such as sparse. Tensors with these
-        # layouts cannot have a tangent.
+        # `_unpack_dual` creates a view, which fails for sparse and other non-strided layouts.
+        # Tensors with these layouts cannot have a tangent anyway.
         return value, None
     return value if tangent is None else primal, tangent
 

@@ -12,16 +12,16 @@ import torch
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-# Selective checkpointing runs the forward of a region under the first of these dispatch modes, and
-# recomputes the region under the second.
+# The dispatch modes of selective checkpointing: the first runs the forward of a region, and the
+# second recomputes the region in the backward pass.
 _MODES: tuple[Any, ...] = tuple(
     getattr(checkpoint, name)
     for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
     if hasattr(checkpoint, name)
 )
 # The dispatch modes that call the user's policy function, which decides for each operator whether
-# to save the result. Since 2.12, only the mode of the forward calls the policy function. In 2.11,
-# the mode of the recomputation also calls it, and it must decide as it did in the forward.
+# to save its result. Since 2.12, only the mode for the forward does so. In 2.11, the mode for the
+# recomputation calls the policy function too, so the policy must make the same decision both times.
 POLICY_MODES: tuple[type, ...] = tuple(
     mode
     for mode in _MODES
@@ -35,7 +35,7 @@ def selective_checkpointing_is_active() -> bool:
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Make a checkpointed region save the results of the nodes that are traced in this block."""
+    """Make a checkpointed region save the results of all nodes traced in this block."""
     with traced_nodes() as nodes:
         yield
     for node in nodes:
@@ -49,8 +49,8 @@ _SMALLEST_BUDGET = 1e-9
 def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
     """Make AOTAutograd's partitioner save or recompute the results of FX nodes.
 
-    `policy` is a `CheckpointPolicy`. The partitioner supports no preferences: it recomputes nodes
-    that are marked PREFER_RECOMPUTE, and ignores PREFER_SAVE.
+    `policy` is a `CheckpointPolicy`. The partitioner treats PREFER_RECOMPUTE like MUST_RECOMPUTE
+    and ignores PREFER_SAVE, so PREFER_SAVE is replaced with MUST_SAVE.
     """
     if policy.name.endswith("SAVE"):
         policy = checkpoint.CheckpointPolicy.MUST_SAVE
@@ -64,10 +64,9 @@ def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
             continue
         # Workaround for pytorch/pytorch#190758: MUST_SAVE alone does not make the partitioner save
         # a result. With a budget of 0, `choose_saved_values_set` (torch/_functorch/partitioners.py)
-        # saves nothing. With any budget below 1, it raises an error if a node that is marked
-        # MUST_SAVE returns a tuple. Until this is fixed, set `memory_budget` on the node, because
-        # the partitioner uses the first `memory_budget` that it finds on a node as the budget for
-        # the whole graph.
+        # saves nothing. With any budget below 1, it raises an error if a MUST_SAVE node returns a
+        # tuple. Until this is fixed, set `memory_budget` on the node: the partitioner takes the
+        # first `memory_budget` that it finds on any node as the budget of the whole graph.
         if isinstance(value, (tuple, list)):
             for other in node.graph.nodes:
                 if other is node or "memory_budget" in other.meta:
@@ -78,7 +77,7 @@ def mark(nodes: Iterable[torch.fx.Node], policy: Any) -> None:
 
 @contextlib.contextmanager
 def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
-    """Yield a list that contains, after the `with` block, the FX nodes traced in the block."""
+    """Yield a list that is filled with the FX nodes traced in the `with` block when it ends."""
     nodes: list[torch.fx.Node] = []
     if proxy_mode is None:
         proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -92,12 +91,14 @@ def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
 
 
 def policy_of_region(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the checkpointed region's policy for a call, or None outside of a region."""
+    """Return the decision of the checkpointed region's policy for a call, or None outside of a
+    region.
+    """
     modes = reversed(_get_current_dispatch_mode_stack())
     mode: Any = next((mode for mode in modes if isinstance(mode, POLICY_MODES)), None)
     return None if mode is None else mode.policy_fn(new_context(), op, *args, **kwargs)
 
 
 def new_context() -> Any:
-    """Return the context object to pass to a policy function outside of a checkpointed region."""
+    """Return a context object for calling a policy function outside of a checkpointed region."""
     return checkpoint.SelectiveCheckpointContext(is_recompute=False)

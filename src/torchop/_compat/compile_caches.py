@@ -13,14 +13,14 @@ from torch.fx import GraphModule
 
 from torchop._compat import import_hooks, operators
 
-# A function that receives operator names (or None for all operators). It returns a key, and the
-# code objects on which the key depends.
+# Takes operator names, or None for all operators. Returns a cache key, and the code objects that
+# the key depends on.
 Identify = Callable[[Iterable[str] | None], tuple[str, list[CodeType]]]
 
-# Inductor includes the `uuid` of every custom pass in its cache keys. So torchop registers a pass
-# whose `uuid` changes when an operator's rules change. The pass is registered for this made-up
-# device type. No tensor has this device type, so the pass never runs, and does not replace a pass
-# that the user has registered.
+# Inductor includes the `uuid` of every custom pass in its cache keys, so torchop registers a pass
+# with a `uuid` that changes with the operators' rules. The pass is registered for a made-up device
+# type. Since no tensor has this type, the pass never runs, and it cannot replace a pass that the
+# user has registered.
 _DEVICE = "torchop"
 
 
@@ -28,11 +28,11 @@ def identify_operators(identify: Identify) -> None:
     """Make the cache key of each compiled graph depend on the rules of the operators in the graph.
 
     Workaround for pytorch/pytorch#144344 and pytorch/pytorch#160472: PyTorch's cache keys ignore
-    the code of backward formulas and fake kernels, so after an edit of such a function, the cache
-    returns the old graph. Until this is fixed, add `identify(names)` to the key, where `names` are
-    the operators in the graph. The caches of AOTAutograd and of Inductor both use this key. On
-    releases without `custom_backend_passes`, this function does nothing, and `uncovered_caches`
-    lists the caches that may return old graphs.
+    the code of backward formulas and fake kernels, so after such a function has been edited, the
+    cache still returns the old graph. Until this is fixed, add `identify(names)` to the key that
+    the caches of AOTAutograd and Inductor share, where `names` are the operators in the graph. On
+    releases without `custom_backend_passes`, this is a no-op, and `uncovered_caches` lists the
+    caches that may return old graphs.
     """
 
     def connect() -> None:
@@ -47,8 +47,8 @@ def identify_operators(identify: Identify) -> None:
                 """Leave the graph unchanged."""
 
             def uuid(self) -> Any:
-                # `uuid` receives no graph, so read the graph from the calling frame, a method of
-                # `FxGraphHashDetails` (torch/_inductor/codecache.py).
+                # PyTorch does not pass the graph to `uuid`, so read it from the calling frame,
+                # which is a method of `FxGraphHashDetails` (torch/_inductor/codecache.py).
                 maker = sys._getframe(1).f_locals.get("self")
                 graph = getattr(maker, "gm", None)
                 names: list[str] | None = None
@@ -66,14 +66,14 @@ def identify_operators(identify: Identify) -> None:
 def _float_values() -> list[str]:
     """Return the values of the Python floats that are symbols in the trace of this thread.
 
-    Workaround for a fault of AOTAutograd's cache. If a float is passed to a custom operator, the
-    compiled graph contains the value of the float, and Dynamo guards on the value. But the key of
-    the cache depends on Dynamo's graph, which contains a symbol (`autograd_cache_key` in
-    torch/_functorch/_aot_autograd/autograd_cache.py). So for another value, Dynamo compiles the
-    function again, but the cache returns the graph of the previous value.
+    Workaround for a bug in AOTAutograd's cache. When a float is passed to a custom operator, its
+    value is baked into the compiled graph, and Dynamo guards on the value. But the cache key is
+    computed from Dynamo's graph, which contains only a symbol (`autograd_cache_key` in
+    torch/_functorch/_aot_autograd/autograd_cache.py). So for another value, Dynamo recompiles the
+    function, but the cache returns the graph for the previous value.
 
-    `tensorify_python_scalars` (torch/fx/passes/_tensorify_python_scalars.py) prevents this by
-    making Dynamo trace a constant, unless the program also multiplies a tensor by the float.
+    `tensorify_python_scalars` (torch/fx/passes/_tensorify_python_scalars.py) avoids the bug by
+    making Dynamo trace a constant, except if the program also multiplies a tensor by the float.
     """
     from torch.utils._sympy.symbol import SymT, symbol_is_type  # imports sympy
 
@@ -87,7 +87,7 @@ def _float_values() -> list[str]:
 
 
 def uncovered_caches() -> dict[str, str]:
-    """Return the caches whose keys ignore operators' rules on this release, each with a remedy."""
+    """Map each cache whose keys ignore operators' rules on this release to a remedy."""
     common = importlib.import_module("torch._inductor.codegen.common")  # imports Inductor
     uncovered = {}
     if _DEVICE not in getattr(common, "custom_backend_passes", ()):
@@ -100,7 +100,7 @@ def uncovered_caches() -> dict[str, str]:
 def _note_sources(sources: list[CodeType]) -> None:
     """Record that the program that Dynamo is tracing depends on these code objects.
 
-    PyTorch loads a precompiled program only if the code that it depends on is unchanged.
+    PyTorch loads a precompiled program only if all code that it depends on is unchanged.
     """
     context = TracingContext.try_get()
     traced: list[CodeType] | None = getattr(context, "traced_code", None)

@@ -25,16 +25,16 @@ _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_fram
 def never_traced(function: _Function) -> _Function:
     """Prevent Dynamo from compiling `function` and its callees when `function` runs eagerly.
 
-    Otherwise, when a compiled function calls an operator, Dynamo would also compile the operator's
-    kernel. Unlike `torch.compiler.disable`, this does not import Dynamo. It also adds no overhead
-    to calls, because Dynamo stores the mark in the code object.
+    Otherwise, when a compiled function calls an operator, Dynamo would also try to compile the
+    operator's kernel. Unlike `torch.compiler.disable`, this does not import Dynamo. It adds no
+    overhead to calls either, because Dynamo stores the mark in the code object.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
 def constant_in_traces(function: _Function) -> _Function:
-    """Make Dynamo call `function` when it traces a call, and treat the result as a constant.
+    """Make Dynamo call `function` while tracing, and treat the result as a constant.
 
     Unlike `torch.compiler.assume_constant_result`, this does not import Dynamo.
     """
@@ -43,11 +43,11 @@ def constant_in_traces(function: _Function) -> _Function:
 
 
 def eager_only(function: _Function) -> _Function:
-    """Make Dynamo break the graph at calls to `function`, a function that registers something.
+    """Make Dynamo break the graph at calls to `function`, which registers an operator or a rule.
 
-    If Dynamo traced a registration, it would evaluate lookups in PyTorch's registries while it
-    traces, before the registration has changed them. Unlike `torch.compiler.disable`, this does not
-    import Dynamo and adds no overhead to calls.
+    If Dynamo traced through a registration, it would evaluate lookups in PyTorch's registries at
+    trace time, before the registration has taken effect. Unlike `torch.compiler.disable`, this does
+    not import Dynamo and adds no overhead to calls.
     """
     inner: Any = function
     inner._torchdynamo_disable = True
@@ -71,10 +71,10 @@ def break_graph(reason: str) -> None:
 
 
 def compiling_backend() -> str | None:
-    """Return the name of the backend for which this thread is compiling, or None.
+    """Return the name of the backend that this thread is compiling for, or None.
 
-    AOTAutograd does not record which backend called it, so this searches the call stack for
-    `compile_fx` and for `OutputGraph.call_user_compiler`.
+    AOTAutograd does not record which backend called it, so search the call stack for `compile_fx`
+    and for `OutputGraph.call_user_compiler`.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
@@ -95,8 +95,8 @@ _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
 def call_traced_by_dynamo(op: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Return the arguments of the call to `op` that Dynamo is tracing, or None outside of a trace.
 
-    The arguments come from the frame of `run_node` (torch/_dynamo/utils.py). The arguments that the
-    kernel receives cannot be used, because the dispatcher has converted symbolic values to numbers.
+    They are read from the frame of `run_node` (torch/_dynamo/utils.py) rather than taken from the
+    kernel, because the dispatcher has already converted symbolic values to numbers there.
     """
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_name == "run_node" and frame.f_code.co_filename.endswith(_NODES_FILE):
@@ -110,7 +110,7 @@ _NODES_FILE = os.path.join("torch", "_dynamo", "utils.py")
 
 
 def torchscript_is_inspecting() -> bool:
-    """Return whether TorchScript called our caller, directly or through `inspect`."""
+    """Return whether TorchScript called the caller of this function, directly or via `inspect`."""
     for frame, _ in traceback.walk_stack(sys._getframe(2)):
         if frame.f_globals.get("__name__") != inspect.__name__:
             return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
@@ -124,8 +124,8 @@ def torchscript_is_tracing() -> bool:
     """Return whether this thread is in `torch.jit.trace`, even inside a kernel.
 
     PyTorch's own check returns False inside a kernel, because `general_trace_function`
-    (torch/csrc/autograd/TraceTypeManual.cpp) clears the tracing state while a kernel runs. So this
-    function searches the call stack instead.
+    (torch/csrc/autograd/TraceTypeManual.cpp) clears the tracing state while the kernel runs. So
+    search the call stack instead.
     """
     return any(
         frame.f_globals.get("__name__") == _TRACING_MODULE
@@ -139,8 +139,7 @@ _TRACING_MODULE = "torch.jit._trace"
 def decomposes_for_backends() -> bool:
     """Return whether the current trace replaces each `triton_op` with the code of its kernel.
 
-    A trace for a compiler backend does so. A trace for `torch.export` keeps the operator by
-    default.
+    Traces for a compiler backend do, whereas `torch.export` keeps the operator by default.
     """
     from torch.export._trace import custom_triton_ops_decomposition_disabled
 
@@ -150,7 +149,7 @@ def decomposes_for_backends() -> bool:
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which `wrap_triton` returns the Triton kernel itself.
 
-    Do not use the context manager while tracing, because the trace could not capture the kernel.
+    Do not enter it while tracing, because the trace would then miss the kernel.
     """
     return triton.set_wrap_triton_enabled(False)
 

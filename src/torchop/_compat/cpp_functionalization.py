@@ -1,10 +1,9 @@
 """C++ functionalization, which PyTorch uses if a subgraph of `invoke_subgraph` mutates inputs.
 
-All other traces use the Python implementation, `FunctionalTensorMode`. But for a subgraph that
-mutates inputs, `FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py)
-calls `torch.func.functionalize`, the C++ implementation. By default, the C++ implementation rejects
-custom operators that mutate arguments. So torchop registers its own kernel for each of these
-operators.
+All other traces are functionalized in Python, by `FunctionalTensorMode`. But if a subgraph mutates
+inputs, `FunctionalCallableWithEpilogue` (torch/_higher_order_ops/auto_functionalize.py) calls
+`torch.func.functionalize`, which is implemented in C++. By default, it rejects custom operators
+that mutate arguments, so torchop registers a functionalization kernel for each of these operators.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torchop._compat.classes import DispatchKey, FunctionalTensorMode, OpOverloa
 def implement(overload: OpOverload, kernel: Callable[..., Any]) -> None:
     """Register an operator's kernel for C++ functionalization, but only in the Python dispatcher.
 
-    It is sufficient to register the kernel in the Python dispatcher, because traces use it. A
-    kernel in the C++ dispatcher would also disable auto-functionalization of the operator in all
-    other traces (see `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a
-    kernel in the C++ dispatcher, that kernel is called instead of `kernel`. If there is a kernel in
-    the Python dispatcher already, nothing changes.
+    Traces use the Python dispatcher, so this is sufficient. A kernel in the C++ dispatcher would
+    also turn off auto-functionalization of the operator in all other traces (see
+    `FunctionalTensorMode.__torch_dispatch__`). If the user has registered a kernel in the C++
+    dispatcher, it takes precedence over `kernel`. If the Python dispatcher already has a kernel,
+    this function is a no-op.
     """
     name, key = overload.name(), DispatchKey.Functionalize
 
@@ -58,7 +57,7 @@ def is_functional(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def traced_by_mode() -> Iterator[FunctionalTensorMode]:
-    """Leave C++ functionalization, and enter a FunctionalTensorMode instead."""
+    """Enter a FunctionalTensorMode instead of C++ functionalization."""
     keys = (
         DispatchKey.Functionalize,
         DispatchKey.FuncTorchDynamicLayerBackMode,
@@ -68,8 +67,8 @@ def traced_by_mode() -> Iterator[FunctionalTensorMode]:
     for key in keys:
         include = include.remove(key)
     # Before 2.13, PyTorch's fallback kernel for modes asserts that the key PythonTLSSnapshot is
-    # included (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). A transform may have
-    # excluded this key, so include it again.
+    # included (`tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp). Include it here,
+    # because a transform may have excluded it.
     include = include.add(DispatchKey.PythonTLSSnapshot)
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(DispatchKey.PythonTLSSnapshot)
     below: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -105,7 +104,7 @@ _FINDS_MUTATIONS = InvokeSubgraphHOP.gen_schema.__code__
 
 
 def is_finding_mutations() -> bool:
-    """Return whether PyTorch traces a subgraph only to find out which inputs the subgraph mutates.
+    """Return whether PyTorch is tracing a subgraph only to find out which inputs it mutates.
 
     `InvokeSubgraphHOP.gen_schema` does this before the subgraph is functionalized.
     """
