@@ -156,3 +156,23 @@ def test_a_registration_that_fails_leaves_nothing_behind(
     assert failing > 1
     assert published(name) != before or kind in ("vmap rule", "autocast rule for cpu")
     assert len(register(namespace, "package_b", RULES[kind])) == 1
+
+
+def test_closing_a_library_undoes_a_registration_after_an_interrupted_one(
+    namespace, library, monkeypatch
+):
+    name = f"{namespace}::f"
+    before = published(name)
+    other = torchop.Library(namespace, "FRAGMENT")
+    with monkeypatch.context() as patch:
+        patch.setattr(libraries, "on_close", raise_error)
+        with pytest.raises(InjectedError):
+            torchop.register_fake(name, torch.empty_like, lib=other)
+    torchop.register_fake(name, torch.empty_like, lib=other)
+    assert published(name) != before
+    other.close()
+    assert published(name) == before
+
+
+def raise_error(*args: object) -> None:
+    raise InjectedError

@@ -151,8 +151,10 @@ def registrations_of(library: torch.library.Library, name: object) -> Registrati
         tables: dict[str, Registrations] = library.__dict__.setdefault(_TABLES, {})
         table = tables.get(str(name))
         if table is None:
-            table = tables[str(name)] = Registrations(str(name))
+            table = Registrations(str(name))
+            # First, so that closing the library closes each table, even if Ctrl-C interrupts this.
             libraries.on_close(library, table.close)
+            tables[str(name)] = table
         return table
 
 
