@@ -243,3 +243,13 @@ def test_without_the_extension_a_running_operator_is_not_deregistered(way):
     lines = assert_clean(run_program(source, way, TORCHOP_NATIVE="0")).splitlines()
     assert lines[0].startswith("t::op cannot be deregistered or replaced from inside a call to it")
     assert lines[-1] == "2.0"
+
+
+def test_an_operator_is_redefined_after_its_library_was_destroyed(namespace):
+    def scenario(library, namespace):
+        op = library.custom_op(f"{namespace}::op", first, mutates_args=())
+        op._lib._destroy()
+        return library.custom_op(f"{namespace}::op", second, mutates_args=())(T).tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == both.stock == [2, 2]

@@ -218,6 +218,10 @@ def deregister_existing(name: OpName, site: Site) -> None:
     Raise RuntimeError if the existing operator was not created by `custom_op`.
     """
     older, library = check_free(name, site)
+    if older is not None and older.deregistration_reason is not None and library is not None:
+        # Only the library was closed, as in `op._lib._destroy()` or when the process exits.
+        registries.unpublish(str(name), library)
+        return
     if older is not None or library is not None:
         # This may raise, so call it before warning that the operator is redefined.
         deregistration.refuse_running([name])
