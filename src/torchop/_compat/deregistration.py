@@ -1,14 +1,14 @@
 """Deregister operators: make their objects in `torch.ops` raise, and clear PyTorch's caches.
 
-Workaround for pytorch/pytorch#98537, #98541 and #125234: after an operator has been deregistered, a
-call to its OpOverload reads freed memory. So before torchop deregisters an operator, it makes the
+Workaround for pytorch/pytorch#98537, #98541 and #125234: calling the OpOverload of an operator that
+has been deregistered reads freed memory. So before torchop deregisters an operator, it makes the
 OpOverload and the OpOverloadPacket call functions that raise an error, in place of PyTorch's C++
 functions. pytorch/pytorch#197025 fixes this for the overloads of `torch.library.custom_op`, which
 PyTorch dispatches in Python.
 
-Some caches in PyTorch have operator names as keys, so an old entry would affect the next operator
-of that name. Other caches have overloads or packets as keys, and would keep these objects alive
-forever. This module removes a deregistered operator's entries from both kinds of caches.
+Some of PyTorch's caches are keyed by operator name, so a stale entry would affect the next operator
+of that name. Others are keyed by overload or packet, and would keep these objects alive forever.
+This module removes a deregistered operator's entries from both kinds of caches.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _invalidate_overload(
     overload object that was invalidated.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    # Leave the overload in the packet. If the overload were deleted, code that still references the
-    # packet could make the packet create a new overload object, which nothing would invalidate.
+    # Leave the overload in the packet. If it were deleted, looking it up in a packet that is still
+    # referenced would create a new overload object, which would never be invalidated.
     existing = None if packet is None else vars(packet).get(overload or "default")
     cached = _cached.get((namespace, name, overload), [])
     if existing is not None and existing not in cached:
@@ -66,19 +66,18 @@ def _invalidate(existing: Any, reason: Callable[[], str]) -> None:
     raising = torch_ops.RaisingFunction(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
-    # Replace `_op` last, because `is_deregistered` checks only `_op`. Once it returns True, all
+    # Replace `_op` last. `is_deregistered` checks only `_op`, so by the time it returns True, all
     # other attributes must have been replaced.
     for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
         if attribute in vars(existing) or attribute == "_handle":
             vars(existing)[attribute] = raising
 
 
-# Overload objects that the dispatcher may still use although their operators were deregistered. If
-# another library has registered a kernel for an operator, the dispatcher keeps its internal record
-# of the operator (OperatorEntry) after the operator is deregistered. The record holds a borrowed
-# reference to the overload object that the dispatcher passes to dispatch modes (`getPythonOp` in
-# ATen/core/dispatch/OperatorEntry.h). So this overload object must stay alive, and the next
-# operator of the same name must use it too.
+# Overload objects of deregistered operators that the dispatcher may still use. If another library
+# has registered a kernel for an operator, the dispatcher's record of the operator (OperatorEntry)
+# survives the deregistration. The record holds a borrowed reference to the overload object that the
+# dispatcher passes to dispatch modes (`getPythonOp` in ATen/core/dispatch/OperatorEntry.h). So this
+# object must stay alive, and the next operator of the same name must reuse it.
 _cached: dict[tuple[str, str, str], list[Any]] = {}
 
 # The names (`namespace::name`) of all operators that were defined through torchop.
@@ -86,9 +85,9 @@ defined: set[str] = set()
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Remove the data that PyTorch and torchop cached for an earlier operator of this name."""
+    """Remove everything that PyTorch and torchop cached for an earlier operator of this name."""
     defined.add(f"{namespace}::{name}")
-    # FX caches signatures by operator name, and the new operator may have a different signature.
+    # FX caches signatures by operator name, but the new operator may have a different signature.
     _SCHEMA_TO_SIGNATURE_CACHE.pop((f"{namespace}::{name}", overload), None)
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
@@ -106,8 +105,8 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
         return
     attributes: dict[str, Any] = vars(first)
     # PyTorch has created `current` for the new operator, but the dispatcher may still use `first`.
-    # Make `first` an overload of the new operator too, with the same kernel tables. Update all
-    # attributes in one step, so no other thread sees the new function with the old schema.
+    # So turn `first` into an overload of the new operator too, with the same kernel tables. Update
+    # all attributes in one step, so that no other thread sees the new function with the old schema.
     first.__class__ = type(current)
     attributes.update(vars(current))
     for attribute in attributes.keys() - vars(current).keys():
@@ -121,10 +120,10 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
 
 @contextlib.contextmanager
 def preserve_packet(namespace: str, name: str) -> Iterator[None]:
-    """Keep a packet in `torch.ops` while the operator is being replaced.
+    """Keep a packet in `torch.ops` while its operator is being replaced.
 
-    If the packet were removed, another thread could look up the name, and so create a second packet
-    and overload, which nothing would invalidate later.
+    If the packet were removed, a lookup in another thread could create a second packet and
+    overload, which would never be invalidated.
     """
     packet = f"{namespace}::{name}"
     with lock:
@@ -146,8 +145,8 @@ def invalidate(names: Collection[Name], reason: Callable[[str], str]) -> None:
     """
     for name in names:
         with contextlib.suppress(AttributeError):
-            # Create the overload object now, so that it can be invalidated. If `torch.ops` created
-            # the object later, calls to it would not raise an error.
+            # Create the overload object now so that it can be invalidated. If `torch.ops` created
+            # it later, calls to it would not raise.
             torch_ops.lookup_overload(*name)
     invalidate_existing(names, reason)
 
@@ -172,17 +171,19 @@ def forget(names: Iterable[Name]) -> None:
         before_definition(namespace, name, overload)
         forget_entry(namespace, name, overload)
     if dtensor.is_imported():
-        # Clear DTensor's C++ cache (`NativeShardingPropagatorCache` in
-        # torch/csrc/autograd/python_variable.cpp), because its keys contain the addresses of
-        # operators. A new operator may get the address of a deregistered operator, and would then
-        # use the old entries.
+        # The keys of DTensor's C++ cache (`NativeShardingPropagatorCache` in
+        # torch/csrc/autograd/python_variable.cpp) contain the addresses of operators. A new
+        # operator may get the address of a deregistered one and would then hit its stale entries,
+        # so clear the cache.
         dtensor.clear_caches()
 
 
 def refuse_running(names: Iterable[Name]) -> None:
-    """Raise if this thread is inside a call to an operator, and the extension is not loaded.
+    """Raise if this thread is inside a call to one of the operators and the extension is not
+    loaded.
 
-    Without the extension, PyTorch frees the memory that the call still reads.
+    The extension keeps the memory of a running call alive. Without it, PyTorch would free memory
+    that the call still reads.
     """
     if _hooks.extension.Operator is not None:
         return
@@ -214,8 +215,8 @@ _replaced: collections.Counter[str] = collections.Counter()
 def _clear_packet(namespace: str, name: str) -> None:
     """Remove a packet from `torch.ops` if its last overload was deregistered.
 
-    The packet stays if its operator is being replaced. If the packet was invalidated, but has an
-    overload again, this function makes the packet call the overload.
+    The packet stays if its operator is being replaced. If the packet was invalidated but has an
+    overload again, make it call the overload.
     """
     qualname = f"{namespace}::{name}"
     packet = torch_ops.existing_packet(namespace, name)
@@ -230,8 +231,8 @@ def _clear_packet(namespace: str, name: str) -> None:
         torch_ops.refresh(packet, _hooks.extension.Operator)
 
 
-# The sets and dictionaries of PyTorch whose keys are OpOverload or OpOverloadPacket objects. Each
-# item contains the name of a module, and the name of a variable in this module.
+# PyTorch's sets and dictionaries that are keyed by OpOverload or OpOverloadPacket objects, each
+# given as the name of a module and of a variable in the module.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
     ("torch._inductor.lowering", "lowerings"),
@@ -247,8 +248,8 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# The functions of PyTorch that have an `lru_cache` whose keys contain OpOverload objects. An
-# `lru_cache` can only be cleared as a whole.
+# PyTorch's functions with an `lru_cache` whose keys contain OpOverload objects. An `lru_cache`
+# cannot drop a single entry, so it is cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),
@@ -261,7 +262,7 @@ def forget_entry(namespace: str, name: str, overload: str) -> None:
     """Reset an operator's effect in torch.library's registry, and remove the entry if it is empty.
 
     An effect makes PyTorch preserve the operator's calls and their order. The entry is not empty if
-    another library has registered rules for the operator. These rules stay, just as that library's
+    another library has registered rules for the operator. Those rules stay, just as that library's
     kernels stay in the dispatcher.
     """
     qualname = operators.joined(namespace, name, overload)
@@ -291,8 +292,8 @@ def forget_objects(ops: Collection[Any]) -> None:
     for key in list(cache):
         called = key.key[0]
         # Each key of FakeTensorMode's cache describes a call. In a call to a higher-order operator,
-        # the overload may be any argument. For all other calls, check only which operator was
-        # called, because the cache is large.
+        # any argument may be the overload. For all other calls, it is enough to check which
+        # operator was called, and this is faster because the cache is large.
         parts = (called,) if isinstance(called, OpOverload) else key.key
         if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)

@@ -1,6 +1,7 @@
 """Properties of device types, such as "cuda". PyTorch is queried once per type.
 
-No other module of torchop names a device type except "cpu", so torchop works with any accelerator.
+No other module of torchop names a device type other than "cpu", so torchop works with any
+accelerator.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ class DeviceTraits(NamedTuple):
 
     Check `is_in_use()` before calling the other functions, because they would initialize the
     device. `is_in_bad_fork()` is true if this process was forked after the device had been
-    initialized, so the device cannot be used. While `is_capturing()` is true, the current stream is
+    initialized, so the device is unusable. While `is_capturing()` is true, the current stream is
     being captured into a graph, so synchronizing would fail. The functions for generator states are
-    None if the device has no such states. `size_of_state` returns bytes, and may be called during a
-    capture.
+    None if the device has no such states. `size_of_state` returns a size in bytes, and is safe to
+    call during a capture.
     """
 
     type: str
@@ -93,8 +94,8 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
         query: Callable[[], bool] = module.is_current_stream_capturing
         return query
     accelerated = _accelerator()
-    # For device modules without this function, use `torch.Stream.is_capturing`, which exists since
-    # 2.13.
+    # Since 2.13, `torch.Stream.is_capturing` is a substitute for device modules without this
+    # function.
     has_query = hasattr(torch.Stream, "is_capturing") and accelerated is not None
     if not has_query or accelerated.type != device_type:
         return lambda: False
@@ -102,7 +103,7 @@ def _capture_query(device_type: str, module: Any) -> Callable[[], bool]:
 
 
 def _size_of_state(device: torch.device) -> int:
-    # Do not query a CUDA device, because a program may trace CUDA code on a machine without a GPU.
+    # Do not query a CUDA device, because CUDA code may be traced on a machine without a GPU.
     if device.type == "cuda":
         return 16  # seed and offset, 8 bytes each
     return int(torch.get_device_module(device.type).get_rng_state(device).numel())

@@ -31,8 +31,8 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-# Returns the dispatch key with a given name. Unlike the Python enum `DispatchKey`, this function
-# supports all autocast keys.
+# Parses the name of a dispatch key. Unlike the Python enum `DispatchKey`, this function supports
+# all autocast keys.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
@@ -59,7 +59,7 @@ def device_of_key(key: str) -> str | None:
 
 
 def format_key(key: str) -> str:
-    """Format a key for messages. Append the device type if it differs: "PrivateUse1 (npu)"."""
+    """Format a key for messages, with the device type if it differs: "PrivateUse1 (npu)"."""
     device_type = device_of_key(key)
     return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
 
@@ -67,7 +67,8 @@ def format_key(key: str) -> str:
 def kernel_key(kind: str) -> str:
     """Return the dispatch key at which to register a kernel.
 
-    `kind` is a device type, `"default"` for a kernel of all devices, or the name of a dispatch key.
+    `kind` is a device type, `"default"` for a kernel that runs on all devices, or the name of a
+    dispatch key.
     """
     if kind == "default":
         return "CompositeExplicitAutograd"
@@ -79,8 +80,8 @@ def redispatch(
 ) -> Any:
     """Call an operator's kernel for the highest-priority key in `keyset`.
 
-    `OpOverload.redispatch` cannot be used, because it fails for operators with an argument named
-    `keyset`.
+    `OpOverload.redispatch` would be the obvious choice, but it fails for operators with an argument
+    named `keyset`.
     """
     return overload._handle.redispatch_boxed(keyset, *args, **kwargs)
 
@@ -132,26 +133,26 @@ def _keyset(names: tuple[str, ...]) -> DispatchKeySet:
 def with_overlooked_keys(
     qualname: str, tensors: Iterable[torch.Tensor], keyset: DispatchKeySet = _NO_KEYS
 ) -> DispatchKeySet:
-    """Return the dispatch keys with which to redispatch a call on tensors that PyTorch overlooks.
+    """Return the dispatch keys for redispatching a call with tensors that the dispatcher overlooks.
 
-    When the dispatcher computes the keys of a call, it ignores the tensors in a list of optional
-    tensors (`Tensor?[]`). So a BackendSelect kernel, or the handler of a mode, calls this function
-    before it redispatches such a call. The function adds the keys of `tensors` to `keyset`, the
-    keys that the dispatcher computed. The handler of a mode does not receive these keys, so it
-    passes no `keyset`.
+    When the dispatcher computes the keys of a call, it ignores tensors in a list of optional
+    tensors (`Tensor?[]`). So a BackendSelect kernel or a mode's handler calls this function before
+    it redispatches such a call. The result contains the keys of `tensors` and the keys in `keyset`,
+    which are the keys that the dispatcher computed. A mode's handler does not receive these keys,
+    so it passes no `keyset`.
     """
-    # Remove ADInplaceOrView. Every call has this key, so the kernel at this key has already run.
+    # Every call has the key ADInplaceOrView, so its kernel has already run by now. Remove the key.
     overlooked = _with_keys_of(tensors, _NO_KEYS).remove(DispatchKey.ADInplaceOrView)
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
-    # Remove each key at which the operator has a fallthrough, because a redispatch to a fallthrough
-    # fails. When the dispatcher computes the keys of a call itself, it omits these keys
+    # Redispatching to a fallthrough fails, so remove each key at which the operator has one. The
+    # dispatcher skips these keys too when it computes the keys of a call
     # (ATen/core/dispatch/DispatchKeyExtractor.h).
     for key, name in in_order(keyset):
         registered = registered_key(qualname, name)
         if registered is not None:
             passes = falls_through(qualname, registered)
-        else:  # the backend fallback runs, which is a fallthrough for autocast
+        else:  # no kernel, so the backend fallback runs: a fallthrough for autocast
             passes = name.startswith("Autocast")
         if passes:
             keyset = keyset.remove(key)
@@ -161,7 +162,7 @@ def with_overlooked_keys(
 def registered_key(qualname: str, key: str) -> str | None:
     """Return `key`, or the alias key `Autograd` if the operator's kernel is registered there.
 
-    Returns None if the operator has neither a kernel nor a fallthrough for `key`.
+    Returns None if the operator has neither a kernel nor a fallthrough at `key`.
     """
     # The alias key Autograd stands for every autograd key at which the operator has no kernel.
     for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
@@ -179,16 +180,17 @@ def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
 def has_kernel(qualname: str, key: str) -> bool:
     """Return whether an operator has a kernel registered at exactly this key.
 
-    Returns False for keys such as AutogradMTIA, for which Python code cannot register kernels
-    because `parseDispatchKey` (c10/core/DispatchKey.cpp) does not support them.
+    Returns False for keys such as AutogradMTIA, because `parseDispatchKey`
+    (c10/core/DispatchKey.cpp) does not support them, so no kernel can be registered for them from
+    Python.
     """
     is_readable = parse_dispatch_key(key) is not None
     return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
-# `falls_through(qualname, key)` returns whether the operator has a fallthrough at the key.
-# `computed_kernel(qualname, key)` returns the kernel that the dispatcher would run for the operator
-# at the key, even if it is a backend fallback.
+# `falls_through(qualname, key)` returns whether an operator has a fallthrough at a key.
+# `computed_kernel(qualname, key)` returns the kernel that the dispatcher would run for an operator
+# at a key, which may be a backend fallback.
 falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
@@ -229,7 +231,7 @@ def keys_of_every_device(qualname: str) -> list[str]:
     return [
         key
         for key, text in kernel_table(qualname).items()
-        # Omit Undefined, the key of calls without tensors, because a kernel at Undefined would
+        # Omit Undefined, the key of calls without tensors, since a kernel registered there would
         # apply to all keys.
         if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
     ]
@@ -240,7 +242,7 @@ def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def kernel_table(qualname: str) -> dict[str, str]:
-    """Map each key to a description of the operator's kernel there and where it was registered.
+    """Map each key to a description of the operator's kernel there and of its registration.
 
     Keys with a fallthrough are omitted.
     """
@@ -249,8 +251,9 @@ def kernel_table(qualname: str) -> dict[str, str]:
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
 
 
-# The dispatch keys that torch.func and torch.export need. While a TorchDispatchMode handles a call,
-# PyTorch excludes these keys (see `pythonFallback` in aten/src/ATen/core/PythonFallbackKernel.cpp).
+# The dispatch keys that torch.func and torch.export need. PyTorch excludes these keys while a
+# TorchDispatchMode handles a call (see `pythonFallback` in
+# aten/src/ATen/core/PythonFallbackKernel.cpp).
 _FUNC_KEYS = (
     DispatchKey.FuncTorchDynamicLayerFrontMode,
     DispatchKey.FuncTorchDynamicLayerBackMode,
@@ -270,11 +273,11 @@ _TRANSFORMS_OF_FAKES = _TRANSFORMS - DispatchKeySet(DispatchKey.Functionalize)
 
 
 def is_handled_by_mode() -> bool:
-    """Return whether the handler of a TorchDispatchMode called the running kernel.
+    """Return whether the running kernel was called by the handler of a TorchDispatchMode.
 
-    Inside a torch.func transform, this returns False, although the transform excludes the same keys
-    as a mode. If the caller included these keys again with `with_transforms`, the call would enter
-    the transform a second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
+    A torch.func transform excludes the same keys as a mode, but inside a transform this returns
+    False. If `with_transforms` included the keys again there, the call would enter the transform a
+    second time (see `saveLocalDispatchKeySet` in ATen/functorch/Interpreter.h).
     """
     return (
         torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.PythonTLSSnapshot)
@@ -285,12 +288,12 @@ def is_handled_by_mode() -> bool:
 def with_transforms() -> Any:
     """Let a kernel use torch.func and torch.export in a `with` block, even if a mode called it.
 
-    Without this, a kernel that uses torch.func or torch.export fails when a compiled function is
-    called for the first time, because PyTorch runs that call under the mode
-    `_AnalyzeCustomOpInputOutputMode` (torch/_functorch/_aot_autograd/runtime_wrappers.py).
+    Otherwise such a kernel would fail in the first call of a compiled function, because PyTorch
+    runs this call under the mode `_AnalyzeCustomOpInputOutputMode`
+    (torch/_functorch/_aot_autograd/runtime_wrappers.py).
     """
-    # If FakeTensorMode called the kernel, a compiler's trace includes Functionalize and excludes it
-    # around the kernel. If it were included again, the kernel would create functional tensors.
+    # A compiler's trace includes Functionalize, and excludes it around a kernel that FakeTensorMode
+    # calls. Keep it excluded, because the kernel would otherwise create functional tensors.
     is_fake = torch._C._meta_in_tls_dispatch_include()
     return _including(_TRANSFORMS_OF_FAKES if is_fake else _TRANSFORMS)
 
@@ -298,7 +301,8 @@ def with_transforms() -> Any:
 def with_func_transforms() -> Any:
     """Let a fake kernel use torch.func in a `with` block, even if FakeTensorMode called it.
 
-    The other keys of `with_transforms` would make a compiler record the fake kernel's calls.
+    The other keys of `with_transforms` are left out, because they would make a compiler record the
+    fake kernel's calls.
     """
     return _including(_FUNC)
 

@@ -1,6 +1,6 @@
 """Shard a custom operator with the sharding rule that DTensor has for an ATen operator.
 
-The user names an ATen operator with the same signature. DTensor's rule for the ATen operator then
+The user names an ATen operator with the same signature, and DTensor's rule for that operator then
 also decides the placements of the custom operator's inputs and results.
 """
 
@@ -20,16 +20,15 @@ from torchop._compat.dtensor_strategies import Redistributable
 from torchop._errors import ShardingError, short_text
 
 _RULES = ("op_strategy_funcs", "op_to_rules", "op_single_dim_strategy_funcs")
-# The names of DTensor's tables of operators that take sizes as arguments. In calls to these
-# operators, DTensor replaces the global sizes in the arguments by the sizes of the local shard.
+# DTensor's tables of operators with sizes among their arguments. In calls to these operators,
+# DTensor replaces the global sizes with the sizes of the local shard.
 SIZES = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster")
-# If a call allows more combinations of input placements than this, `rows_like` tries only some of
-# them.
+# With more combinations of input placements than this, `rows_like` tries only some of them.
 _MOST_COMBINATIONS = 256
 
 
 def refusal(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return the error message if the rule for `aten` cannot be used for `op`, otherwise None."""
+    """Return why DTensor's rule for `aten` cannot be used for `op`, or None if it can."""
     reason = _reason(aten)
     if reason is None:
         return None
@@ -45,8 +44,7 @@ def _reason(aten: OpOverload) -> str | None:
 
     engine = propagator()
     handler = DTensor._op_dispatcher._custom_op_handlers.get(aten)
-    # Ignore a handler that `dtensor_registry.take_over` installed, because that handler still uses
-    # DTensor's rule.
+    # A handler that `dtensor_registry.take_over` installed still uses DTensor's rule, so ignore it.
     if handler is not None and not handler.__module__.startswith("torchop."):
         return "DTensor runs it with custom code instead of a rule"
     if aten in getattr(engine, "squeeze_op_to_dims_variant", ()):
@@ -67,7 +65,7 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
     inputs = Inputs(strategies, call.mesh)
     if any(len(strategy.strategies) != 1 for strategy in strategies):
         # DTensor's auto-parallel planner passes several possible placements for each tensor, but a
-        # rule takes only one. So return a strategy for every combination that the rule accepts.
+        # rule takes only one, so return a strategy for every combination that the rule accepts.
         return dtensor_strategies.op_specs(op, rows, op_schema, Redistributable.ARGUMENTS)
     schema = dtensor_strategies.with_specs(op_schema)
     outputs, wanted = _decision(op, aten, schema.args_schema, schema.kwargs_schema, call.results)
@@ -84,9 +82,9 @@ def specs_like(op: OpOverload, aten: OpOverload, rows: Rows, op_schema: Any) -> 
 def rows_like(op: OpOverload, aten: OpOverload, call: Call) -> list[Row]:
     """Return the placements that DTensor's rule for `aten` accepts, on one mesh dimension.
 
-    DTensor's rule does not list the placements that it accepts. It only returns the placements to
-    use for given input placements. So this function calls the rule with many combinations of input
-    placements, and collects the results.
+    The rule cannot be asked for a list of the placements that it accepts. It only maps the
+    placements of the inputs to the placements to use. So call the rule with many combinations of
+    input placements, and collect the results.
     """
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -138,7 +136,9 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement is of a basic type, unlike the masked Partial of an embedding."""
+    """Return whether a placement is of a basic type, unlike for example an embedding's masked
+    Partial.
+    """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)
@@ -153,7 +153,7 @@ def _decision(
 ) -> tuple[Any, list[Any]]:
     from torch.distributed.tensor._op_schema import OpSchema, RuntimeSchemaInfo
 
-    # If DTensor was not imported when the rule was registered, `refusal` has not been called yet.
+    # `refusal` has not run yet if DTensor was not imported when the rule was registered.
     refused = refusal(op, aten)
     if refused is not None:
         raise ShardingError(refused)
@@ -186,8 +186,8 @@ def _as_aten(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Convert the arguments of a call to `op` to the arguments of the same call to `aten`.
 
-    The dispatcher drops arguments that equal their default. The two operators may have different
-    defaults, so this function inserts the dropped defaults of `op`, and then drops the defaults of
+    The dispatcher drops arguments that equal their default, but the two operators may have
+    different defaults. So insert the dropped defaults of `op`, and then drop the defaults of
     `aten`.
     """
     arguments, theirs = op._schema.arguments, aten._schema.arguments
@@ -224,9 +224,9 @@ def _metas(op: OpOverload, results: Sequence[TensorInfo]) -> Any:
 
 
 def difference(op: OpOverload, aten: OpOverload) -> str | None:
-    """Return how the signatures of `op` and `aten` differ, or None if they do not.
+    """Describe how the signatures of `op` and `aten` differ. Return None if they do not.
 
-    `op` may lack an argument of `aten` if the argument has a default.
+    `op` may omit an argument of `aten` that has a default.
     """
     ours, theirs = ([a for a in o._schema.arguments if not a.kwarg_only] for o in (op, aten))
     mine, named = ({a.name: a for a in o._schema.arguments if a.kwarg_only} for o in (op, aten))

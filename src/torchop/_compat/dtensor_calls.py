@@ -14,10 +14,10 @@ from torchop._compat.classes import OpOverload
 
 
 class Row(NamedTuple):
-    """One valid combination of placements for the tensors of a call, on one mesh dimension.
+    """A valid combination of placements for all tensors of a call, on one mesh dimension.
 
-    `reduction` names the operation that combines the ranks' partial results, such as "sum". It is
-    None if the ranks compute no partial results.
+    `reduction` is the operation that combines the ranks' partial results, such as "sum", or None if
+    the ranks compute no partial results.
     """
 
     results: list[Any]
@@ -52,9 +52,9 @@ class Input(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call on DTensors, in which a `TensorInfo` replaces each tensor.
+    """A call on DTensors, with each tensor replaced by a `TensorInfo`.
 
-    `inputs` contains all tensors in the arguments, including tensors in lists.
+    `inputs` lists all tensors in the arguments, including those inside lists.
     """
 
     args: tuple[Any, ...]
@@ -94,10 +94,10 @@ def is_written(argument: Any) -> bool:
 
 
 def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """Return the index of the first positional argument that DTensor must include in cache keys.
+    """Return the index of the first positional argument that belongs in DTensor's cache keys.
 
-    DTensor must include each non-tensor argument, except the arguments in `unhashed`, which do not
-    affect the placements.
+    All non-tensor arguments do, except the arguments in `unhashed`, which do not affect the
+    placements.
     """
     for index, argument in enumerate(op._schema.arguments):
         is_hashed = not holds_tensors(argument) and argument.name not in unhashed

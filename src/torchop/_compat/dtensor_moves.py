@@ -11,16 +11,16 @@ from torchop._compat.dtensor_calls import Row
 
 # The placements of one tensor, one for each mesh dimension.
 Placements: TypeAlias = tuple[Any, ...]
-# The placements of all tensors in a call. There is one `Row` for each mesh dimension, which holds
-# the placement of every tensor on that dimension.
+# The placements of all tensors in a call: one `Row` per mesh dimension, with the placement of every
+# tensor on that dimension.
 Combination: TypeAlias = tuple[Row, ...]
 
 
 class Inputs:
     """The input tensors of a call, with cached redistribution costs.
 
-    `strategies` contains DTensor's OpStrategy for each tensor, which lists the placements that the
-    tensor may have. `current` contains the placements that the tensors have now.
+    `strategies` contains DTensor's OpStrategy for each tensor, which lists the tensor's possible
+    placements. `current` contains the placements that the tensors have before the call.
     """
 
     def __init__(self, strategies: Sequence[Any], mesh: Any) -> None:
@@ -28,11 +28,12 @@ class Inputs:
         self.mesh = mesh
         specs = [strategy.strategies[0].output_spec for strategy in strategies]
         self.current: list[Placements] = [spec.placements for spec in specs]
-        # Tensors with equal specs get the same number, so their costs are computed only once. This
-        # saves time, because often many tensors of a call have the same shape and placements.
+        # Number the tensors so that equal specs share a number, and compute costs once per number.
+        # This pays off because many tensors of a call often have the same shape and placements.
         kinds: dict[Any, int] = {}
         self._kinds = [
-            # A spec with symbolic sizes is not hashable, so it gets a number of its own.
+            # A spec with symbolic sizes is not hashable, so its tensor shares its number with no
+            # other.
             kinds.setdefault(spec, index) if _is_static(spec) else index
             for index, spec in enumerate(specs)
         ]
@@ -41,7 +42,7 @@ class Inputs:
 
     @property
     def are_certain(self) -> bool:
-        """Whether all tensors have static shapes, and each has only one possible placement."""
+        """Whether all tensors have static shapes and exactly one possible placement each."""
         return all(
             len(strategy.strategies) == 1
             and all(type(size) is int for size in strategy.tensor_meta.shape)
@@ -66,7 +67,7 @@ class Inputs:
         return self._fits[key]
 
     def costs(self, index: int, placements: Placements) -> list[Any]:
-        """Return the costs of moving a tensor to `placements` from each placement it may have."""
+        """Return the costs of moving a tensor to `placements` from its possible placements."""
         from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
         key = self._kinds[index], placements
@@ -76,7 +77,9 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the inputs' total redistribution cost. Stop once the sum exceeds `limit`."""
+        """Return the total cost of redistributing the inputs, stopping early once it exceeds
+        `limit`.
+        """
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))
@@ -87,7 +90,7 @@ class Inputs:
     def redistributed(self, dim: int, row: Row) -> int:
         """Return a bit mask of the inputs that `row` would redistribute on mesh dimension `dim`.
 
-        Inputs that are replicated now are not included, because redistributing them needs no
+        Inputs that are currently replicated do not count, because redistributing them needs no
         communication.
         """
         pairs = zip((placements[dim] for placements in self.current), row.inputs, strict=True)
@@ -99,7 +102,7 @@ class Inputs:
 
     @functools.cached_property
     def communication_has_cost(self) -> bool:
-        """Whether DTensor's costs are above 0. On ranks outside the mesh, all costs are 0."""
+        """Whether DTensor's costs are above 0, which is false on ranks outside of the mesh."""
         from torch.distributed.tensor import Replicate
 
         everywhere = (Replicate(),) * self.mesh.ndim

@@ -1,6 +1,6 @@
 """Register sharding strategies with DTensor, and dispatch calls to some operators in Python.
 
-DTensor's C++ code handles calls to some operators incorrectly (see `needs_python`). This module
+DTensor's C++ code handles calls to some operators incorrectly (see `needs_python`), so this module
 dispatches these calls in Python, with DTensor's helper functions.
 """
 
@@ -25,9 +25,8 @@ from torchop._compat.dtensor_strategies import (
 class Registration:
     """An operator's sharding strategy, which is registered with DTensor until `undo` is called.
 
-    `may_be_stale` is true if DTensor's caches of other threads may still contain placements that
-    were computed with an earlier rule for this operator. The caches are thread-local, so this
-    thread cannot clear them.
+    `may_be_stale` is true if DTensor's caches in other threads may still contain placements from an
+    earlier rule for this operator. The caches are thread-local, so this thread cannot clear them.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """Return the strategies from which DTensor chooses, for a call that it has not cached."""
+        """Return the candidate strategies for a call that is not in DTensor's cache."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
@@ -72,8 +71,7 @@ class Registration:
     def propagate(self, op_schema: Any) -> Any:
         """Return the placements that DTensor chooses for a call.
 
-        They are stored in a cache that all threads share, because DTensor's own caches are
-        thread-local.
+        DTensor's own caches are thread-local, so cache the placements here for all threads.
         """
         return self._remembered(
             self._decisions, op_schema, propagator().propagate_op_sharding_non_cached
@@ -82,9 +80,9 @@ class Registration:
     def redistributed_keywords(self, args: Any, kwargs: Any) -> dict[str, Any]:
         """Redistribute the tensors in the keyword arguments as the sharding rule requires.
 
-        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments. So
-        if a keyword argument had placements that the sharding rule does not accept, the operator
-        would compute wrong results. Remove this when the issue is fixed.
+        Workaround for pytorch/pytorch#167977: DTensor redistributes only positional arguments, so
+        the operator would compute wrong results if a keyword argument had placements that the
+        sharding rule does not accept. Remove this when the issue is fixed.
         """
         from torch.distributed.tensor import DTensor
 
@@ -135,9 +133,9 @@ def redistributed(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# Maps each operator name to the threads in which DTensor has run a strategy for the operator. Each
-# of these threads may have cached a decision under the address of the overload. A later operator of
-# the same name may get the same address, and DTensor would then use the old decision.
+# Maps each operator name to the threads in which DTensor has run a strategy for the operator. These
+# threads may have cached a decision under the address of the overload. If a later operator of the
+# same name got the same address, DTensor would reuse the stale decision.
 _callers: dict[str, set[int]] = {}
 
 
@@ -153,9 +151,9 @@ _REGISTRIES = (
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
     """Return a RuntimeSchemaInfo that makes DTensor include non-tensor arguments in cache keys.
 
-    The arguments in `unhashed` are left out. `static_kwargkey` contains all other keyword-only
-    arguments, even tensors, because DTensor's keys would otherwise ignore tensors that are passed
-    by keyword.
+    The arguments in `unhashed` are left out. `static_kwargkey` lists all other keyword-only
+    arguments, even tensors, because DTensor would otherwise omit tensors that are passed by keyword
+    from its keys.
     """
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
@@ -176,10 +174,10 @@ _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "L
 def needs_python(op: OpOverload) -> bool:
     """Return whether DTensor's C++ code would handle some calls to an operator incorrectly.
 
-    The C++ code has three limitations. It does not redistribute tensors that are passed as keyword
-    arguments (pytorch/pytorch#167977). It treats every operator whose name ends in an underscore as
-    in-place, even if the operator returns a new tensor (`OpSchema.is_inplace_op` in
-    torch/distributed/tensor/_op_schema.py). And its cache does not support all types of arguments.
+    The C++ code does not redistribute tensors in keyword arguments (pytorch/pytorch#167977). It
+    treats every operator whose name ends in an underscore as in-place, even if the operator returns
+    a new tensor (`OpSchema.is_inplace_op` in torch/distributed/tensor/_op_schema.py). And its cache
+    supports only some types of arguments.
     """
     arguments, returns = op._schema.arguments, op._schema.returns
     by_keyword = any(a.kwarg_only and holds_tensors(a) for a in arguments)
@@ -226,7 +224,7 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
 
 
 def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
-    """Wrap results as DTensors. For a result that is a mutated argument, return the argument."""
+    """Wrap results as DTensors, but return the argument itself for a result that aliases it."""
     from torch.distributed.tensor import DTensor
 
     dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)

@@ -1,8 +1,8 @@
 """Translate sharding rules into DTensor's strategies.
 
 A sharding rule returns the combinations of placements that are valid on one mesh dimension, as
-`Row` objects. A strategy (an OpSpec of DTensor) lists the placements of a call's inputs and results
-on all mesh dimensions, with the cost of redistributing the inputs. DTensor chooses the cheapest
+`Row` objects. A strategy (DTensor's OpSpec) lists the placements of a call's inputs and results on
+all mesh dimensions, with the cost of redistributing the inputs. DTensor chooses the cheapest
 strategy.
 """
 
@@ -41,9 +41,8 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
     """Return only the strategies that DTensor could choose for a call, usually just one.
 
     DTensor prefers a strategy that redistributes nothing. Otherwise it takes the cheapest strategy,
-    and the first one if several cost the same. This function finds that strategy without computing
-    the costs of all strategies, because computing them would take longer than all other steps of
-    DTensor's decision.
+    and the first of them in a tie. This function finds that strategy without computing the costs of
+    all strategies, which would take longer than the rest of DTensor's decision.
     """
     call, inputs, allowed = _analyze(op, rows, op_schema)
     if not inputs.are_certain:
@@ -57,7 +56,7 @@ def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
 def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
     """Return the combinations of rows that DTensor could choose, or [] if none is possible.
 
-    `choices` contains, for each mesh dimension, the rows that a combination may use.
+    `choices` lists, for each mesh dimension, the rows that a combination may use.
     """
     combinations = list(itertools.product(*choices))
     masks = [[inputs.redistributed(dim, row) for row in rows] for dim, rows in enumerate(choices)]
@@ -92,7 +91,7 @@ def cost(spec: Any) -> Any:
 
 
 def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
-    """Return the cheapest strategy. If costs are equal, prefer to redistribute fewer inputs."""
+    """Return the cheapest strategy. Break ties by the number of inputs to redistribute."""
     current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]
 
     def order(spec: Any) -> tuple[Any, int]:
@@ -184,8 +183,8 @@ def assumed_results(op_schema: Any, results: Any) -> Iterator[None]:
 def remember_results() -> None:
     """Make DTensor's method that runs fake kernels also store the results of the last call.
 
-    DTensor runs the fake kernel before it calls the strategy, but does not pass the results to the
-    strategy. Running the fake kernel again in the strategy would take longer than choosing the
+    DTensor runs the fake kernel before it calls the strategy, but does not pass the results on.
+    Running the fake kernel a second time in the strategy would take longer than choosing the
     placements.
     """
     engine = propagator()
@@ -212,7 +211,7 @@ def _results(op_schema: Any) -> Any:
 
 
 def _are_same(left: Any, right: Any) -> bool:
-    """Return whether the arguments of two calls are identical objects, not just equal."""
+    """Return whether two calls have identical arguments: the same objects, not just equal ones."""
     pairs = [tree_leaves((schema.args_schema, schema.kwargs_schema)) for schema in (left, right)]
     return len(pairs[0]) == len(pairs[1]) and all(map(operator.is_, *pairs))
 
@@ -220,7 +219,7 @@ def _are_same(left: Any, right: Any) -> bool:
 def results_of(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
 ) -> list[TensorInfo]:
-    """Run an operator's fake kernel on arguments that contain a `TensorInfo` for each tensor."""
+    """Run an operator's fake kernel on arguments with a `TensorInfo` in place of each tensor."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema
@@ -235,9 +234,9 @@ def results_of(
 
 
 def with_specs(op_schema: Any) -> Any:
-    """Return a copy of an OpSchema that contains the current spec of each tensor.
+    """Return a copy of an OpSchema with the current spec of each tensor.
 
-    The OpSchema from DTensor contains an OpStrategy for each tensor instead.
+    In the OpSchema that DTensor passes, each tensor is represented by an OpStrategy instead.
     """
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
@@ -281,11 +280,10 @@ def _choices(
 ) -> list[list[Row]]:
     """Return, for each mesh dimension, the rows that a strategy may use.
 
-    A row is left out if it would redistribute a tensor that must keep its placements. A tensor that
-    the operator writes to must keep its placements, because a write to the redistributed copy would
-    not change the caller's tensor. A keyword-only tensor must keep its placements unless
-    `redistributable` includes keywords, because DTensor redistributes only positional arguments
-    (pytorch/pytorch#167977).
+    A row is left out if it would redistribute a tensor with fixed placements. Tensors that the
+    operator writes to are fixed, because a write to a redistributed copy would not change the
+    caller's tensor. Keyword-only tensors are fixed unless `redistributable` includes keywords,
+    because DTensor redistributes only positional arguments (pytorch/pytorch#167977).
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -306,11 +304,10 @@ def _choices(
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
-    """Yield each row as it is, and again with `Shard` replaced by `_StridedShard`.
+    """Yield each row unchanged, and then again with `_StridedShard` in place of `Shard`.
 
-    `current` contains the current placements of the inputs. The second form of a row is yielded for
-    each split factor in `current`, so that inputs that are strided shards need not be
-    redistributed.
+    `current` contains the current placements of the inputs. The second form is yielded for each
+    split factor in `current`, so that strided shards among the inputs need not be redistributed.
     """
     yield from rows
     factors = {p.split_factor for p in current if type(p).__name__ == "_StridedShard"}
@@ -347,7 +344,7 @@ def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
 def _may_be_partial(placements: Sequence[Any]) -> bool:
     """Return whether all Partial placements have the same reduction.
 
-    Different reductions cannot be combined. For example, a maximum of sums is not a sum of maxima.
+    Different reductions cannot be combined: a maximum of sums, for example, is not a sum of maxima.
     """
     return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 
@@ -360,8 +357,8 @@ def _is_shard(placement: Any) -> bool:
 def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, row: Row) -> bool:
     """Return whether the ranks' partial results for these shards can be combined.
 
-    A sum is correct for all shards. An average is correct only if all shards have the same size.
-    Any other reduction, such as a maximum, is correct only if no shard is empty.
+    A sum works for any shards. An average requires shards of equal size, and any other reduction,
+    such as a maximum, requires that no shard is empty.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -401,7 +398,7 @@ def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combinatio
 
 
 def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
-    """Return the error for a mutated argument whose placements the sharding rule rejects."""
+    """Return the error for a mutated argument whose placements violate the sharding rule."""
     best = min(_specs(op, call, inputs, rows, Redistributable.ALL), key=cost)
     for index, each in enumerate(call.inputs):
         wanted, current = best.input_specs[index].placements, inputs.current[index]

@@ -14,13 +14,13 @@ from torchop._compat import compilers, import_hooks
 
 # Some handles take different arguments than their OpOverload, for example objects that contain
 # tensors. For these handles, `flatten(handle, args, kwargs, trace)` converts the arguments of a
-# call to arguments for the OpOverload. With `trace` (a `_Trace`), it can read values in the program
-# that Dynamo is tracing. It returns None if Dynamo must trace the handle's `__call__` instead.
+# call to the arguments of the OpOverload. Through `trace` (a `_Trace`), it can read values in the
+# traced program. It returns None if Dynamo must trace the handle's `__call__` instead.
 FlattenCall = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, FlattenCall | None] = {}
-# Dynamo's table that maps the exact type of a value to the function that creates Dynamo's variable
-# for the value. None until Dynamo is imported.
+# Dynamo's table from the exact type of a value to the function that creates Dynamo's variable for
+# the value. None until Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
@@ -28,12 +28,12 @@ _builder: Any = None
 def trace_as_overload(handle_type: type, flatten: FlattenCall | None = None) -> None:
     """Make Dynamo trace calls to handles of exactly this type as calls to their overload.
 
-    Otherwise Dynamo traces the handle's `__call__`. This results in the same graph, but takes 50%
-    longer. If a release of PyTorch has changed `VariableBuilder._type_dispatch`, this function does
-    nothing, so tracing is only slower on that release.
+    Otherwise Dynamo traces through the handle's `__call__`, which results in the same graph but
+    takes 50% longer. This is best effort: if a release of PyTorch has changed
+    `VariableBuilder._type_dispatch`, this function is a no-op, and tracing is just slower.
 
-    The `overload` of a handle must not change while the operator is registered. Calls to the handle
-    must compile to the same code until `_definition.revision` changes.
+    The `overload` of a handle must not change while the operator is registered, and calls to the
+    handle must compile to the same code until `_definition.revision` changes.
     """
     if not _handle_types:
         import_hooks.when_imported(compilers.DYNAMO, _connect)
@@ -84,8 +84,8 @@ def _handle_builder() -> Any:
             if refused is not None:
                 raise_observed_exception(TypeError, tx, args=[str(refused)])
             install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
-            # The traced graph is valid only while these attributes have their current values, so
-            # install guards that compile the function again if the values change.
+            # The traced graph is valid only while these attributes keep their current values, so
+            # install guards that trigger a recompilation when a value changes.
             for name in ("deregistration_reason", "revision"):
                 part = AttrSource(AttrSource(self.source, "_definition"), name)
                 install_guard(part.make_guard(GuardBuilder.CONSTANT_MATCH))
@@ -104,7 +104,7 @@ _TENSOR = torch.empty(0)
 
 
 def _refusal_of_tensors(handle: Any, args: Any, kwargs: Any) -> Exception | None:
-    """Return an error if a traced call passes a tensor for a number."""
+    """Return an error if a traced call passes a tensor for an argument that must be a number."""
     from torch._dynamo.variables import TensorVariable  # imports Dynamo
 
     def stand_in(value: Any) -> Any:
@@ -118,7 +118,7 @@ def _refusal_of_tensors(handle: Any, args: Any, kwargs: Any) -> Exception | None
 
 
 class _Trace:
-    """Gives a `FlattenCall` function access to values in the program that Dynamo is tracing."""
+    """Give a `FlattenCall` function access to values in the program that Dynamo is tracing."""
 
     def __init__(self, translator: Any) -> None:
         self._translator = translator
@@ -164,8 +164,8 @@ class _Trace:
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
         """Return the object and source of a value that Dynamo does not track yet, otherwise None.
 
-        The attributes of an untracked object can be read directly. If Dynamo tracked the object for
-        mutation first, this would take as long as tracing an operator, and would import a part of
+        The attributes of an untracked object can be read directly. Letting Dynamo track the object
+        for mutation first would take as long as tracing an operator, and would import a part of
         DTensor for the first tracked object.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
@@ -178,7 +178,7 @@ class _Trace:
         return instance, value.original_source()
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
-        """Call a builtin function, which Dynamo evaluates without tracing into it."""
+        """Call a builtin function, which Dynamo evaluates instead of tracing into it."""
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
         arguments = [value.realize(), *map(self.describe, constants)]

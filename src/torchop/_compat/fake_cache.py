@@ -1,9 +1,9 @@
 """Cache the outputs of fake kernels, with the keys and entries of FakeTensorMode's own cache.
 
-`FakeTensorMode._cached_dispatch_impl` (torch/_subclasses/fake_tensor.py) only caches PyTorch's own
-operators, because the fake kernel of any other operator may depend on more than its arguments
-(`_validate_cache_key`). The functions here call the other parts of the implementation, which handle
-symbolic sizes and reject arguments and outputs that cannot be cached.
+`FakeTensorMode._cached_dispatch_impl` (torch/_subclasses/fake_tensor.py) only caches calls to
+PyTorch's own operators, because the fake kernel of any other operator may depend on more than its
+arguments (`_validate_cache_key`). The functions here reuse the rest of that implementation, which
+handles symbolic sizes and rejects arguments and outputs that cannot be cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAMES = (
     "_output_from_cache_entry",
 )
 _IS_SUPPORTED = all(hasattr(FakeTensorMode, name) for name in _NAMES)
-# Before 2.15, `_output_from_cache_entry` also takes the operator, which matters for views only.
+# Before 2.15, `_output_from_cache_entry` also takes the operator, but only uses it for views.
 _TAKES_OPERATOR = (
     _IS_SUPPORTED
     and "func" in inspect.signature(FakeTensorMode._output_from_cache_entry).parameters
@@ -47,10 +47,10 @@ def cached_outputs(
     kwargs: Any,
     run: Callable[[], Any],
 ) -> Any:
-    """Return `run()`, or equal outputs that are created from an entry for the same metadata.
+    """Return `run()`, or equal outputs from a cache entry for the same metadata.
 
-    Entries for symbolic sizes are stored in the ShapeEnv, because they are valid only with the
-    guards there. All other entries are stored in `cache`. An entry is valid for one `owner`.
+    Entries for symbolic sizes are stored in the ShapeEnv, since they are valid only together with
+    its guards. All other entries are stored in `cache`. Entries are not shared between owners.
     """
     if not _IS_SUPPORTED or not mode.cache_enabled:
         return run()
@@ -78,10 +78,10 @@ def cached_outputs(
 def _entry(
     mode: Any, state: Any, key: Any, op: OpOverload, args: Any, kwargs: Any, output: Any
 ) -> Callable[..., Any]:
-    """Return a function that creates the outputs again.
+    """Return a function that recreates the outputs.
 
-    Raise `_BypassDispatchCache` if that is not possible, for example because the fake kernel
-    created a symbol for a size that depends on data.
+    Raise `_BypassDispatchCache` if they cannot be recreated, for example because the fake kernel
+    created a symbol for a data-dependent size.
     """
     cls = type(output)
     if not issubclass(cls, (torch.Tensor, tuple, list)):

@@ -35,7 +35,7 @@ def active_fake_mode() -> Any | None:
 
 
 def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
-    """Discard the unbacked symbols that a fake kernel creates, instead of requiring their use."""
+    """Discard the unbacked symbols that a fake kernel creates, so that no result must use them."""
     shape_env = mode.shape_env
     if shape_env is None:
         return contextlib.nullcontext()
@@ -44,7 +44,7 @@ def without_new_symbols(mode: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def is_unbacked(size: Any) -> bool:
-    """Return whether a size depends on data, so that it is known only when the program runs."""
+    """Return whether a size is data-dependent, and so known only when the program runs."""
     if not isinstance(size, torch.SymInt):
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # imports sympy
@@ -53,7 +53,7 @@ def is_unbacked(size: Any) -> bool:
 
 
 def only_runs_fake(mode: Any, op: OpOverload, tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether a call to `op` in `mode` would do nothing but run the fake kernel."""
+    """Return whether FakeTensorMode would only run the fake kernel for a call to `op`."""
     profiles = getattr(sys.modules.get("torch._dynamo.config"), "_custom_ops_profile", None)
     return profiles is None and op not in decomposition_table and _are_plain(mode, tensors)
 
@@ -66,8 +66,8 @@ def new_empty_like(
 ) -> Any:
     """Return `tensor.new_empty(shape)`, or `torch.empty_like(tensor)` if `shape` is None.
 
-    Inside a fake kernel, this creates the FakeTensor directly, because calling one of these
-    functions on a FakeTensor takes longer, even if FakeTensorMode has cached the result.
+    Inside a fake kernel, this creates the FakeTensor directly. That is faster than calling either
+    function on a FakeTensor, even if the result is in FakeTensorMode's cache.
     """
     if memory_format is torch.contiguous_format:
         if shape is None and tensor.layout is torch.strided:
@@ -110,8 +110,8 @@ def keep_out_of_log(error: type[Exception]) -> None:
     """Prevent FakeTensorMode from logging exceptions that torchop raises on purpose.
 
     If a meta kernel raises an exception, `_dispatch_impl` (torch/_subclasses/fake_tensor.py) logs a
-    traceback before it reraises the exception. This filter drops the log record of an exception
-    whose type is `error`.
+    traceback before it reraises the exception. This filter drops the log record if the exception is
+    an instance of `error`.
     """
 
     def is_unexpected(record: logging.LogRecord) -> bool:
@@ -134,11 +134,11 @@ def check_symbols(mode: Any, results: object) -> None:
 
 
 def stock_fake_context() -> FakeImplCtx | None:
-    """Return the context of the fake kernel that torch.library runs in this thread, or None.
+    """Return the context of the fake kernel that torch.library is running in this thread, or None.
 
     `torch.library.get_ctx` may return the context of another thread, because torch.library stores
-    it in a global variable (`global_ctx_getter` in torch/_library/fake_impl.py). So this checks
-    that the context belongs to this thread's mode.
+    it in a global variable (`global_ctx_getter` in torch/_library/fake_impl.py). So also check that
+    the context belongs to this thread's mode.
     """
     context = cast("FakeImplCtx | None", torch.library.get_ctx())
     return context if context is not None and context._fake_mode is active_fake_mode() else None
@@ -150,7 +150,7 @@ stock_context = set_ctx_getter
 
 
 def number_of(size: Any) -> int | None:
-    """Return the value of a size, which may be symbolic, or None if the size depends on data."""
+    """Return the value of a possibly symbolic size, or None if the size is data-dependent."""
     if isinstance(size, int):
         return size
     hint = size.node.hint
@@ -158,7 +158,7 @@ def number_of(size: Any) -> int | None:
 
 
 def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two shapes are known to differ. Data-dependent sizes are not compared."""
+    """Return whether two shapes are known to differ, without comparing data-dependent sizes."""
     return one.dim() != other.dim() or any(
         a != b
         for a, b in zip(one.shape, other.shape, strict=True)
@@ -170,34 +170,34 @@ def shapes_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Leave all transforms and modes, and enter a FakeTensorMode.
 
-    Yields a function `make(shape, like)`, which creates a fake tensor with this shape, and with the
-    dtype and device of the tensor `like`.
+    Yields a function `make(shape, like)`, which creates a fake tensor of this shape with the dtype
+    and device of `like`.
     """
     mode = detect_fake_mode() or FakeTensorMode()
     # Workaround for `tls_on_entry` in aten/src/ATen/core/PythonFallbackKernel.cpp: before 2.13,
-    # calls under a mode fail if the key PythonTLSSnapshot is excluded. Transforms exclude this key,
-    # so stop excluding it here.
+    # calls under a mode fail if the key PythonTLSSnapshot is excluded. Transforms exclude it, so
+    # clear the exclusion here.
     snapshots = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), snapshots, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-# FakeTensorMode raises these exceptions if code reads a value of a fake tensor, or calls an
-# operator with a data-dependent output.
+# The exceptions that FakeTensorMode raises for code that reads a value of a fake tensor, or calls
+# an operator with a data-dependent output.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def explained_tracing_error(
     error: type[BaseException], op: OpOverload, message: str
 ) -> RuntimeError:
-    """Return an exception with `message` that Dynamo handles like an exception of class `error`."""
+    """Return an exception with `message` that Dynamo handles as if it were an `error`."""
     explained = type(error.__name__, (error,), {"__str__": lambda self: message})
     return cast(RuntimeError, explained(op))
 
 
-# Fragments of the messages that PyTorch raises when code reads the data of a tensor that has none,
-# such as a fake or meta tensor. These errors have no class of their own, so only the message
-# identifies them.
+# Fragments of PyTorch's error messages for code that reads the data of a tensor without data, such
+# as a fake or meta tensor. These errors share no exception class, so they can only be recognized by
+# their messages.
 _PHRASES = (
     "() is not supported for tensor subclasses",
     "Can't call numpy() on Tensor that requires grad",
@@ -218,7 +218,7 @@ _PHRASES = (
 def reads_data(error: Exception, op: OpOverload | None) -> bool:
     """Return whether `error` was raised because code read the data of a fake or batched tensor.
 
-    Returns False if FakeTensorMode rejected `op` itself because of a data-dependent output.
+    Returns False if FakeTensorMode rejected `op` itself because of its data-dependent output.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op

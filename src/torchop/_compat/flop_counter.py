@@ -1,7 +1,7 @@
 """FLOP formulas for FlopCounterMode, one for each overload.
 
 PyTorch's registry has only one formula for all overloads of an operator. So torchop registers a
-`_Counter` there, which calls the formula of the overload that was called.
+`_Counter` there, which forwards to the formula of the overload in the call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Register an operator's FLOP formula, or return False if other code has registered one."""
+    """Register an operator's FLOP formula. Return False if other code has registered one."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
@@ -40,10 +40,10 @@ def remove_count(op: OpOverload) -> None:
 def on_uncounted_call(report: Callable[[str], None]) -> None:
     """Call `report` with the name of each operator that FlopCounterMode calls without a formula.
 
-    `report` is called once for each overload of the packet, because FlopCounterMode records only
-    the packet of a call.
-    `FlopCounterMode._count_flops` (torch/utils/flop_counter.py) adds nothing for such an operator
-    and offers no hook, so this function wraps it.
+    `report` is called once for each overload of the packet, because FlopCounterMode only records
+    which packet was called. For an operator without a formula, `FlopCounterMode._count_flops`
+    (torch/utils/flop_counter.py) silently adds nothing and offers no hook, so this function wraps
+    it.
     """
     reported: set[str] = set()
 
@@ -73,10 +73,10 @@ def loaded_mode() -> type | None:
 
 
 def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a handler for FlopCounterMode that counts the FLOPs of a call made in place of `op`.
+    """Return a handler for FlopCounterMode that counts the FLOPs of a call that replaces `op`.
 
-    The handler uses the formula of the called operator if there is one, and the formula of `op`
-    otherwise. `result_of` converts the called operator's result to a result of `op`.
+    The handler uses the formula of the called operator if there is one, and otherwise the formula
+    of `op`. `result_of` converts the called operator's result to a result of `op`.
     """
 
     def count(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -92,9 +92,9 @@ def counted_for(op: OpOverload, result_of: Callable[[Any], Any]) -> Callable[...
 def _registry() -> dict[Any, Any]:
     """Return PyTorch's registry, a dict from packets to formulas.
 
-    The hash of an OpOverloadPacket is the hash of the attribute `_op` (torch/_ops.py), which
-    PyTorch replaces when an overload is added. After that, a lookup of the packet in the registry
-    fails. So if any lookup fails, this function inserts all entries again.
+    The hash of an OpOverloadPacket is the hash of its attribute `_op` (torch/_ops.py), which
+    PyTorch replaces when an overload is added. The packet can then no longer be found in the
+    registry. So if any lookup fails, rebuild the dict by inserting all entries again.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -116,7 +116,7 @@ class _Counter:
         op = operators.chosen_overload(first._overloadpacket, args, kwargs)
         if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
-        # Use the first formula for an overload that has none, such as the out= overload.
+        # If this overload has no formula, as for example an out= overload, use the first formula.
         names = {argument.name for argument in first._schema.arguments}
         known = {name: kwargs[name] for name in kwargs if name in names}
         return self.counts[first](args, known, out_val)

@@ -12,26 +12,25 @@ import torch.library
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._compat.overload_functions import follow_overloads
 
-# PyTorch calls the method `_enable_pyobj_dispatch` of an OpOverload to switch the overload from
-# dispatch in C++ to dispatch in Python. After this switch (the exchange), the attribute
-# `_pyobj_dispatcher` is not None.
+# The method of an OpOverload that switches the overload from dispatch in C++ to dispatch in Python.
+# We call this switch the exchange. Afterwards, the attribute `_pyobj_dispatcher` is not None.
 _EXCHANGE = "_enable_pyobj_dispatch"
 _DISPATCHER = "_pyobj_dispatcher"
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:
-    """Return the library that defined each operator, by the operator's name.
+    """Map each operator's name to the library that defined the operator.
 
     PyTorch has no list of libraries. But `Library.__init__` registers a finalizer, so this searches
-    all finalizers. Searching `gc.get_objects` instead would take 50 ms, and would miss objects that
-    `gc.freeze` hides.
+    all finalizers. Searching `gc.get_objects` instead would take 50 ms, and would miss objects
+    hidden by `gc.freeze`.
     """
     finalizers: Any = weakref.finalize
     defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
         library: Any = (finalizer.peek() or (None,))[0]
-        # Do not use `isinstance`, because it would read `__class__`. On a lazy proxy, that would
-        # load the proxied object.
+        # Avoid `isinstance`, which reads `__class__`. For a lazy proxy, that would load the proxied
+        # object.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
     return defining
@@ -40,9 +39,9 @@ def defining_libraries() -> dict[str, torch.library.Library]:
 def watch_definitions(
     on_defined: Callable[[torch.library.Library, str], None],
 ) -> Callable[[], None]:
-    """Call `on_defined(library, name)` whenever `Library.define` has defined an operator.
+    """Call `on_defined(library, name)` after each operator definition through `Library.define`.
 
-    Returns a function that stops this.
+    Returns a function that stops the calls.
     """
 
     @functools.wraps(torch.library.Library.define)
@@ -65,9 +64,9 @@ def watch_definitions(
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
     """Call `hook` once, after PyTorch has switched an overload to dispatching in Python.
 
-    In 2.15, `torch.library.custom_op` first defines the operator, and then makes this switch by
-    calling `_enable_pyobj_dispatch` on the overload. The switch replaces the overload's function,
-    so `hook` must restore changes that torchop made to the function.
+    In 2.15, `torch.library.custom_op` first defines the operator, and then switches the overload by
+    calling `_enable_pyobj_dispatch`. The switch replaces the overload's function, so `hook` must
+    reapply torchop's changes to that function.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or is_dispatched_in_python(overload):
@@ -82,7 +81,7 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
 
 
 def is_dispatched_in_python(overload: OpOverload) -> bool:
-    """Return whether PyTorch dispatches calls to an overload in Python, not in C++.
+    """Return whether PyTorch dispatches calls to an overload in Python rather than in C++.
 
     Since 2.14, PyTorch dispatches operators created by `torch.library.custom_op` in Python. But
     calls to the packet, calls with keyword arguments, and all calls to an operator for which
@@ -95,8 +94,8 @@ def is_dispatched_in_python(overload: OpOverload) -> bool:
 def enters_in_cpp(overload: OpOverload) -> bool:
     """Return whether all calls to an overload start in the C++ dispatcher.
 
-    They do if the overload has a non-tensor argument, even if `is_dispatched_in_python` returns
-    True.
+    This is the case for overloads with a non-tensor argument, even if `is_dispatched_in_python`
+    returns True.
     """
     return not all(
         str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
@@ -107,8 +106,8 @@ def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
     """Return the attribute that `is_dispatched_in_python` reads, as (dictionary, key, value).
 
     torchop decides in advance how to run native calls (calls that skip the dispatcher) to an
-    operator. This decision is valid only while the attribute is unchanged, so each native call
-    checks the value in the dictionary.
+    operator. The decision is valid only as long as the attribute does not change, so each native
+    call checks the value in the dictionary.
     """
     attributes = vars(overload)
     if _DISPATCHER not in attributes:
@@ -136,8 +135,8 @@ def returns_what_it_writes(handle: CustomOpDef) -> bool:
 def handle_calls_forward() -> bool:
     """Return whether `CustomOpDef.__call__` does nothing but call the OpOverload.
 
-    Another release of PyTorch or a user's patch may do more. So this function checks that the code
-    of `__call__` uses no other name than `_opoverload`.
+    It may do more in another release of PyTorch, or after a user has patched it. So check that the
+    code of `__call__` uses no name other than `_opoverload`.
     """
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)

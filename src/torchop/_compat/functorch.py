@@ -59,10 +59,9 @@ VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
     """Return a context manager in which random operators behave as they do outside of `vmap`.
 
-    While a vmap rule runs, PyTorch still handles random operators according to `randomness=`,
-    because PyTorch does not exclude the dispatch key FuncTorchVmapMode. Batched gradients
-    (`is_grads_batched`) use the older key VmapMode instead, at which random operators raise an
-    error. So this context manager excludes both keys.
+    While a vmap rule runs, PyTorch still applies `randomness=` to random operators, because it does
+    not exclude the dispatch key FuncTorchVmapMode. Batched gradients (`is_grads_batched`) use the
+    older key VmapMode, at which random operators raise an error. So exclude both keys.
     """
     return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
 
@@ -80,13 +79,13 @@ class Vmap(NamedTuple):
     def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Return the tensor inside a batched tensor, and the mapped dimension.
 
-        If this `vmap` does not map over the tensor, the dimension is None.
+        The dimension is None if this `vmap` does not map over the tensor.
         """
         tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
         return tensor, dim
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a batched tensor, with dimension 0 of `tensor` as the mapped dimension."""
+        """Return a batched tensor whose mapped dimension is dimension 0 of `tensor`."""
         wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
         return wrapped
 

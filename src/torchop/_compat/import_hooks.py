@@ -10,7 +10,7 @@ _waiting: dict[str, list[Callable[[], None]]] = {}
 
 
 def when_imported(name: str, callback: Callable[[], None]) -> None:
-    """Call `callback` after the module `name` is imported, or now if it is imported already."""
+    """Call `callback` once the module `name` is imported, or now if it already is."""
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)
     if module is not None and not getattr(spec, "_initializing", False):
@@ -24,8 +24,8 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 class _Finder:
     """A module finder that makes imports run the callbacks of `when_imported`.
 
-    It searches the other finders for the module, and makes the module's loader run the callbacks
-    after it has executed the module.
+    It finds the module with the other finders, and wraps the module's loader so that the callbacks
+    run after the module has been executed.
     """
 
     def find_spec(

@@ -1,14 +1,14 @@
 """Make Inductor run calls with an effect in the order of the trace.
 
-Workarounds for three faults of the lowering of `with_effects` (torch/_inductor/lowering.py).
-PyTorch 2.15 has only the third:
+Workarounds for three bugs in the lowering of `with_effects` (torch/_inductor/lowering.py), of which
+only the third is left in PyTorch 2.15:
 
 - The lowering makes each call depend on the previous one. But it stores this dependency under the
-  name of the call's buffer, and `Scheduler.compute_dependencies` (torch/_inductor/scheduler.py)
-  looks it up under the name of the operation. So the dependency is lost, and passes such as
-  `reorder_for_peak_memory` may move the calls.
-- An operator with an effect may store its arguments, for example in a log. Inductor reuses the
-  memory of these arguments for later results.
+  name of the call's buffer, whereas `Scheduler.compute_dependencies`
+  (torch/_inductor/scheduler.py) looks it up under the name of the operation. So the dependency is
+  lost, and passes such as `reorder_for_peak_memory` may reorder the calls.
+- An operator with an effect may store its arguments, for example in a log, but Inductor reuses
+  the memory of these arguments for later results.
 - `Scheduler._codegen` does not write pending kernels before a call without tensors, because the
   call has no device. It then deletes buffers that the pending kernels read.
 """
