@@ -101,6 +101,8 @@ def _layouts_in(annotation: object) -> typing.Iterator[Layout]:
 
 
 def check_layouts(op: object, schema: Schema, layouts: Mapping[str, object]) -> None:
+    if not layouts:
+        return  # most operators declare none, and computing `schema.arguments` is slow
     kinds = {argument.name: argument for argument in schema.arguments}
     for name, layout in layouts.items():
         if not isinstance(layout, Layout):

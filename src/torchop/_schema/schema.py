@@ -52,6 +52,7 @@ class Argument(NamedTuple):
 
 # The dispatcher ignores tensors in lists of these types when it computes dispatch keys.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
+_DOTTED_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]")
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 # The dispatcher keeps one bit per argument in a bit set of this size, so it rejects schemas with
@@ -266,17 +267,25 @@ class Schema:
             and "Device" in str(argument.real_type)
         )
 
+    @property
+    def _names_classes(self) -> bool:
+        """Whether the schema may contain types such as `mylib.Quantizer`.
+
+        Test the text first, because splitting it into arguments is slow.
+        """
+        return _DOTTED_NAME.search(self.written) is not None
+
     @functools.cached_property
     def passes_objects(self) -> bool:
         """Whether an argument or result is an object that is passed by reference, or a list."""
-        return "." in self.written and (
+        return self._names_classes and (
             bool(self.objects) or any(map(is_by_reference, results_of(self.written)))
         )
 
     @functools.cached_property
     def objects(self) -> frozenset[str]:
         """The names of the arguments with objects that are passed by reference."""
-        if "." not in self.written:
+        if not self._names_classes:
             return frozenset()
         parts = (argument.split() for argument in arguments_alone(self.written))
         return frozenset(p[1].partition("=")[0] for p in parts if is_by_reference(p[0]))
