@@ -20,7 +20,7 @@ _VIEWS = frozenset(
 class Lowered(NamedTuple):
     """A graph from which Inductor is about to generate code.
 
-    `inputs` maps each graph input to the input's name in the source code of the compiled function.
+    `inputs` maps each graph input to its name in the source code of the compiled function.
     """
 
     graph: Graph
@@ -36,7 +36,7 @@ def lowered_graph(
 ) -> Lowered | None:
     """Compile a function without running it, and return the forward graph.
 
-    Returns None if the graph is empty, because Inductor has nothing to compile in that case.
+    Returns None if the graph is empty, since Inductor then has nothing to compile.
     """
     import torch._dynamo  # slow imports
     import torch._functorch.config
@@ -59,7 +59,7 @@ def lowered_graph(
         sources.extend(map(_source, module.graph.find_nodes(op="placeholder")))
         return compile_fx(module, inputs)
 
-    # Disable the caches, because Inductor would not call `GraphLowering.run` for a cached graph.
+    # Disable the caches, because Inductor does not call `GraphLowering.run` on a cache hit.
     caches = (
         torch._inductor.config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
         torch._functorch.config.patch(enable_autograd_cache=False),
@@ -95,7 +95,7 @@ def _source(node: Node) -> str:
 def _input_index(node: Node, place: int) -> int | None:
     """Return the index of the input of Dynamo's graph that became `node` in AOTAutograd's graph.
 
-    Returns None if the input has no counterpart, for example the seed of a random operator.
+    Returns None if AOTAutograd added the input, for example the seed of a random operator.
     """
     described = node.meta.get("desc")
     if described is None:
@@ -107,7 +107,7 @@ def _input_index(node: Node, place: int) -> int | None:
 
 
 def view_root(node: Node) -> Node:
-    """Return the node that `node` is a view of, through any number of views."""
+    """Follow a chain of views, and return the node at its root."""
     while _name(node) in _VIEWS and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
@@ -120,8 +120,7 @@ def is_clone(node: Node) -> bool:
 def is_inserted_clone(node: Node) -> bool:
     """Return whether a node is a clone that Inductor inserted.
 
-    Inductor inserts clones with `clone_preserve_strides`, so the input of such a clone is an
-    `as_strided` node.
+    Inductor inserts clones with `clone_preserve_strides`, so their input is an `as_strided` node.
     """
     return is_clone(node) and _name(node.all_input_nodes[0]) == "as_strided"
 
@@ -140,7 +139,7 @@ def written(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def passed(node: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the names of the arguments of a call to an operator, with the nodes passed for them."""
+    """Yield (argument name, node) for each node that is passed to an operator call."""
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = node.target._schema.arguments
     values = {a.name: value for a, value in zip(arguments, node.args, strict=False)} | node.kwargs
@@ -151,7 +150,7 @@ def passed(node: Node) -> Iterator[tuple[str, Node]]:
 
 
 def size_in_bytes(node: Node) -> int:
-    """Return the size of a tensor in bytes, computed from the hints if sizes are symbolic."""
+    """Return the size of a tensor in bytes, using the hints of symbolic sizes."""
     value = node.meta["val"]
     numel = value.numel()
     return int(getattr(getattr(numel, "node", None), "hint", numel)) * int(value.element_size())

@@ -1,8 +1,8 @@
-"""Add checks of the dtypes and devices of operator results to programs of Inductor.
+"""Check the dtypes and devices of operator results in programs that Inductor compiles.
 
 Inductor's `codegen_size_asserts` (torch/_inductor/ir.py) only checks sizes and strides. If a kernel
-returns another dtype than the fake kernel did, the program would read the memory as the dtype of
-the fake kernel, possibly past its end. Packages of AOTInductor check nothing by default.
+returned another dtype than its fake kernel, the program would misread the memory as the fake
+kernel's dtype, possibly past the end. AOTInductor packages have no such checks by default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torchop._compat import import_hooks
 
 _IR = "torch._inductor.ir"
-# Namespaces of PyTorch. PyTorch's own tests check the results of these operators.
+# PyTorch's own namespaces, whose operators need no checks because PyTorch's tests cover them.
 _OWN_NAMESPACES = frozenset({"aten", "prim", "prims", "inductor", "quantized", "mkldnn"})
 
 
@@ -38,7 +38,7 @@ def _connect() -> None:
 
 
 def _operator(node: Any) -> OpOverload | None:
-    # Each result of an operator is a separate node. The only input of this node is the call.
+    # Each result of a multi-output operator is a separate node, whose only input is the call.
     ir: Any = sys.modules[_IR]
     call = node.inputs[0] if isinstance(node, ir.MultiOutput) else node
     operator = getattr(call, "op_overload", None)

@@ -1,8 +1,8 @@
 """Make Inductor correctly compile operators that write to their arguments.
 
-The lowerings in this module are workarounds for two bugs of Inductor, each of which makes compiled
-programs compute wrong values without an error. A workaround can be removed when no supported
-release has the bug:
+The lowerings in this module are workarounds for two bugs in Inductor, each of which silently makes
+compiled programs compute wrong values. A workaround can be removed once no supported release has
+the bug:
 
 - In `y = x + 1; op(x); out.copy_(y)`, where `x` and `out` are graph inputs and `op` writes to `x`,
   the compiled program computes `x + 1` after `op` has changed `x`. Inductor computes a value only
@@ -10,10 +10,10 @@ release has the bug:
   (torch/_inductor/ir.py) adds the call of `op` to the generated code before `MutationOutput`
   realizes the values that depend on `x`. The workaround realizes these values before the call.
 - pytorch/pytorch#198068: if dynamic shapes make the storage offset of a mutated argument symbolic,
-  Inductor uses the offset 0 instead. When Inductor clones the argument (`clone_preserve_strides`),
-  it inserts a call to `aten.sym_storage_offset`. Unlike `sym_size` and `sym_stride`, this operator
-  has no lowering, so `FallbackKernel.process_kernel` evaluates it on a fake tensor whose offset is
-  0. The workaround adds a lowering.
+  Inductor uses an offset of 0. When it clones the argument (`clone_preserve_strides`), Inductor
+  inserts a call to `aten.sym_storage_offset`. Unlike `sym_size` and `sym_stride`, this operator
+  has no lowering, so `FallbackKernel.process_kernel` evaluates it on a fake tensor with an offset
+  of 0. The workaround adds a lowering.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from torchop._compat import import_hooks, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
-# The names of the operators whose lowerings are registered once Inductor is imported.
+# The operators whose lowerings will be registered once Inductor is imported.
 _waiting: set[str] = set()
 
 
@@ -46,8 +46,8 @@ def register_lowerings(qualname: str) -> None:
 def _register_waiting() -> None:
     while _waiting:
         qualname = _waiting.pop()
-        # Skip an operator that was deregistered in the meantime. Check for the schema instead of
-        # the name, because the dispatcher keeps the name if another library has registered a
+        # Skip an operator that has been deregistered in the meantime. Look for its schema rather
+        # than its name, because the dispatcher keeps the name if another library has registered a
         # kernel.
         if operators.has_schema(qualname):
             _register(torch_ops.lookup_overload(*operators.parts(qualname)))
@@ -57,18 +57,18 @@ def _register(overload: OpOverload) -> None:
     module: Any = sys.modules[_LOWERING]
     if not as_strided_ignores_offsets():
         # If `as_strided` ignores offsets, that bug cancels out the wrong offset of 0 from
-        # `sym_storage_offset`, so correcting only one of the two bugs would lead to wrong results.
+        # `sym_storage_offset`, so fixing only one of the two bugs would lead to wrong results.
         module.lowerings.setdefault(
             torch.ops.aten.sym_storage_offset.default, _lower_storage_offset
         )
     realize = functools.partial(_realize_readers, overload)
-    # In both of the following cases, a lowering that the user has registered takes precedence.
+    # In both cases below, a lowering that the user has registered takes precedence.
     if hasattr(module, "user_lowerings"):
         module.user_lowerings.setdefault(overload, realize)
     elif overload not in module.lowerings:
-        # 2.11 has no `user_lowerings`. So create the fallback lowering that Inductor would create
-        # for the operator (in `GraphLowering.call_function`, torch/_inductor/graph.py), and wrap it
-        # in a lowering that calls `_realize_readers` first.
+        # 2.11 has no `user_lowerings`. So create the same fallback lowering as Inductor would (in
+        # `GraphLowering.call_function`, torch/_inductor/graph.py), and wrap it in a lowering that
+        # calls `_realize_readers` first.
         tag = get_layout_constraint_tag(overload)
         module.make_fallback(overload, layout_constraint=module.tag_to_layout_constraint(tag))
         fall_back = module.lowerings[overload]
@@ -80,7 +80,7 @@ def _register(overload: OpOverload) -> None:
 def as_strided_ignores_offsets() -> bool:
     """Return whether Inductor's `as_strided` ignores the storage offset of graph inputs.
 
-    pytorch/pytorch#184232 fixes this in 2.13.
+    Fixed in 2.13 by pytorch/pytorch#184232.
     """
     from torch._inductor.lowering import as_strided  # imports Inductor
 
@@ -92,9 +92,9 @@ def is_ours(lowering: object) -> bool:
 
 
 def _realize_readers(op: OpOverload, *args: Any, **kwargs: Any) -> None:
-    """Realize all values computed from mutated arguments, before the operator writes to them.
+    """Realize all values computed from mutated arguments before the operator writes to them.
 
-    Returns None, so Inductor then lowers the call as usual.
+    Returns None, which makes Inductor lower the call as usual.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -113,7 +113,7 @@ def _written(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _lower_storage_offset(tensor: Any) -> Any:
-    """Return the storage offset from the trace, as `sym_stride` is lowered to the traced stride."""
+    """Return the storage offset from the trace, as the lowering of `sym_stride` does."""
     from torch._inductor.virtualized import V  # imports Inductor
 
     offset = V.graph.current_node.meta["val"]

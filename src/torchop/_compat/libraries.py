@@ -1,6 +1,6 @@
-"""Define operators and register kernels through a `torch.library.Library`, and undo both.
+"""Define operators and register kernels through a `torch.library.Library`.
 
-Registrations are undone when the library is destroyed or garbage-collected.
+Both are undone when the library is destroyed or garbage-collected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
-    """Define an operator with a validated schema, and return the operator's qualified name."""
+    """Define an operator from a validated schema, and return its qualified name."""
     assert library.m is not None
     with short_errors:
         library.m.define(schema, "", tuple(tags))
@@ -47,12 +47,12 @@ def implement(
 ) -> None:
     """Register a Python kernel at one dispatch key.
 
-    `replaces` must be true if the operator may have a kernel at this key.
+    Pass `replaces=True` if the operator may already have a kernel at this key.
     """
     assert library.m is not None
     with contextlib.ExitStack() as blocks:
         if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
-            # Hide PyTorch's warning about a replaced kernel, because the replacement is intended.
+            # Hide PyTorch's warning about the replaced kernel, since the replacement is intended.
             blocks.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
         library.m.impl(name, key, kernel, with_keyset)
@@ -68,9 +68,9 @@ def implement_temporarily(
 ) -> Callable[[], None]:
     """Register a Python kernel, and return a function that removes it.
 
-    PyTorch can remove a kernel only by destroying the C++ library object that registered it, so
-    this function creates such an object for this kernel alone. Remove the kernel before `library`
-    is destroyed.
+    PyTorch can only remove a kernel by destroying the C++ library object that registered it, so
+    this function creates a separate object for each kernel. The kernel must be removed before
+    `library` is destroyed.
     """
     qualname = f"{library.ns}::{name}"
     reference = weakref.ref(library)  # the kernel must not keep the library alive
@@ -83,12 +83,12 @@ def implement_temporarily(
     def remove() -> None:
         finish = _hooks.extension.keep_memory((), [qualname], True)
         registration.reset()
-        # Other threads may be calling the kernel, so free its function only with the library.
+        # Other threads may still be calling the kernel, so free its function only with the library.
         if (alive := reference()) is not None:
             on_close(alive, finish)
 
-    # Record the kernel in `library`. When `library` is destroyed, `free_kernels` frees the
-    # functions of all recorded kernels.
+    # Record the kernel in `library`, because `free_kernels` frees the functions of all recorded
+    # kernels when the library is destroyed.
     library._op_impls.add(f"{library.ns}/{name}/{key}")
     registration.impl(name, key, kernel, False)
     return remove
@@ -103,9 +103,9 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Run `hook` once, when `library` is destroyed.
 
-    If the garbage collector finalizes the library while a registration is running, then
-    `run_waiting_hooks` runs the hook. The caller may hold the registration lock while it destroys
-    the library, so the hook must not call user code.
+    If the garbage collector finalizes the library while a registration is running, the hook is
+    deferred to `run_waiting_hooks`. The library may be destroyed under the registration lock, so
+    the hook must not call user code.
     """
     library._registration_handles.append(cast(Any, _DestroyOnce(hook, weakref.ref(library))))
 
@@ -113,23 +113,23 @@ def on_close(library: torch.library.Library, hook: registries.RegistrationHook) 
 def after_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Queue `hook` for `run_waiting_hooks` when `library` is destroyed or garbage-collected.
 
-    The hook may call user code.
+    Unlike a hook of `on_close`, this hook may call user code.
     """
     on_close(library, lambda: waiting_hooks.append((hook, False)))
 
 
 # The registration lock. `_core.lock` sets this variable.
 lock: Any = threading.RLock()
-# The hooks that `run_waiting_hooks` must run, and whether the garbage collector added each hook.
-# Appending to a deque is atomic, so a finalizer needs no lock.
+# Hooks for `run_waiting_hooks`, each with a flag that tells whether the garbage collector queued
+# it. Appending to a deque is atomic, so finalizers need no lock.
 waiting_hooks: collections.deque[tuple[registries.RegistrationHook, bool]] = collections.deque()
 
 
 def run_waiting_hooks() -> None:
     """Run the hooks of closed libraries. The caller must not hold the registration lock.
 
-    If hooks raise exceptions, the first one is raised after all hooks have run. An exception of a
-    hook that the garbage collector added is only logged, because it does not concern the caller.
+    If any hooks raise, the first exception is reraised after all hooks have run. An exception from
+    a hook that the garbage collector queued is only logged, because it does not concern the caller.
     """
     first: BaseException | None = None
     while waiting_hooks:
@@ -151,8 +151,8 @@ def run_waiting_hooks() -> None:
 class _DestroyOnce:
     """A registration handle that runs a hook only once.
 
-    PyTorch destroys these handles twice: when it destroys a library, and when it finalizes the
-    library.
+    This is needed because PyTorch destroys these handles twice: when a library is destroyed, and
+    when it is finalized.
     """
 
     __slots__ = ("_hook", "_library")
@@ -174,7 +174,8 @@ class _DestroyOnce:
             finally:
                 lock.release()
         else:
-            # The garbage collector runs this, and must not wait for the lock (see `_core.lock`).
+            # The garbage collector is running this, so it must not wait for the lock (see
+            # `_core.lock`).
             waiting_hooks.append((self._run, True))
 
     def _run(self) -> None:
@@ -184,9 +185,9 @@ class _DestroyOnce:
         try:
             hook()
         except BaseException:
-            # Keep the hook, so that the caller can destroy the library again. For example, a hook
-            # raises an error if it is run during a call to the operator, and succeeds after the
-            # call.
+            # Keep the hook, so that destroying the library can be retried. For example, a hook
+            # raises if it runs during a call to the operator, but succeeds once the call has
+            # returned.
             self._hook = hook
             raise
 
@@ -200,10 +201,9 @@ class _DestroyAll(_DestroyOnce):
 class _Contents(NamedTuple):
     """A callable that destroys everything that was registered through a library.
 
-    It must not reference the library itself, because the library could then never be
-    garbage-collected. It references the library's sets of names only weakly, because PyTorch's test
-    `test_finalizer` (test/test_python_dispatch.py) checks that only the finalizer keeps these sets
-    alive.
+    It must not reference the library itself, or the library could never be garbage-collected. It
+    holds the library's sets of names only weakly, because PyTorch's test `test_finalizer`
+    (test/test_python_dispatch.py) checks that only the finalizer keeps these sets alive.
     """
 
     m: Any
@@ -218,17 +218,18 @@ class _Contents(NamedTuple):
         names = [operators.parts(qualname) for qualname in defined]
         deregistration.invalidate_existing(names, library_closed_reason)
         for place, handle in enumerate(self.handles):
-            # Wrap PyTorch's own handles, because they raise an error if they are destroyed twice.
+            # Wrap PyTorch's own handles, because destroying them twice raises an error.
             if not isinstance(handle, _DestroyOnce):
                 self.handles[place] = cast(Any, _DestroyOnce(handle.destroy))
         qualnames = {operators.joined(*name) for name in names}
         records = (record.split("/") for record in implemented)
         others = {f"{namespace}::{name}" for namespace, name, _ in records} - qualnames
-        # If one callback raises, for example the `detach` method of a user's rule, ExitStack still
-        # calls the others, the last one first, and then reraises the exception.
+        # If a callback raises, for example the `detach` method of a user's rule, ExitStack still
+        # runs the others, in reverse order, and then reraises the exception.
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget, names, defined, implemented)
-            # Calls to other operators may still run a removed kernel, so keep its function too.
+            # A removed kernel may still be running in a call to another library's operator, so keep
+            # its function.
             stack.callback(_hooks.extension.keep_memory((), others, False))
             stack.callback(_hooks.extension.keep_memory(qualnames, (), True))
             if self.m is not None:
@@ -238,9 +239,9 @@ class _Contents(NamedTuple):
 
     @staticmethod
     def _forget(names: list[Any], defined: set[str], implemented: set[str]) -> None:
-        # Remove the names now. PyTorch would also remove them, but only when it finalizes the
-        # library (`_del_library` in torch/library.py). By that time, another library may have
-        # defined operators with the same names.
+        # Remove the names now. PyTorch would do so only when it finalizes the library
+        # (`_del_library` in torch/library.py), and by then another library may have defined
+        # operators with the same names.
         torch.library._defs.difference_update(defined)
         torch.library._impls.difference_update(implemented)
         if not _is_exiting:
@@ -251,7 +252,7 @@ class _Contents(NamedTuple):
 
 
 def follow(library: torch.library.Library) -> None:
-    """Make sure that everything registered through a library is destroyed with the library."""
+    """Make sure that everything registered through a library is destroyed along with it."""
     handles = library._registration_handles
     if not (handles and isinstance(handles[0], _DestroyAll)):
         names = library._op_defs, library._op_impls
@@ -260,7 +261,9 @@ def follow(library: torch.library.Library) -> None:
 
 
 def end(library: torch.library.Library) -> None:
-    """Destroy everything registered through a library. All code that closes a library calls it."""
+    """Destroy everything registered through a library. Every code path that closes a library calls
+    this.
+    """
     follow(library)
     library._registration_handles[0].destroy()
 
@@ -272,11 +275,10 @@ def library_closed_reason(name: str) -> str:
 def free_kernels(records: Iterable[str]) -> None:
     """Free the kernel functions of closed libraries after their operators were deregistered.
 
-    Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: PyTorch keeps
-    the last function that was registered for each operator and key alive forever. PyTorch drops the
-    function only when another function is registered for the same operator and key. So
-    `free_kernels` registers `_no_kernel`, which references nothing, and removes the registration
-    again.
+    Workaround for `python_registrations_` in torch/csrc/utils/python_dispatch.cpp: for each
+    operator and key, PyTorch keeps the last registered function alive until another function is
+    registered for the same operator and key. So register `_no_kernel`, which references nothing,
+    and remove the registration again.
     """
     _unfreed.update(records)
     deregistered = [record for record in tuple(_unfreed) if _is_deregistered(record)]
@@ -290,19 +292,19 @@ def free_kernels(records: Iterable[str]) -> None:
     _unfreed.difference_update(deregistered)
 
 
-# The records (`namespace/name/key`) of kernels that PyTorch keeps alive although their libraries
-# are closed.
+# The records (`namespace/name/key`) of kernels that PyTorch still keeps alive although their
+# libraries are closed.
 _unfreed: set[str] = set()
-# Maps each namespace to the C++ library object with which `free_kernels` registers functions. The
-# object is reused, because PyTorch leaks 48 bytes for each library object
+# Maps each namespace to the C++ library object that `free_kernels` registers functions with. The
+# object is reused because PyTorch leaks 48 bytes for each library object
 # (`leaked_python_filenames_` in torch/csrc/utils/python_dispatch.cpp).
 _freeing: dict[str, Any] = {}
 
 
 def _is_deregistered(record: str) -> bool:
     namespace, name, _ = record.split("/")
-    # Skip the namespace "_". `Library("_", "IMPL")` registers kernels for operators that other
-    # libraries define, so its records do not contain the namespaces of the operators.
+    # Skip the namespace "_". `Library("_", "IMPL")` registers kernels for operators of other
+    # libraries, so its records do not contain the operators' namespaces.
     return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
 
 
@@ -310,7 +312,7 @@ def _no_kernel(*args: Any, **kwargs: Any) -> Any:
     raise OperatorGoneError("This operator was deregistered.")
 
 
-# True while the process exits. PyTorch then finalizes all libraries, but freeing their kernels
+# True while the process exits. PyTorch then finalizes all libraries, and freeing their kernels
 # would be a waste of time.
 _is_exiting = False
 
@@ -325,8 +327,8 @@ def _exit() -> None:
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Yield the names of two temporary operators, and the CPU kernel that both use.
 
-    torchop's C++ extension examines these operators to find out how PyTorch stores kernels in
-    memory. Only the kernel of the second operator receives the dispatch keys.
+    torchop's C++ extension examines these operators to learn how PyTorch stores kernels in memory.
+    Only the kernel of the second operator receives the dispatch keys.
     """
 
     def kernel() -> None:
@@ -335,7 +337,7 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            # Do not use the method `library.define`, because other code may have monkeypatched it.
+            # Avoid the method `library.define`, because other code may have monkeypatched it.
             define(library, f"{name}() -> ()", ())
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel

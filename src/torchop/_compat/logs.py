@@ -1,9 +1,9 @@
-"""The loggers that TORCH_LOGS can enable (called artifacts in PyTorch).
+"""torchop's loggers for TORCH_LOGS, which PyTorch calls artifacts.
 
 PyTorch parses TORCH_LOGS at the end of `import torch` (`_parse_log_settings` in
 torch/_logging/_internal.py), and imports an unknown name as a module. So a setting such as
-`TORCH_LOGS=torchop,torchop_calls` must name `torchop` first: this imports torchop, and thereby
-registers the artifact `torchop_calls`.
+`TORCH_LOGS=torchop,torchop_calls` must name `torchop` first: this imports torchop, which registers
+the artifact `torchop_calls`.
 """
 
 import logging

@@ -27,8 +27,8 @@ def observing_mode(
 ) -> contextlib.AbstractContextManager[Any]:
     """Return a mode that calls `note(name, args, kwargs)` before each operator call.
 
-    If `note` returns a function, the mode calls it after the operator has returned. The mode also
-    observes the calls that Python kernels make. It does not affect `torch.compile`.
+    If `note` returns a function, the mode calls it after the operator has returned. Calls made
+    inside Python kernels are observed too. The mode does not affect `torch.compile`.
     """
 
     class Observing(TorchDispatchMode):
@@ -41,7 +41,7 @@ def observing_mode(
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
             # If this returned True, PyTorch would import Dynamo. `never_traced` below has the same
-            # effect without the import.
+            # effect, but without the import.
             return False
 
         @compilers.never_traced
@@ -86,8 +86,8 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 def _is_called_by_a_mode() -> bool:
     """Return whether the handler of another mode made the call.
 
-    PyTorch excludes the same dispatch keys in the other mode's handler and in ours, so the excluded
-    keys do not show which handler made the call. This function searches the call stack instead.
+    PyTorch excludes the same dispatch keys in every mode's handler, so they do not show which
+    handler made the call. Search the call stack instead.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
@@ -98,14 +98,14 @@ def _is_called_by_a_mode() -> bool:
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Call the kernel below `mode`, in the thread-local state that it would have without the mode.
 
-    While a mode's handler runs, PyTorch deactivates the mode, and excludes all dispatch keys above
-    the key Python. In this state, the kernel would run without autocast. Calls inside the kernel
-    would not record gradients, and would not be observed.
+    While a mode's handler runs, PyTorch deactivates the mode and excludes all dispatch keys above
+    the key Python. In this state, the kernel would run without autocast, and calls inside it would
+    neither record gradients nor be observed.
     """
     tensors = _tensors_of_call(args, kwargs)
     keys = dispatch.keyset_of_call(tensors)
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
-    # Most operators have only a fallthrough at BackendSelect, and a redispatch to a fallthrough
+    # Most operators only have a fallthrough at BackendSelect, and redispatching to a fallthrough
     # fails.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
         keys = keys.remove(DispatchKey.BackendSelect)
@@ -122,7 +122,7 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
 def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
     """Return the dispatch keys that the autocast and autograd kernels of a call would exclude.
 
-    The thread must be in the state that it had when the operator was called.
+    Call this in the thread-local state in which the operator was called.
     """
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):
@@ -147,8 +147,8 @@ _EXCLUDED_BELOW_AUTOGRAD = (
 def _excludes_versions(qualname: str) -> bool:
     """Return whether an operator's ADInplaceOrView kernel excludes this key when it redispatches.
 
-    ADInplaceOrView kernels bump version counters. In 2.11, the ADInplaceOrView kernels that
-    `torch.library.custom_op` registers exclude the key.
+    ADInplaceOrView kernels bump version counters. In 2.11, the kernels that
+    `torch.library.custom_op` registers at this key exclude it.
     """
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
     is_stock = type(registries.published_handle(qualname)) is CustomOpDef
@@ -159,10 +159,11 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Return whether an autograd formula records a gradient for the call that a mode handles.
+    """Return whether an autograd formula records a gradient for the call that a mode is handling.
 
-    In the mode's handler, autograd is always disabled. So this function searches the call stack for
-    the `forward` of a formula, which is in `module_of_formulas` or in torch/_library/autograd.py.
+    Autograd is always disabled in a mode's handler, so its state does not tell. Search the call
+    stack for the `forward` of a formula instead, which is defined in `module_of_formulas` or in
+    torch/_library/autograd.py.
     """
     if torch.is_grad_enabled():
         return True

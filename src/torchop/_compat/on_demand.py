@@ -27,14 +27,13 @@ def compile_aoti_package(
 ) -> str:
     """Compile an exported program into an AOTInductor package, and return the package's path.
 
-    If `path` is None, PyTorch chooses the path. `linked` is a shared library with which the
-    compiled program is linked. At run time, the library is loaded from the folder of the compiled
-    program.
+    If `path` is None, PyTorch chooses the path. `linked` is a shared library to link the compiled
+    program with. At run time, it is loaded from the folder of the compiled program.
     """
     if linked is not None:
         libraries = "aot_inductor.custom_op_libs"
-        # Inductor prepends "-l" to each entry, and splits the result as a shell does. So an entry
-        # that starts with the name of a library can contain further flags.
+        # Inductor prepends "-l" to each entry, and then splits the result like a shell. So an entry
+        # that starts with a library name can carry more flags.
         flags = f"c10 -Wl,--no-as-needed,-rpath,'$ORIGIN' {shlex.quote(linked)}"
         configs = {**configs, libraries: [*(configs.get(libraries) or ()), flags]}
     compile_package: Any = torch._inductor.aoti_compile_and_package
@@ -43,10 +42,10 @@ def compile_aoti_package(
 
 
 def _default_dtypes() -> contextlib.AbstractContextManager[None]:
-    """Write omitted dtype arguments into an AOTInductor package as dtypes, not as ints.
+    """Write omitted dtype arguments into an AOTInductor package as dtypes rather than ints.
 
-    `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) takes the default of an omitted
-    argument from the schema, which stores a dtype as an int. The package loader
+    `ExternKernel.fill_non_provided_args` (torch/_inductor/ir.py) fills in the default of an omitted
+    argument from the schema, which stores dtypes as ints. But the package loader
     (torch/csrc/inductor/aoti_torch/oss_proxy_executor.cpp) rejects an int for a dtype.
     """
     from torch._inductor.ir import ExternKernel  # imports Inductor
@@ -60,7 +59,7 @@ def _default_dtypes() -> contextlib.AbstractContextManager[None]:
             kind = self.allarg_properties[name]["type"].str()
             return schemas.enumeration(kind).get(value, value)
 
-        # The caller writes `kwargs` into the package after this call.
+        # The caller writes `kwargs` into the package afterwards, so update it in place.
         kwargs.update({name: converted(name, value) for name, value in kwargs.items()})
         names = [properties["name"] for properties in self.arg_properties]
         return [*map(converted, names, fill(self, args, kwargs))]

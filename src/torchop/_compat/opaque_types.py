@@ -1,7 +1,8 @@
-"""Register opaque types, classes whose objects PyTorch passes to operators without a conversion.
+"""Register opaque types: classes whose objects PyTorch passes to operators unconverted.
 
-PyTorch passes an object *by reference* as an input of a graph, and *by value* as a constant in it.
-Since 2.15, PyTorch calls these classes custom classes, and the two kinds symbolic and constant.
+PyTorch passes an object *by reference* as an input of a graph, or *by value* as a constant in the
+graph. Since 2.15, PyTorch calls these classes custom classes, and the two kinds symbolic and
+constant.
 """
 
 from __future__ import annotations
@@ -27,25 +28,24 @@ _NOT_IN_SCHEMAS = re.compile(r"[^\w.]")
 
 
 def custom_class_name(annotation: Any) -> str | None:
-    """Return the name that a class has in schemas, or None if schemas do not support the class.
+    """Return the name of a class in schemas, or None if schemas do not support the class.
 
-    Schemas support PyTorch's opaque types, registered enums, and Generator.
+    They support PyTorch's opaque types, registered enums, and Generator.
     """
     if not isinstance(annotation, type):
         return None
-    # Since 2.15, `is_opaque_type` is deprecated and logs a warning, so use the new name if it
-    # exists.
+    # Since 2.15, `is_opaque_type` is deprecated and logs a warning, so prefer the new name.
     is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
     if annotation.__module__.startswith("torch.distributed.") and not is_custom(annotation):
         _register_distributed_types()
     if not is_custom(annotation):
-        # Before 2.13, Generator is a separate schema type and not a custom class.
+        # Before 2.13, Generator is a schema type in its own right rather than a custom class.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
 
 
 def _register_distributed_types() -> None:
-    """Make PyTorch register ProcessGroup and DeviceMesh, which it otherwise does for DTensors."""
+    """Make PyTorch register ProcessGroup and DeviceMesh, as it does when DTensor is used."""
     module = importlib.import_module("torch.distributed.device_mesh")
     getattr(module, "_register_distributed_opaque_types", lambda: None)()
 
@@ -65,7 +65,7 @@ def registered_kind(cls: type) -> bool | None:
 
 
 def names_reference(name: str) -> bool:
-    """Return whether a type name in a schema is the name of a class that is passed by reference."""
+    """Return whether a type name in a schema refers to a class that is passed by reference."""
     info = opaque_object._OPAQUE_TYPES_BY_NAME.get(name)
     return info is not None and info.opaque_typ == _KINDS[0]
 
@@ -81,12 +81,12 @@ def register(cls: type, *, is_value: bool) -> None:
         for each in _with_subclasses(cls):
             _add_metaclass(each)
         traced_objects.register(cls)
-    # PyTorch's name of the class may contain `<locals>`, which schemas cannot contain.
+    # The qualified name of a class may contain `<locals>`, which is not allowed in schemas.
     qualname = cls.__qualname__
     name = _NOT_IN_SCHEMAS.sub("_", qualname)
     forget = getattr(torch._C, "_unregister_opaque_type", None)
     if forget is not None and torch._C._is_opaque_type_registered(f"{cls.__module__}.{name}"):
-        # An earlier class of this name, from the same definition. 2.15 rejects a second class.
+        # An earlier class from the same definition still has this name. 2.15 rejects a second one.
         forget(f"{cls.__module__}.{name}")
     try:
         if name != qualname:
@@ -104,7 +104,7 @@ def _with_subclasses(cls: type) -> list[type]:
 
 @functools.cache
 def _reference_metaclass() -> type:
-    """Return the metaclass for `isinstance` checks of objects that stand for others in a trace."""
+    """Return the metaclass that makes `isinstance` accept the stand-ins for objects in a trace."""
     place, name = "torch._opaque_base", "OpaqueBaseMeta"
     if _HAS_NEW_NAMES:
         place, name = "torch._custom_class_base", "CustomClassBaseMeta"
@@ -123,8 +123,8 @@ def _combined(metaclass: type) -> type:
 def _add_metaclass(cls: type) -> None:
     """Make PyTorch's metaclass the metaclass of an existing class.
 
-    Replacing the class by a new class would be wrong, because other modules may have imported the
-    existing class.
+    The class must be changed in place rather than replaced, because other modules may have imported
+    it already.
     """
     metaclass = type(cls)
     if issubclass(metaclass, _reference_metaclass()):
@@ -133,8 +133,9 @@ def _add_metaclass(cls: type) -> None:
         cls.__class__ = _combined(metaclass)
         return
     # Python permits this assignment only if the old metaclass is mutable, and `type` is not. So
-    # write the field `ob_type`, as PyTorch does for Generator (`_set_generator_metaclass` in
-    # torch/csrc/Generator.cpp). This is safe because PyTorch's metaclass has the layout of `type`.
+    # write the field `ob_type` directly, as PyTorch does for Generator (`_set_generator_metaclass`
+    # in torch/csrc/Generator.cpp). This is safe because PyTorch's metaclass has the same layout as
+    # `type`.
     added = _reference_metaclass()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(added))
     end_of_header = id(cls) + object.__basicsize__

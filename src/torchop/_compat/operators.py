@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torchop._compat import torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
-# `registered_schema(name, overload)` returns an operator's schema. It raises RuntimeError if the
+# `registered_schema(name, overload)` returns an operator's schema, or raises RuntimeError if the
 # operator is not defined.
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
@@ -43,23 +43,23 @@ def has_entry(namespace: str, name: str, overload: str) -> bool:
 def all_operators() -> set[str]:
     """Return the names of all defined operators.
 
-    The dispatcher's list also contains operators that have a kernel but no schema, so this checks
-    whether each has a schema. `is_registered` cannot be used for this check, because it reads
-    TorchScript's `OperatorRegistry` (torch/csrc/jit/runtime/operator.cpp). This registry caches
-    operators, and would access freed memory for operators that were deregistered.
+    The dispatcher's list also contains operators with a kernel but no schema, so filter the list
+    with `has_schema`. `is_registered` would not do, because it reads TorchScript's
+    `OperatorRegistry` (torch/csrc/jit/runtime/operator.cpp), whose cache would access freed memory
+    for deregistered operators.
     """
     return set(filter(has_schema, torch._C._dispatch_get_all_op_names()))
 
 
 def has_schema(qualname: str) -> bool:
-    """Return whether an operator is defined. Unlike `is_registered`, this uses no cache."""
+    """Return whether an operator is defined. Unlike `is_registered`, this is never stale."""
     name, _, overload = qualname.partition(".")
     try:
         torch._C._dispatch_find_schema_or_throw(name, overload)
     except RuntimeError:
         return False
-    # Check the name too. If a definition with a malformed name, such as "::op", has failed, the
-    # dispatcher still has the name.
+    # Check the name too, because the dispatcher keeps a malformed name such as "::op" after its
+    # definition has failed.
     return name.count("::") == 1 and not name.startswith(":")
 
 
@@ -68,9 +68,9 @@ def is_defined_in_python(qualname: str) -> bool:
 
 
 def defined_in_python() -> set[str]:
-    # Remove whitespace, because PyTorch stores names as written, and one of PyTorch's names
-    # contains a newline. Copy the set first, because a garbage collection may finalize a library,
-    # which removes names from the set.
+    # Strip whitespace, because PyTorch stores names as written, and one of its own names contains a
+    # newline. Copy the set first, because a garbage collection may finalize a library, which
+    # removes names from the set.
     names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
     return set(filter(has_schema, names))
 
@@ -87,7 +87,7 @@ CALLED_BY_NAME = re.compile(r"\('(\w+)::(\w+)(?:\.(\w+))?', \[")
 
 
 def in_graph(graph: GraphModule) -> list[OpOverload]:
-    """Return the sorted operators that a graph calls or passes to higher-order operators."""
+    """Return the operators that a graph calls or passes to higher-order operators, sorted."""
     nodes = nodes_in(graph)
     inputs = [value for n in nodes for value in (n.target, *n.args, *n.kwargs.values())]
     texts = (CALLED_BY_NAME.match(value) for value in inputs if isinstance(value, str))
@@ -107,7 +107,7 @@ def overload_names(qualname: str) -> list[str]:
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:
-    """Return the overload that a packet selects, or raise RuntimeError if none takes `args`."""
+    """Return the overload that a packet selects for a call. Raise RuntimeError if none matches."""
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     return cast(OpOverload, getattr(packet, name))
 

@@ -27,8 +27,8 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     """Return the tests of `torch.library.opcheck` by name. The first call takes two seconds.
 
     Workaround for pytorch/pytorch#149468: before 2.13, `test_faketensor` does not compare the
-    strides of CPU tensors, so this function replaces the test by one that does. Remove this when
-    2.13 is the oldest supported release.
+    strides of CPU tensors, so replace it with a test that does. Remove this once 2.13 is the oldest
+    supported release.
     """
     from torch.testing._internal.optests import generate_tests
 
@@ -64,8 +64,8 @@ def _comparing_strides(check: Callable[..., Any]) -> Callable[..., Any]:
 def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which operators without a backward formula record no gradient.
 
-    By default, PyTorch's fallback kernel for such operators makes the results require grad, and the
-    backward warns (torch/csrc/autograd/autograd_not_implemented_fallback.cpp).
+    By default, PyTorch's fallback kernel for such operators makes the results require grad, and
+    then warns in the backward pass (torch/csrc/autograd/autograd_not_implemented_fallback.cpp).
     """
     from torch.testing._internal.optests import autograd_registration
 
@@ -76,8 +76,8 @@ def without_autograd_fallback() -> contextlib.AbstractContextManager[None]:
 def default_device_of_fake(qualname: str, device: str) -> Iterator[None]:
     """Make `device` the default device inside an operator's fake kernel.
 
-    A `with torch.device(...)` block around the call has no effect in the fake kernel, because
-    PyTorch disables TorchFunctionModes before it runs a fake kernel.
+    Wrapping the call in `with torch.device(...)` would not work, because PyTorch disables
+    TorchFunctionModes before it runs a fake kernel.
     """
     kernel = singleton.find(qualname).fake_impl.kernel
 

@@ -1,7 +1,7 @@
 """Read and replace the attribute `_op` of overloads and packets: the C++ function that they call.
 
-torchop replaces this function with an `Operator`, a class in torchop's C++ extension. An `Operator`
-runs a kernel without the dispatcher if it can (a native call). Otherwise it calls PyTorch's
+torchop replaces this function with an `Operator`, a class of torchop's C++ extension. If possible,
+an `Operator` runs a kernel without the dispatcher (a native call). Otherwise it calls PyTorch's
 function.
 """
 
@@ -19,8 +19,8 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
     """Make an overload, and the packet that contains it, try a native call first.
 
     `operator` is the extension's class `Operator`, and `entry` is the C++ object that tries native
-    calls. Returns the function that the overload called before. If this is a Python function, such
-    as a user's hook, it is not replaced.
+    calls. Returns the overload's previous function. A Python function, such as a user's hook, is
+    not replaced.
     """
     stop_observing(overload)
     function = overload._op
@@ -31,19 +31,19 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 class ObservedFunction:
-    """Call `observe()` before PyTorch's function of an overload or packet.
+    """A wrapper that calls `observe()` before PyTorch's function of an overload or packet.
 
-    If `observe` returns False, restore PyTorch's function before the call.
+    If `observe` returns False, PyTorch's function is restored before the call.
     """
 
     def __init__(self, op: OpOverload | OpOverloadPacket, observe: Callable[[], bool]) -> None:
         self._op = op
         self._observe = observe
         self._function: Any = op._op
-        # PyTorch uses overloads and packets as keys of dictionaries, and their hash is the hash of
-        # this function.
+        # Preserve the hash, which is the hash of this function, because PyTorch uses overloads and
+        # packets as dictionary keys.
         self._hash = hash(op)
-        # `torch_ops.refresh` reads this attribute. In 2.15, some functions do not have it.
+        # `torch_ops.refresh` reads this attribute, which some functions lack in 2.15.
         self.__module__ = getattr(self._function, "__module__", __name__)
 
     def __hash__(self) -> int:
@@ -64,8 +64,8 @@ class ObservedFunction:
 def observe_calls(overload: OpOverload, observe: Callable[[], bool]) -> None:
     """Call `observe()` before each call to an overload or its packet, until it returns False.
 
-    Use this for operators of other packages while the extension is not loaded. If other code has
-    replaced PyTorch's function, for example with a hook, do nothing.
+    This is used for operators of other packages while the extension is not loaded. It is a no-op if
+    other code has replaced PyTorch's function, for example with a hook.
     """
     for op in (overload, overload._overloadpacket):
         if is_cpp_function(op._op):
@@ -88,26 +88,26 @@ def _replace(op: OpOverload | OpOverloadPacket, expected: Any, function: Any) ->
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Return whether a function is PyTorch's, or torchop's wrapper that preserves its hash."""
+    """Return whether a function is PyTorch's own, or torchop's wrapper that preserves its hash."""
     is_wrapped = getattr(function, "entry", function) is None
-    # In 2.15, the `_op` of an overload is no longer a builtin function, but an instance of a class
-    # in torch._C.
+    # Since 2.15, the `_op` of an overload is an instance of a class in torch._C rather than a
+    # builtin function.
     is_pytorchs = type(function).__module__ == "torch._C"
     return is_wrapped or is_pytorchs or isinstance(function, BuiltinFunctionType)
 
 
-# Packets in these namespaces must not try native calls, because they could run an incorrect
-# overload. In these namespaces, PyTorch accepts a number for an argument of type Tensor
-# (`opAllowsNumbersAsTensors` in torch/csrc/jit/python/init.cpp). But a native call rejects the
-# number, so the packet would skip the overload that PyTorch selects, and try the next overload.
+# Packets in these namespaces must not try native calls, because they could run the wrong overload.
+# PyTorch accepts a number for an argument of type Tensor there (`opAllowsNumbersAsTensors` in
+# torch/csrc/jit/python/init.cpp). But a native call rejects the number, so the packet would skip
+# the overload that PyTorch selects and move on to the next.
 _NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
 
 
 def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
-    """Make a packet try native calls to the overloads, in the order in which PyTorch tries them.
+    """Make a packet try native calls to its overloads, in the order in which PyTorch tries them.
 
-    At the first overload for which native calls are not available, the packet stops and calls
-    PyTorch's function, which then selects the overload.
+    At the first overload without native calls, the packet falls back to PyTorch's function, which
+    then selects the overload.
     """
     function: Any = packet._op
     while isinstance(function, operator):
@@ -120,12 +120,12 @@ def follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     functions = [getattr(vars(packet).get(name), "_op", None) for name in packet.overloads()]
     entries = [each.entry if isinstance(each, operator) else None for each in functions]
-    # PyTorch uses packets as keys of dictionaries, so the hash of this packet must not change. The
-    # hash of a packet is the hash of its `_op`. An `operator` has the packet's current hash.
+    # The packet's hash must not change, because PyTorch uses packets as dictionary keys. The hash
+    # is the hash of the packet's `_op`, and an `operator` preserves it.
     if not any(entries) and hash(function) != hash(packet):
         function = operator(packet, None, function)
     # Build a linked list of functions, one for each overload that can try native calls. Stop at the
-    # first overload without an entry, the C++ object that tries native calls.
+    # first overload without an entry (the C++ object that tries native calls).
     chain = None
     for entry in reversed(entries):
         chain = operator(packet, entry, function, chain) if entry else None
@@ -136,11 +136,11 @@ def replaced_function(overload: OpOverload) -> Any:
     return overload._op
 
 
-# For each class of `torch.ops`, this table contains the names that the code of `__call__` uses if
-# the method only forwards the call to `self._op`. `forwarding_classes` compares them with the
-# installed PyTorch. There is one tuple of names for each variant of the method in the supported
-# releases. (The methods do more if the operator takes TorchScript classes.) Since 2.14, calls that
-# skip `__torch_function__` use `_cpp_dispatch_handle` instead of `_op`, and so does the extension.
+# For each class of `torch.ops`, the names used by the code of `__call__` if the method only
+# forwards the call to `self._op`. There is one tuple for each variant of the method in the
+# supported releases, and `forwarding_classes` compares the tuples with the installed PyTorch. (The
+# methods do more if the operator takes TorchScript classes.) Since 2.14, calls that skip
+# `__torch_function__` use `_cpp_dispatch_handle` instead of `_op`, and so does the extension.
 _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
     OpOverload: (
         ("_op",),
@@ -167,7 +167,7 @@ _FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
 def forwarding_classes() -> list[type]:
     """Return the torch.ops classes whose `__call__` does nothing but forward to `_op`.
 
-    Classes are omitted if `__call__` was monkeypatched, or differs in a newer PyTorch.
+    Classes whose `__call__` was monkeypatched, or differs in a newer PyTorch, are omitted.
     """
     return [
         cls

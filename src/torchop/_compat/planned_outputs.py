@@ -1,14 +1,14 @@
 """Let Inductor allocate an operator's results, if the operator has an out or in-place form.
 
-The functional form of an operator allocates the results. An operator may also have an out form,
-which writes the results into given buffers, or an in-place form, which overwrites the first
-argument. In a compiled program, Inductor then calls the out form with buffers from its own memory
-planning, or the in-place form if nothing reads the first argument later.
+An operator's functional form allocates its results. The operator may also have an out form, which
+writes the results into given buffers, or an in-place form, which overwrites the first argument. In
+compiled programs, Inductor can then call the out form with buffers from its own memory planning, or
+the in-place form if nothing reads the first argument later.
 
-With `torch.Tag.out`, PyTorch has a similar mechanism, but in 2.13 it is not usable for all
-operators: it fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other
-arguments, flattens lists, and passes defaults and keyword-only arguments twice. So this module
-registers lowerings that create the same Inductor nodes with correct arguments.
+PyTorch has a similar mechanism, `torch.Tag.out`, but in 2.13 it does not work for all operators: it
+fails with dynamic shapes (pytorch/pytorch#185503), moves all tensors before the other arguments,
+flattens lists, and passes defaults and keyword-only arguments twice. So this module registers
+lowerings that create the same Inductor nodes, but with correct arguments.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from torchop._compat import import_hooks, inductor_writes, operators, torch_ops
 
 _LOWERING = "torch._inductor.lowering"
 _REINPLACE = "torch._inductor.fx_passes.reinplace"
-# Maps each functional operator to its other forms. A form is stored under its name, as the function
-# `form` that was passed to `plan`.
+# Maps each functional operator to its other forms. A form is keyed by its name and stored as the
+# function `form` that was passed to `plan`.
 _forms: dict[str, dict[str, Callable[[], OpOverload | None]]] = {}
 
 
 def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Callable[[], None]:
     """Let Inductor call another form of an operator, and return a function to undo this.
 
-    `qualname` is the functional operator, and `name` is its out form or in-place form. An out form
-    must not read the buffers that it writes to. An in-place form must not read an element of its
-    first argument after it has written to the element. `form()` returns the form, or None while the
-    form runs different kernels than the functional operator.
+    `qualname` is the functional operator, and `name` is its out or in-place form. An out form must
+    not read the buffers that it writes to, and an in-place form must not read an element of its
+    first argument after writing to it. `form()` returns the form, or None as long as the form runs
+    different kernels than the functional operator.
     """
     if not _forms:
         for module in (_LOWERING, _REINPLACE):
@@ -55,11 +55,11 @@ def plan(qualname: str, name: str, form: Callable[[], OpOverload | None]) -> Cal
 
 
 def forms_in_graphs(qualname: str) -> list[OpOverload]:
-    """Return the other forms of an operator that newly compiled graphs may call instead of it."""
+    """Return the forms of an operator that newly compiled graphs may call in its place."""
     config = sys.modules.get("torch._inductor.config")
     divides_at = getattr(config, "custom_should_partition_ops", ())
-    # If the user wants Inductor to partition the graph at this operator, do not replace Inductor's
-    # own node, because Inductor does not partition at the nodes of this module.
+    # If the user wants Inductor to partition the graph at this operator, leave Inductor's own node
+    # in place, because Inductor does not partition at the nodes of this module.
     names = {qualname, qualname.partition(".")[0], f"{qualname}.default"}
     if not names.isdisjoint(divides_at):
         return []
@@ -77,7 +77,7 @@ def _connect() -> None:
 def _lowerings() -> dict[OpOverload, Callable[..., Any]] | None:
     """Return Inductor's table of user lowerings.
 
-    Returns None if Inductor is not imported, or if this release has no such table (e.g. 2.11).
+    Returns None if Inductor is not imported, or if this release has no such table (2.11).
     """
     return getattr(sys.modules.get(_LOWERING), "user_lowerings", None)
 
@@ -93,21 +93,21 @@ def _add(qualname: str, name: str) -> None:
         return
     functional, form = (torch_ops.lookup_overload(*operators.parts(n)) for n in (qualname, name))
     if not _is_inplace(form):
-        # A lowering that is already registered, such as a user's lowering for autotuning, takes
-        # precedence.
+        # An existing lowering takes precedence, for example one that the user registered for
+        # autotuning.
         lowerings.setdefault(functional, lambda *args, **kwargs: _lower(functional, args, kwargs))
     elif (module := sys.modules.get(_REINPLACE)) is not None:
-        # If nothing reads the first argument later, Inductor's reinplace pass replaces the call
-        # with a call to the in-place form.
+        # Inductor's reinplace pass replaces the call with a call to the in-place form if nothing
+        # reads the first argument later.
         may_overwrite = functools.partial(_may_overwrite, functional, form)
         module.inplaceable_ops[functional] = module.InplaceableOp(form, 0, may_overwrite)
 
 
 def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.Node) -> bool:
-    """Return whether a call may overwrite its first argument if no later node reads it."""
+    """Return whether a call may overwrite its first argument, provided no later node reads it."""
     config: Any = sys.modules["torch._inductor.config"]
-    # If the operator has an effect, the target of the node is a higher-order operator instead. The
-    # C++ and FX wrappers do not support this module's node.
+    # If the operator has an effect, the node's target is a higher-order operator instead. The C++
+    # and FX wrappers do not support this module's node.
     if node.target is not functional or config.cpp_wrapper or config.fx_wrapper:
         return False
     if inplace not in forms_in_graphs(functional._name):
@@ -115,8 +115,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
     first, *others = [each.meta.get("val") for each in _inputs(node)]
     if not _have_same_metadata(first, node.meta.get("val")) or not _is_dense(first):
         return False
-    # If another argument shares memory with the first, the kernel might overwrite an element before
-    # it reads the same element through the other argument.
+    # If another argument shares memory with the first, the kernel might overwrite an element that
+    # it has yet to read through the other argument.
     storages = {
         _storage(o) if _is_plain(o) else None for o in others if isinstance(o, torch.Tensor)
     }
@@ -126,8 +126,8 @@ def _may_overwrite(functional: OpOverload, inplace: OpOverload, node: torch.fx.N
         return False
     lowerings = _lowerings()
     assert lowerings is not None  # checked by `_add`
-    # Inductor's own lowering creates a node that declares the result as new memory, so Inductor
-    # would reuse that memory for other values. Replace this lowering.
+    # Replace Inductor's own lowering, which creates a node that declares the result as new memory,
+    # so Inductor would reuse that memory for other values.
     if inplace not in lowerings or inductor_writes.is_ours(lowerings[inplace]):
         lowerings[inplace] = lambda *args, **kwargs: _lower_inplace(inplace, args, kwargs)
     return True
@@ -142,8 +142,8 @@ def _inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
 def _is_held(node: torch.fx.Node) -> bool:
     """Return whether an in-place call must not write into the first argument of `node`.
 
-    The call must not write if the memory belongs to a graph input or constant. It also must not
-    write if the memory is viewed as another dtype, because Inductor cannot write into that view.
+    This is the case if the memory belongs to a graph input or constant, or is viewed as another
+    dtype, since Inductor cannot write into such a view.
     """
     kinds = ("placeholder", None), ("get_attr", None), ("call_function", torch.ops.aten.view.dtype)
     held = [n for op, target in kinds for n in node.graph.find_nodes(op=op, target=target)]
@@ -153,9 +153,9 @@ def _is_held(node: torch.fx.Node) -> bool:
 def _is_written_back(node: torch.fx.Node) -> bool:
     """Return whether the graph copies the result of a call into the call's first argument.
 
-    If the graph also returns the result, or creates a view of it, this function returns False.
-    Inductor does not check this. It accepts any copy into the first argument, so it would make the
-    call in place, and the returned result would be lost.
+    Returns False if the graph also returns the result or creates a view of it. Inductor does not
+    check this: it accepts any copy into the first argument, so it would make the call in place, and
+    the returned result would be lost.
     """
     first = node.args[0]
     copies = [u for u in node.users if u.target is torch.ops.aten.copy_.default]
@@ -189,13 +189,13 @@ def _have_same_metadata(first: Any, result: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    # Exclude complex tensors, because they may have a lazy conjugation or negation.
+    # Exclude complex tensors, which may have a lazy conjugation or negation.
     is_strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
     return is_strided and not value.is_complex() and not value.is_neg()
 
 
 def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Create the Inductor node that overwrites the first argument, and return the node's result."""
+    """Create the Inductor node that overwrites the first argument, and return its result."""
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
 
@@ -204,8 +204,8 @@ def _lower_inplace(inplace: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(inplace, *args, **kwargs)
     _, tensors, constants, unflatten, _ = _fields(processed)
     _node_classes()[2](unflatten, tensors, constants, inplace)
-    # If the first argument was not stored in a buffer yet, `process_kernel` has copied it into one.
-    # `tensors[0]` is this buffer, which the call overwrites.
+    # If the first argument was not in a buffer yet, `process_kernel` has copied it into one. Either
+    # way, the call overwrites the buffer `tensors[0]`.
     return tensors[0] if isinstance(tensors[0], ir.TensorBox) else ir.TensorBox(tensors[0])
 
 
@@ -217,7 +217,8 @@ def _fields(processed: Any) -> Any:
 def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
     """Create the Inductor node that writes the results into planned buffers.
 
-    Returns None if the call does not allow this, so Inductor uses the default lowering.
+    Returns None if this is not possible for the call, so that Inductor falls back to the default
+    lowering.
     """
     import torch._inductor.ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -232,7 +233,7 @@ def _lower(functional: OpOverload, args: Any, kwargs: Any) -> Any:
         processed = ir.FallbackKernel.process_kernel(functional, *args, **kwargs)
         example, tensors, constants, unflatten, unbacked = _fields(processed)
         results = (example,) if isinstance(example, torch.Tensor) else example
-        # Give up if a result has data-dependent sizes, because the buffer cannot be allocated
+        # Give up if a result has data-dependent sizes, because its buffer cannot be allocated
         # before the call.
         if unbacked or not all(map(_is_plannable, results)):
             return None
@@ -272,7 +273,7 @@ def _is_plannable(result: torch.Tensor) -> bool:
 
 
 def _is_dense(result: Any) -> bool:
-    # Do not use `is_non_overlapping_and_dense`, because it would add guards on symbolic sizes.
+    # `is_non_overlapping_and_dense` would add guards on symbolic sizes.
     from torch._prims_common import is_non_overlapping_and_dense_or_false  # slow import
 
     return bool(is_non_overlapping_and_dense_or_false(result))
@@ -282,7 +283,7 @@ def _is_dense(result: Any) -> bool:
 def _node_classes() -> tuple[Any, Any, Any]:
     """Return the classes of Inductor nodes for one output, several outputs, and in-place calls.
 
-    The second class is None if this PyTorch has no `ExternKernelMultiOut`.
+    The second class is None if this release of PyTorch has no `ExternKernelMultiOut`.
     """
     from torch._inductor import ir  # imports Inductor
     from torch._inductor.virtualized import V  # imports Inductor
@@ -337,7 +338,7 @@ def _node_classes() -> tuple[Any, Any, Any]:
 
     class Several(ir.ExternKernelMultiOut):
         def codegen(self, wrapper: Any) -> None:
-            # The kernel writes to all output buffers, so restore the buffers that Inductor removed
+            # The kernel writes to all output buffers, so restore the ones that Inductor removed
             # because nothing reads them.
             for output in self.outputs:
                 V.graph.removed_buffers.discard(output.get_name())

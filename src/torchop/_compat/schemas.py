@@ -30,7 +30,7 @@ def parse(text: str) -> FunctionSchema:
 
 
 def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
-    """Return whether `new` accepts all calls that `old` accepts, by PyTorch's rules for ATen."""
+    """Return whether `new` accepts every call that `old` accepts, by PyTorch's rules for ATen."""
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
@@ -44,8 +44,8 @@ def written_type(argument: Any) -> str:
 def enumeration(kind: str) -> Mapping[int, Any]:
     """Return the Python objects of a schema type whose values are stored as integers.
 
-    For example, for ScalarType the result maps the integers to dtypes. The result is cached,
-    because computing it requires parsing a schema for each dtype.
+    For ScalarType, for example, the result maps integers to dtypes. It is cached, because computing
+    it requires parsing a schema for each dtype.
     """
     if kind == "ScalarType":
         return dict(_dtype_codes())
@@ -64,18 +64,17 @@ def dtypes() -> Mapping[str, torch.dtype]:
 
 def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
     for name, dtype in dtypes().items():
-        # PyTorch's schema parser rejects some newer dtypes as default values, so skip these dtypes.
+        # Skip some newer dtypes, which PyTorch's schema parser rejects as default values.
         with contextlib.suppress(RuntimeError):
             parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
 def readable(text: str) -> str:
-    """Return a schema that PyTorch printed, in a form that PyTorch's parser accepts.
+    """Convert a schema that PyTorch printed to a form that PyTorch's parser accepts.
 
-    PyTorch prints every custom class as PyObject, but the parser does not accept PyObject
-    (torch/csrc/jit/frontend/schema_type_parser.cpp). So this inserts the name of a custom class
-    instead.
+    PyTorch prints every custom class as PyObject, which the parser rejects
+    (torch/csrc/jit/frontend/schema_type_parser.cpp). So insert the name of a custom class instead.
     """
     if "PyObject" not in text:
         return text

@@ -7,7 +7,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def changed(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    """Call `change(value)` before a `with` block, and `change(before)` after it."""
+    """Call `change(value)` before a `with` block, and `change(before)` afterwards."""
     change(value)
     try:
         yield

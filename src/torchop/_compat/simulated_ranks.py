@@ -26,12 +26,12 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
-    # Restore `sys.excepthook` afterwards, because `init_process_group`
+    # Restore `sys.excepthook` afterwards: `init_process_group`
     # (torch/distributed/distributed_c10d.py) replaces it, and `destroy_process_group` does not
     # restore it.
     excepthook = sys.excepthook
-    # Call this outside of LocalTensorMode, because it imports modules, and the mode would change
-    # the tensors that these modules create.
+    # Call this outside of LocalTensorMode. It imports modules, and the mode would affect the
+    # tensors that they create.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
@@ -51,8 +51,8 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
     without_sums = [Replicate() if p.is_partial() else p for p in placements]
     value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
-    # `_on_each_rank` gives each rank its own copy of the local tensor, because the operator to be
-    # tested may write to it.
+    # `_on_each_rank` gives each rank its own copy of the local tensor, since the operator under
+    # test may write to it.
     local = _on_each_rank(
         value.to_local(),
         lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
@@ -63,11 +63,11 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
 
 
 def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
-    """Return the factor by which to multiply a value to get a rank's share of the value.
+    """Return the factor by which to multiply a value to get a rank's share of it.
 
-    The factors of all ranks add up to 1. They differ, so a test notices mixed-up ranks: on two
-    ranks, the factors are 1/3 and 2/3. For an average, each factor is multiplied by the number of
-    ranks, so the average of the shares is the value.
+    The factors of all ranks add up to 1. They differ so that tests notice mixed-up ranks: on two
+    ranks, for example, they are 1/3 and 2/3. For an average, each factor is multiplied by the
+    number of ranks, so that the shares average to the value.
     """
     where = (mesh.mesh == rank).nonzero()[0].tolist()
     share = 1.0
@@ -79,7 +79,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
 
 
 def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
-    """Call `function(rank, local_tensor)` for each rank. Return a LocalTensor of the results."""
+    """Call `function(rank, local_tensor)` on each rank, and return a LocalTensor of the results."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
 
@@ -106,13 +106,13 @@ def are_simulated() -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's value. Raises AssertionError if the values on simulated ranks differ."""
+    """Return a tensor's value, or raise AssertionError if the values on simulated ranks differ."""
     from torch.distributed._local_tensor import LocalTensor
 
     if not isinstance(tensor, LocalTensor):
         return tensor
     first, *others = [part.detach() for part in tensor._local_tensors.values()]
-    # Do not use `LocalTensor.reconcile`, because it treats NaNs as different.
+    # Avoid `LocalTensor.reconcile`, which considers NaNs different from each other.
     for other in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
     return first.clone()

@@ -1,8 +1,8 @@
 """Recognize the kernels and backward formulas that `torch.library` creates.
 
 Native calls (calls that skip the dispatcher) run the user's functions directly instead of PyTorch's
-wrappers around them. So this module finds the user's functions in the closures of the wrappers. A
-wrapper is recognized only if its code is exactly the code in the installed PyTorch.
+wrappers around them. To find the user's functions, this module looks into the closures of the
+wrappers. It recognizes a wrapper only if its code is exactly the code of the installed PyTorch.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """Check the result of a user's function with the code of PyTorch's kernel around it.
+    """Check the result of a user's function in the same way as PyTorch's kernel does.
 
-    PyTorch's kernel calls the user's function, and then checks the result. So this runs the code of
-    the kernel, but with a function that only returns `result` in place of the user's function.
+    PyTorch's kernel calls the user's function, and then checks the result. So run the code of the
+    kernel, but with a function that just returns `result` in place of the user's function.
     """
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
     cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
@@ -97,7 +97,7 @@ def _stock_check(
 
 
 class _WithOtherKernels:
-    """Stands in for a `CustomOpDef`, but has different kernels.
+    """A proxy for a `CustomOpDef` that has different kernels.
 
     All other attributes are forwarded to the original `CustomOpDef`.
     """
@@ -117,8 +117,8 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Return whether `kernel` is the kernel of `custom_op` that bumps version counters.
 
-    This is only true for the kernel that was created for `overload`. Before 2.13, this is always
-    False, because `custom_op` used a different kernel, which bumped each counter twice.
+    The kernel must have been created for `overload`. Before 2.13, this is always False, because
+    `custom_op` used a different kernel, which bumped each counter twice.
     """
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = made_by(kernel, maker, "adinplaceorview_impl") or {}
@@ -138,8 +138,8 @@ _torch_library_impl: Any = getattr(torch.library, "_impl", None)
 def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
     """Map the names of a function's closure variables to their values, if `maker` created it.
 
-    `names` are the names of the nested functions that lead from `maker` to the function. Returns
-    None if `function` does not have the code of that nested function.
+    `names` is the path of nested functions that leads from `maker` to the function. Returns None if
+    `function` does not have the code of the innermost one.
     """
     code = _code_inside(maker, *names)
     if (
@@ -167,8 +167,8 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     return code
 
 
-# The names of the closure variable that contains PyTorch's class for the metadata of lists. In
-# 2.11, the variable has the second name.
+# The closure variable that holds PyTorch's class for the metadata of lists. In 2.11, it has the
+# second name.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
@@ -176,7 +176,7 @@ class StockFormula(NamedTuple):
     """The parts of an Autograd kernel that torch.library created, with or without a formula.
 
     `takes_keywords` is true if `setup_context` also receives the keyword-only arguments. `sources`
-    are the containers in which `setup_context` was found, as in `StockKernel`. If the operator has
+    are the containers in which `setup_context` was found, as in `StockKernel`. For operators with
     tensor lists, `note_lists(args)` flattens the arguments. It returns the flat list, and a
     function that computes `ctx._pt_metadata` from the operator's result.
     """
@@ -189,11 +189,11 @@ class StockFormula(NamedTuple):
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
-    """Return the user's functions in an Autograd kernel, if torch.library created the kernel."""
+    """Return the user's functions in an Autograd kernel if torch.library created the kernel."""
     maker = make_autograd_impl
     around = made_by(kernel, maker, "autograd_impl") or {}
-    # The nested function has the first name up to 2.13, and the second in 2.15. Since 2.13, the
-    # closure of `autograd_impl` also contains the operator.
+    # The nested function has the first name up to 2.13, and the second name in 2.15. Since 2.13,
+    # the closure of `autograd_impl` also contains the operator.
     names = ("forward_no_grad", "redispatch_no_grad")
     plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
@@ -228,8 +228,8 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
     """Flatten tensor lists, and record how to restore them, as torch/_library/autograd.py does."""
-    # Append None for the extra argument that `forward` takes after the operator's arguments,
-    # because the metadata must include it.
+    # `forward` takes an extra argument after the operator's arguments, and the metadata must
+    # include it, so append None.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 
     def of_result(result: Any) -> Any:
@@ -240,7 +240,7 @@ def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callab
     return flat, of_result
 
 
-# The attributes in which a handle stores registered functions, with the role of each function.
+# The attributes of a handle that store registered functions, with the role of each function.
 _ROLES = {
     "_init_fn": "kernel",
     "_backend_fns": "kernel",

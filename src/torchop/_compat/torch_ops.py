@@ -16,8 +16,8 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
 OpNamespace = _OpNamespace
-# An operator or namespace with one of these names could not be reached, because `torch.ops` or a
-# namespace already has an attribute of this name.
+# Reserved names. An operator or namespace of this name would be unreachable, because `torch.ops` or
+# a namespace already has an attribute of this name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -37,14 +37,14 @@ def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
 
 
 def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
-    """Return an operator's OpOverload if `torch.ops` has created it already, otherwise None."""
+    """Return an operator's OpOverload if `torch.ops` has already created it, otherwise None."""
     packet = existing_packet(namespace, name)
     existing = None if packet is None else vars(packet).get(overload or "default")
     return None if existing is None or is_deregistered(existing) else existing
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """Return an operator's OpOverload, or None if the operator is not defined any more."""
+    """Return an operator's OpOverload, or None if the operator is no longer defined."""
     try:
         op = lookup_overload(namespace, name, overload)
     except AttributeError:
@@ -71,10 +71,10 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
     """Update a packet's function and overload names from the dispatcher.
 
     `operator` is the class `Operator` of torchop's C++ extension, or None if the extension is not
-    loaded. FlopCounterMode's registry has packets as keys, and the hash of a packet is the hash of
-    the function in `_op`. So if the hash changed, the packet's FLOP formula would be lost. With the
-    class `Operator`, the new function has the same hash as the old one. Without it, this function
-    removes the packet from the registry before the hash changes, and inserts it again afterwards.
+    loaded. FlopCounterMode's registry is keyed by packets, and the hash of a packet is the hash of
+    the function in `_op`, so the packet's FLOP formula would be lost if the hash changed. The class
+    `Operator` preserves the hash. Without it, remove the packet from the registry before the hash
+    changes, and insert it again afterwards.
     """
     counter = None if operator else sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
@@ -88,7 +88,7 @@ def refresh(packet: OpOverloadPacket, operator: Any) -> None:
 
 
 def replace_function(packet: OpOverloadPacket, function: Any) -> None:
-    """Replace a packet's function, also in TorchScript's table of builtin functions."""
+    """Replace a packet's function, including in TorchScript's table of builtin functions."""
     torch.jit._builtins._get_builtin_table().pop(id(packet._op), None)
     if not isinstance(function, RaisingFunction):
         torch.jit._builtins._register_builtin(function, packet._qualified_op_name)
@@ -96,7 +96,7 @@ def replace_function(packet: OpOverloadPacket, function: Any) -> None:
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
-    # Do not use `getattr`, because it would create the packet.
+    # `getattr` would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 
@@ -106,7 +106,7 @@ def is_deregistered(op: OpOverload | OpOverloadPacket) -> bool:
 
 
 class RaisingFunction:
-    """The function of a deregistered operator, which raises OperatorGoneError when it is called."""
+    """The function of a deregistered operator, which raises OperatorGoneError when called."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
@@ -127,8 +127,8 @@ class RaisingFunction:
 class RaisingPacketFunction(RaisingFunction):
     """The function of a packet whose operator was deregistered.
 
-    If a new operator is registered under the same name, this function calls the new operator.
-    Otherwise it raises OperatorGoneError.
+    If a new operator of the same name is registered, this function calls it. Otherwise it raises
+    OperatorGoneError.
     """
 
     def __init__(self, original_hash: int, reason: Callable[[], str], qualname: str) -> None:
@@ -140,8 +140,9 @@ class RaisingPacketFunction(RaisingFunction):
         packet: Any = getattr(getattr(torch.ops, namespace), name, None)
         function = getattr(packet, "_op", None)
         calls = (function, getattr(function, "dispatch", None))
-        # Raise if no operator is registered under this name. Also raise if the packet still has
-        # this function, because PyTorch then deregistered the operator without notifying torchop.
+        # Raise if no operator of this name is registered. Also raise if the packet still has this
+        # function, since this means that PyTorch deregistered the operator without notifying
+        # torchop.
         if function in (None, self) or any(getattr(each, "next", None) is self for each in calls):
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)

@@ -1,10 +1,9 @@
-"""Objects without contents that stand for objects of opaque types in a trace.
+"""Stand-ins without contents for objects of opaque types in a trace.
 
-PyTorch passes an argument of a traced call as a `FakeScriptObject`. Reading an attribute of a
-`FakeScriptObject` raises. A result of a traced call is the object that the fake kernel returned.
-Traced code could read the attributes of this object, but a graph would contain the values as
-constants. So torchop replaces the result with a `TracedObject`. Reading an attribute of a
-`TracedObject` raises too.
+PyTorch passes an argument of a traced call as a `FakeScriptObject`, which raises when an attribute
+is read. A result of a traced call, however, is the object that the fake kernel returned, so traced
+code could read its attributes, and the values would end up as constants in the graph. So torchop
+replaces the result with a `TracedObject`, which raises as well.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torchop._compat.classes import FakeScriptObject
 
 # The attribute of a class that stores the class of its traced objects.
 _CLASS = "_torchop_traced"
-# Classes whose objects may be replaced. For other classes, PyTorch may need the objects.
+# Classes whose objects may be replaced. PyTorch may need the objects of other classes.
 _replaceable: weakref.WeakSet[type] = weakref.WeakSet()
 
 
@@ -31,12 +30,12 @@ def is_replaceable(cls: type) -> bool:
 
 
 class TracedObject:
-    """A base class that removes the contents of the other base class."""
+    """A base class that hides the contents that a traced object inherits from the opaque type."""
 
     __slots__ = ()
 
     def __init_subclass__(cls) -> None:
-        """Skip the `__init_subclass__` of the opaque type, because it may register subclasses."""
+        """Skip the opaque type's own `__init_subclass__`, which may register subclasses."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
@@ -67,7 +66,7 @@ def _no_value(value: Any, name: str) -> AttributeError:
 
 
 def make(cls: type) -> Any:
-    """Return a new traced object of a class. Raise TypeError if Python cannot create it."""
+    """Return a new traced object of a class, or raise TypeError if Python cannot create one."""
     found = cls.__dict__.get(_CLASS)
     if found is None:
         names = {"__slots__": (), "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -77,7 +76,7 @@ def make(cls: type) -> Any:
 
 
 def class_of(value: Any) -> type:
-    """Return the class of an object, or of the object for which it stands in a trace."""
+    """Return the class of an object, or of the object that it stands for in a trace."""
     if isinstance(value, FakeScriptObject):
         value = value.real_obj
     cls = type(value)
@@ -98,10 +97,10 @@ class _Weak(NamedTuple):
 
 
 def _hold_objects_weakly() -> None:
-    """Make traced objects hold weak references to the objects for which they stand.
+    """Make traced objects hold only weak references to the objects that they stand for.
 
-    The nodes of a compiled graph keep the traced arguments (`node.meta`), so the arguments of the
-    call that was traced would live until `torch.compiler.reset()`.
+    The nodes of a compiled graph hold the traced arguments (`node.meta`), so with strong
+    references, the arguments of the traced call would live until `torch.compiler.reset()`.
     """
     if isinstance(FakeScriptObject.__dict__.get("real_obj"), property):
         return

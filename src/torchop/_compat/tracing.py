@@ -27,10 +27,10 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Return whether code cannot read the data of a tensor.
+    """Return whether the data of a tensor is not accessible.
 
-    This is true for traced tensors, tensors inside a transform, meta tensors, and subclasses such
-    as DTensor.
+    This is the case for traced tensors, tensors inside a transform, meta tensors, and subclasses
+    such as DTensor.
     """
     is_wrapper = type(tensor) not in (torch.Tensor, torch.nn.Parameter)
     has_memory = tensor.layout is not torch.strided or torch._C._has_storage(tensor)
@@ -60,11 +60,11 @@ def records_graph() -> bool:
 def without_attributes(
     value: Any, is_replaced: Callable[[type], bool] = opaque_types.is_by_reference
 ) -> Any:
-    """Replace opaque objects with the stand-in that PyTorch uses for opaque inputs of a graph.
+    """Replace opaque objects with the stand-ins that PyTorch uses for opaque inputs of a graph.
 
-    Reading an attribute of the stand-in raises. If the stand-in is passed to an operator, the trace
+    Reading an attribute of a stand-in raises. If a stand-in is passed to an operator, the trace
     records the original object. `value` may be a tuple, list or dict that contains opaque objects.
-    Only objects of the classes for which `is_replaced` returns true are replaced.
+    Only classes for which `is_replaced` returns true are replaced.
     """
     if type(value) in (tuple, list):
         return type(value)(without_attributes(item, is_replaced) for item in value)
@@ -75,8 +75,8 @@ def without_attributes(
     stand_in = maybe_to_fake_obj(fake_tensors.active_fake_mode(), value)
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is not None:
-        # PyTorch tracks the results of operators by their identity (`set_proxy_slot` in
-        # torch/fx/experimental/proxy_tensor.py), so track the stand-in too.
+        # PyTorch tracks the results of operators by identity (`set_proxy_slot` in
+        # torch/fx/experimental/proxy_tensor.py), so it must track the stand-in too.
         proxy: Any = proxy_tensor.get_proxy_slot(value, mode.tracer, None)
         if proxy is not None:
             proxy_tensor.set_proxy_slot(stand_in, mode.tracer, proxy)
@@ -86,8 +86,8 @@ def without_attributes(
 def with_traced_objects(value: Any, arguments: Sequence[Any]) -> Any:
     """Replace objects of opaque types in the result of a fake kernel with traced objects.
 
-    `arguments` contains the objects that the caller passed. If the result contains such an object,
-    keep it, because a graph passes it on.
+    `arguments` contains the objects that the caller passed. They are kept if they are part of the
+    result, because a graph just passes them on.
     """
     if type(value) in (tuple, list):
         return type(value)(with_traced_objects(item, arguments) for item in value)
@@ -115,8 +115,8 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
     By default, functionalization hides writes by custom operators from autograd. It also assumes
     that a write in no_grad mode, for example inside an `autograd.Function`, does not change the
-    tensor's autograd history. So if a compiled graph mutated an input, the input would have the new
-    value, but still the autograd history of the old value.
+    tensor's autograd history. So an input that a compiled graph mutates would get the new value,
+    but still have the autograd history of the old one.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):
@@ -128,12 +128,12 @@ def show_mutation(tensor: torch.Tensor) -> None:
 
 
 def traced_memory(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for traced tensors that are views of the same tensor."""
+    """Return a number that is the same for all traced views of the same tensor."""
     return traced_base(tensor)._cdata
 
 
 def functional_storage(tensor: torch.Tensor) -> int:
-    """Return a number that is equal for functional tensors with the same storage."""
+    """Return a number that is the same for all functional tensors with the same storage."""
     return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
@@ -159,16 +159,15 @@ def is_misread_view(
 ) -> bool:
     """Return whether PyTorch's functionalization describes a mutated view incorrectly.
 
-    In the compiled program, functionalization replaces the view by its base, and creates the view
-    again from the base. `write_view_information_to_args`
+    In the compiled program, functionalization replaces the view with its base, and recreates the
+    view from the base. `write_view_information_to_args`
     (torch/_higher_order_ops/auto_functionalize.py) describes the view without its dtype. In the
-    same file, `try_use_slice` computes the start of a slice from the storage offset of the view,
-    without subtracting the storage offset of the base, and fails if the size depends on data. All
+    same file, `try_use_slice` computes the start of a slice from the storage offset of the view
+    without subtracting the storage offset of the base, and fails if the size is data-dependent. All
     other views are described by their own storage offset, which is only correct if the base has the
-    same offset in the compiled program. This does not hold for a base that is computed, or before
-    2.13.
+    same offset in the compiled program. This does not hold if the base is computed, or before 2.13.
 
-    `base_has_offset` tells whether the base may have a storage offset in the compiled program.
+    `base_has_offset` is true if the base may have a storage offset in the compiled program.
     """
     from torch.fx.experimental.symbolic_shapes import (
         GuardOnDataDependentSymNode,
@@ -194,7 +193,7 @@ def is_misread_view(
 
 
 def traced_base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that a traced tensor is a view of, or the tensor itself."""
+    """Return the base of a traced view, or the tensor itself if it is not a view."""
     base = get_base(tensor)
     return tensor if base is None else cast(torch.Tensor, base)
 
@@ -210,9 +209,9 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 def have_different_shapes(one: Any, other: Any) -> bool:
-    """Return whether the traced tensors of two FX nodes surely differ in their shapes.
+    """Return whether the traced tensors of two FX nodes are known to have different shapes.
 
-    This adds no guards on sizes, and does not evaluate sizes that depend on data.
+    This adds no guards on sizes, and does not evaluate data-dependent sizes.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -226,7 +225,8 @@ def may_have_offset(node: torch.fx.Node) -> bool:
     """Return whether the tensor of an FX node may have a storage offset in the compiled program.
 
     An input of a subgraph, such as a branch of `torch.cond`, may have one although the traced
-    tensor has none: if the input is a copy, Inductor may remove it outside of the subgraph.
+    tensor has none, because Inductor may remove a copy that produces the input outside of the
+    subgraph.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -248,11 +248,11 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
 
     An effect token is a graph value that each effectful call takes and returns, so that the calls
     keep their order and are not removed as dead code. PyTorch passes no token into the branches of
-    `torch.cond` (pytorch/pytorch#185116) and into loop bodies (pytorch/pytorch#191122), so
-    effectful calls there would be removed. PyTorch does pass a token into an `invoke_subgraph`
-    region. But from the third call of the region on, PyTorch treats the token as a result of the
-    region, and the region then has no gradient. So this function returns False while PyTorch
-    records the region for autograd.
+    `torch.cond` (pytorch/pytorch#185116) or into loop bodies (pytorch/pytorch#191122), so effectful
+    calls there would be removed. It does pass a token into an `invoke_subgraph` region. But from
+    the third call of the region on, PyTorch treats the token as a result of the region, and the
+    region then has no gradient. So this function returns False while PyTorch records the region for
+    autograd.
     """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:  # no graph yet
@@ -260,7 +260,7 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
         return not any(frame.f_code is _RECORDS_A_REGION for frame, _ in callers)
     token = mode._tokens.get(effect)
     if token is None:
-        # In a backward graph, the first effectful call creates the token. Only subgraphs of
+        # In a backward graph, the token is created by the first effectful call. Only subgraphs of
         # higher-order operators never get a token.
         tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
         return tracer is None or not tracer.is_hop_subgraph_tracer()
