@@ -360,8 +360,6 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     for example in examples:
         for label, smaller in broadcast(subject, example):
             yield gradient_case(label, smaller, probe=gradients_are_right_if_broadcast)
-        for case in _unequal(subject, example):
-            yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
         changes = [{size: 0} for size in sizes(example) if size]
         for change, empty in each_resized(example, *changes):
             yield gradient_case(
@@ -369,7 +367,7 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
                 requiring_grad_as(empty, example),
                 probe=gradients_are_finite_and_right,
             )
-        for case in other_scalars(subject, example):
+        for case in (*_unequal(subject, example), *other_scalars(subject, example)):
             yield gradient_case(case.label, case.example, probe=gradients_are_finite_and_right)
         for label, layout, places in (
             ("transposed tensors", "transposed", range(len(example.tensors))),
