@@ -1,8 +1,8 @@
 """torch.library's registries of handles, fake kernels, effects and torch_dispatch rules.
 
 A handle is the object that `custom_op` returns. An effect makes functionalization preserve an
-operator's calls and their order. A torch_dispatch rule handles an operator's calls in a mode or for
-a Tensor subclass.
+operator's calls and their order. A torch_dispatch rule handles an operator's calls under a mode or
+for a Tensor subclass.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch._library.utils import Kernel as _FakeKernel
 from torchop._compat import inductor_effects
 from torchop._compat.classes import CustomOpDef, EffectType
 
-# torchop uses torch.library's logger, because users already configure it.
+# Use torch.library's logger, because users have already configured it.
 LOGGER_NAME = "torch._library.custom_ops"
-# `published_handle(qualname)` returns the handle that was registered in torch.library for an
-# operator, and `published_library(qualname)` returns the operator's library, or None.
+# `published_handle(qualname)` and `published_library(qualname)` return the handle and the library
+# of an operator that is registered in torch.library, or None.
 published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
 published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
 
 
 def published_handles() -> dict[str, CustomOpDef]:
-    # Do not use `dict(OPDEFS)`, because it would look up each key again. By then, the handle may
-    # have been garbage-collected, because OPDEFS references handles weakly.
+    # `dict(OPDEFS)` would look up each key again. By then, the handle may have been
+    # garbage-collected, because OPDEFS holds handles weakly.
     return dict(OPDEFS.items())
 
 
@@ -41,7 +41,7 @@ def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) 
 
 
 def unpublish(qualname: str, library: torch.library.Library) -> None:
-    """Undo `publish`, unless a later definition has published another handle."""
+    """Undo `publish`, unless a later definition has already published another handle."""
     if OPDEF_TO_LIB.get(qualname) is library:
         OPDEFS.pop(qualname, None)
         del OPDEF_TO_LIB[qualname]
@@ -58,7 +58,7 @@ RegistrationHook = Callable[[], object]
 def register_fake(
     qualname: str, function: Callable[..., Any], source: str
 ) -> tuple[object, RegistrationHook]:
-    """Register a fake kernel. Return PyTorch's object for it, and a function that removes it."""
+    """Register a fake kernel. Return PyTorch's object for it, and a function to remove it."""
     kernel = _FakeKernel(function, source)
     _fake_kernels(qualname).append(kernel)
 
@@ -71,13 +71,13 @@ def register_fake(
 
 
 def is_active_fake(qualname: str, kernel: object) -> bool:
-    """Return whether an operator has this fake kernel and no later one."""
+    """Return whether this is the operator's active fake kernel, the one registered last."""
     return _fake_kernels(qualname)[-1:] == [kernel]
 
 
 def _fake_kernels(qualname: str) -> list[_FakeKernel]:
-    # Look up the list on each call instead of storing it. PyTorch's registry drops an operator's
-    # entry when the operator's last rule is removed, so a stored list could be out of date.
+    # Look up the list on each call instead of storing it, because it may go stale: PyTorch drops an
+    # operator's registry entry when the operator's last rule is removed.
     return _rules_registry.find(qualname).fake_impl.kernels
 
 
@@ -89,7 +89,7 @@ def fake_source(qualname: str) -> str | None:
 def formula_functions(qualname: str) -> list[Callable[..., Any]]:
     """Return the backward function of an operator that `torch.library.custom_op` defined, if any.
 
-    PyTorch stores the formulas of other operators only inside of kernels.
+    For other operators, PyTorch stores the formula only inside of kernels.
     """
     function = getattr(published_handle(qualname), "_backward_fn", None)
     return [] if function is None else [function]
@@ -110,16 +110,16 @@ class DefaultRule(functools.partial[Any]):
     def __bool__(self) -> bool:
         """Return False, because `torch.library.register_torch_dispatch` rejects another true rule.
 
-        PyTorch only compares rules that it calls with None.
+        This is safe since PyTorch compares a rule with None before calling it.
         """
         return False
 
 
 def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a function that handles an operator's calls in a mode or for a Tensor subclass.
+    """Register a function that handles an operator's calls under a mode or for a Tensor subclass.
 
-    The function replaces a default rule until it is withdrawn. If the same function is registered
-    already, nothing changes.
+    It replaces a default rule until it is withdrawn. Registering the same function again is a
+    no-op.
     """
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     before = rules.find(cls)
@@ -137,13 +137,13 @@ def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
         _apply_default(qualname, cls)
 
 
-# The default rules of each operator and class, in the order of their registration. PyTorch's
-# registry contains the first one, unless the user registered a rule.
+# The default rules of each operator and class, in registration order. PyTorch's registry contains
+# the first of them, unless the user registered a rule.
 _defaults: dict[tuple[str, type], list[DefaultRule]] = {}
 
 
 def add_default_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
-    """Register a default rule. It applies unless there is another rule for the same class."""
+    """Register a default rule, which applies unless there is another rule for the same class."""
     _defaults.setdefault((qualname, cls), []).append(DefaultRule(function))
     _apply_default(qualname, cls)
 

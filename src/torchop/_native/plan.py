@@ -33,11 +33,11 @@ from torchop._schema.text import arguments_alone, results_of
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# `finish(args, kwargs, result)` checks and converts a result that C++ does not accept directly.
+# `finish(args, kwargs, result)` checks and converts a result that C++ cannot accept as is.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# How native calls record gradients: a tuple, or the reason why only the dispatcher can record them,
-# or None. See `NativeCalls._plan`.
+# How native calls record gradients: a tuple, a string with the reason why only the dispatcher can
+# record them, or None. See `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | str | None
 
 
@@ -45,9 +45,9 @@ def _float(value: Any) -> float:
     return float.__float__(value) if isinstance(value, float) else float(value)
 
 
-# For each type in a schema, the conversion that the dispatcher applies to a result. For an instance
-# of a subclass, such as an IntEnum, the dispatcher reads the underlying value and does not call
-# methods that the subclass overrides.
+# The conversions that the dispatcher applies to results, by schema type. For an instance of a
+# subclass, such as an IntEnum, the dispatcher reads the underlying value without calling any
+# overridden methods.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -73,12 +73,12 @@ class NativeCalls:
         self._schema = schema
         self._version = 0  # the number of calls of `outdate`
         self.name = name
-        # Why only the dispatcher can run calls that record a gradient, or None if C++ can run them.
+        # Why C++ cannot run calls that record a gradient, or None if it can
         self.gradient_problem: str | None = None
         self.entry: Entry = native.Entry(name, self)
 
     def __call__(self) -> None:
-        """Compile a plan. The entry calls this if it has no plan when the operator is called."""
+        """Compile a plan. The entry calls this when the operator is called and there is no plan."""
         while self.entry.plan is None:
             compute_then_publish(self._compile, self._publish, lambda: self._version)
         self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
@@ -96,8 +96,8 @@ class NativeCalls:
         raise NotImplementedError
 
     def _take_calls(self, overload: OpOverload) -> None:
-        # Set `dispatch`, the function for calls that are not native, before the next line, because
-        # the entry then receives calls from other threads.
+        # From the next line on, the entry receives calls from other threads, so first set
+        # `dispatch`, the function for calls that are not native.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
 
@@ -114,8 +114,8 @@ class NativeCalls:
     ) -> Plan:
         """Create a `Plan`. See `_call_path.pyi` for the arguments.
 
-        If `gradient` is a tuple, the first item is the autograd.Function for which calls create
-        nodes. If it is a string, it says why only the dispatcher can record gradients.
+        If `gradient` is a tuple, its first item is the autograd.Function that calls create nodes
+        for. If it is a string, it gives the reason why only the dispatcher can record gradients.
         """
         gradient = recipe.unknown_nodes() or gradient
         self.gradient_problem = gradient if isinstance(gradient, str) else None
@@ -144,10 +144,10 @@ class NativeCalls:
 def _log_call(calls: NativeCalls, /, *args: Any, **kwargs: Any) -> None:
     """Log why a call falls back to the dispatcher. C++ calls this once per operator and reason."""
     name = str(calls.name)
-    # `explain` is in a higher layer, so this module cannot import it.
+    # `explain` is in a higher layer, so it cannot be imported here.
     found = sys.modules["torchop"].explain(name, *args, **kwargs)
-    # `explain` may report that the call is native, because it does not check whether a device graph
-    # is being captured.
+    # Unlike C++, `explain` does not check whether a device graph is being captured, so it may
+    # report that the call is native.
     if not found.native:
         logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
@@ -162,8 +162,8 @@ class OwnCalls(NativeCalls):
     def attach(self) -> None:
         """Let C++ also run the calls made through `torch.ops`.
 
-        This happens when the operator is first used, and not when it is defined, because creating
-        an `OpOverload` would take longer than all other steps of the definition.
+        This is deferred until the operator is first used, because creating an `OpOverload` would
+        take longer than the rest of the definition.
         """
         definition = self._definition
         with registration_lock:
@@ -171,19 +171,21 @@ class OwnCalls(NativeCalls):
                 return
             self._take_calls(definition.overload)
             self._bypass_kernels()
-            # A call to the packet tries the overloads in order, so C++ can run a call that reaches
-            # this overload only if the earlier overloads have entries too. Create these.
+            # A call to the packet tries the overloads in order, so C++ can run a call to this
+            # overload only if the earlier overloads have entries too. Create these entries.
             for sibling in torch_ops.other_overloads(definition.overload):
                 other = own_definition(None, definition.name._replace(overload=sibling))
                 if other is not None and other.calls is not None:
                     other.calls.attach()
 
     def check_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Raise an error if a call passes a tensor for a number. C++ calls this if it found one."""
+        """Raise an error if a call passes a tensor for a number. C++ calls this when it detects
+        one.
+        """
         self._check(args, kwargs, [])
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Check a call as `check_call`, but accept a tensor that another overload takes."""
+        """Like `check_call`, but accept a tensor that another overload of the packet takes."""
         names = operators.overload_names(self.name.packet)
         others = [self.name._replace(overload=name) for name in names if name != self.name.overload]
         self._check(args, kwargs, [find_schema(name) for name in others])
@@ -194,7 +196,7 @@ class OwnCalls(NativeCalls):
             raise error
 
     def _bypass_kernels(self) -> None:
-        """Make the dispatcher skip Python kernels of torchop that would only redispatch."""
+        """Make the dispatcher skip those of torchop's Python kernels that would only redispatch."""
         definition = self._definition
         name = definition.name
         if self._schema.spelled_devices:
@@ -211,8 +213,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        # If the Python plan was compiled before the extension was loaded, `attach` has not been
-        # called yet.
+        # If the Python plan was compiled before the extension was loaded, `attach` has not run yet.
         self.attach()
         return self.compiled(plan)
 
@@ -250,9 +251,8 @@ def gradient_of(definition: Definition, plan: CallPlan) -> Gradient:
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    # The autograd.Function does not exist before the first call that records a gradient. That call
-    # goes through the dispatcher, which creates it, and finds the tensors that setup_context
-    # computes.
+    # The autograd.Function is created by the first call that records a gradient. This call goes
+    # through the dispatcher, which also finds out which tensors setup_context computes.
     function = definition.rule(AutogradRule).cached_function
     if function is None or not formula.computed:
         return "the first call that records one is never native, but later ones are"
@@ -264,7 +264,7 @@ def is_returnable(schema: Schema) -> bool:
 
 
 def unknown_type(schema: Schema, plan: Plan) -> str:
-    """Return a phrase that names an argument or result of a type that native calls reject."""
+    """Describe the argument or result whose type native calls do not support."""
     if plan.unknown_parameter is not None:
         arguments = arguments_alone(schema.written)
         what = f"argument '{arguments[plan.unknown_parameter]}'"

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 class Reason(enum.IntEnum):
     """Why a call is native or falls back to the dispatcher.
 
-    C++ reports a reason as a number, so the order must be the same as in csrc/reasons.h.
+    C++ reports reasons as numbers, so the order must be the same as in csrc/reasons.h.
     """
 
     text: str  # a format string, in which callers replace `{why}` with details of the call

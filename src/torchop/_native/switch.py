@@ -30,21 +30,20 @@ from torchop._rules.kernels import rule
 log = logging.getLogger(__name__)
 
 
-# The extension module, or None if it is not loaded. Set only after C++ can run the calls to all
-# existing operators.
+# The extension module, or None if it is not loaded. It is set only once C++ can run the calls to
+# all existing operators.
 _native: Any = None
-# Callbacks that were passed to `request` before the extension was loaded. `_ready` calls them once
-# it is loaded.
+# Callbacks from `request`, which `_ready` calls once the extension is loaded
 _waiting: list[Callable[[], None]] = []
-# The number of calls after which a program compiles the extension, if no compiled one was found. A
-# call counts if the dispatcher runs the operator's kernel. Short programs make fewer calls, so they
-# start no compiler. Programs for which the speed of calls matters make as many in a second.
+# If no compiled extension was found, it is compiled after this number of calls. Only calls in which
+# the dispatcher runs the operator's kernel are counted. Short programs make fewer calls, so they
+# never start a compiler, while programs for which call overhead matters reach the limit within a
+# second.
 CALLS_BEFORE_BUILD = 1000
 _calls = itertools.count(1)  # `next` is atomic, so no lock is needed
-# Contains the class of handles whose calls run in C++. (A handle is the object that
-# `torchop.custom_op` returns.) The list is empty until the extension is loaded. If loading is tried
-# again after an error, the class in the list is reused, because the extension can create the class
-# only once.
+# The class of handles whose calls run in C++. (A handle is the object that `torchop.custom_op`
+# returns.) The list is empty until the extension is loaded. If loading is retried after an error,
+# the class is reused, because the extension can create it only once.
 _native_handle_types: list[type] = []
 
 
@@ -55,8 +54,8 @@ def native_module() -> Any | None:
 def start() -> None:
     """Load the extension during `import torchop` if TORCHOP_NATIVE=require.
 
-    If the value of TORCHOP_NATIVE is invalid, defining the first operator raises the error instead.
-    So `python -m torchop` can import torchop and report the error in one line.
+    An invalid value of TORCHOP_NATIVE raises an error only when the first operator is defined, so
+    that `python -m torchop` can still import torchop and report the error in one line.
     """
     if os.environ.get("TORCHOP_NATIVE") == "require":
         obtain()
@@ -65,9 +64,9 @@ def start() -> None:
 def obtain() -> None:
     """Load the compiled extension, or start to count calls if there is none.
 
-    Calling this again has no effect. It does nothing under `torch.jit.trace`, which runs a function
-    twice and compares the Python frames of operator calls. If calls became native between the two
-    runs, the frames would differ.
+    Calling this again is a no-op, and so is calling it under `torch.jit.trace`. That function runs
+    the traced code twice and compares the Python frames of operator calls, which would differ if
+    calls became native between the two runs.
     """
     if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
         _obtain()
@@ -81,14 +80,14 @@ def _obtain() -> None:
 
 
 def count_call() -> None:
-    """Count a call that runs a kernel, and start to compile the extension after enough of them."""
+    """Count a call that runs a kernel. After enough calls, start to compile the extension."""
     if next(_calls) >= CALLS_BEFORE_BUILD and not compilers.torchscript_is_tracing():
         _hooks.count_call = None
         api.extension.obtain(_ready, build=True)
 
 
 def _after_fork() -> None:
-    """Restart the count in a forked child, because only the parent has the compiling thread."""
+    """Restart the count in a forked child, since the compiling thread exists only in the parent."""
     global _calls
     if api.extension.status().state == "idle" and _first_use.is_over:
         _calls = itertools.count(1)
@@ -102,7 +101,7 @@ if hasattr(os, "register_at_fork"):  # missing on Windows
 def _obtain_for_dynamo() -> None:
     """Load the extension when Dynamo is imported.
 
-    Errors are not raised here, because they would make the import of Dynamo fail.
+    Do not raise errors here, because they would make the import of Dynamo fail.
     """
     try:
         _obtain()
@@ -121,32 +120,32 @@ def wait(timeout: float | None = None) -> bool:
 
 
 class _FirstUse:
-    """Loads the extension when an operator is first used.
+    """Load the extension when an operator is first used.
 
-    Defining an operator does not load the extension, because a program may import a package with
-    hundreds of operators and call none of them.
+    Defining an operator is not enough, because a program may import a package with hundreds of
+    operators and call none of them.
     """
 
     def __init__(self) -> None:
         self.is_over = False
-        # The original `__call__` of the handle class, while `_first_call` replaces it.
+        # The original `__call__` of the handle class, as long as `_first_call` replaces it
         self.call: Callable[..., Any] | None = None
         self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
-        """Let the first call to an operator, or the import of Dynamo, load the extension."""
+        """Make the first call to an operator, or the import of Dynamo, load the extension."""
         if self._first_call is not None or self.is_over:
             return
         api.mode()  # raises if the environment variable is invalid
-        # Load the extension when Dynamo is imported, because loading changes the type of handles.
-        # Dynamo guards on that type, so it must not change while Dynamo traces.
+        # Loading changes the type of handles. Dynamo guards on this type, so it must not change
+        # during tracing. Load the extension as soon as Dynamo is imported.
         import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = _hooks.handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            # Call `handle(...)` only if it is native now. Otherwise it would recurse forever if
+            # Call `handle(...)` only if it is native now. Otherwise this would recurse forever if
             # other code has replaced `__call__` with a function that calls this one.
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
@@ -156,7 +155,7 @@ class _FirstUse:
 
     def end(self) -> None:
         with registration_lock:
-            # If other code has replaced `__call__` in the meantime, keep its replacement.
+            # If other code has replaced `__call__` in the meantime, leave its replacement in place.
             if _hooks.handle_type.__call__ is self._first_call:
                 _hooks.handle_type.__call__ = self.call
             self.is_over = True
@@ -179,7 +178,7 @@ def make_native(definition: Definition) -> None:
 def request(on_ready: Callable[[], None]) -> None:
     """Load the extension, and call `on_ready` once it is loaded.
 
-    If loading fails, `on_ready` is never called. Otherwise it may be called in another thread.
+    `on_ready` may be called in another thread. If loading fails, it is never called.
     """
     obtain()
     with registration_lock:
@@ -193,8 +192,8 @@ def request(on_ready: Callable[[], None]) -> None:
 def _ready(module: ModuleType) -> None:
     """Let C++ run calls to all existing operators. Called once the extension is loaded.
 
-    This function may raise, for example because a filter turns a warning into an error. If it
-    raises, it is called again when an operator is used.
+    This may raise, for example if a filter turns a warning into an error. It is then called again
+    the next time an operator is used.
     """
     global _native
     with registration_lock:
@@ -204,14 +203,14 @@ def _ready(module: ModuleType) -> None:
                 if isinstance(handle, Handle) and handle._definition.deregistration_reason is None:
                     _adopt(handle._definition, module)
                     # If there is a plan, the operator was already used, perhaps only through
-                    # torch.ops, so let C++ also run the calls made through torch.ops.
+                    # torch.ops, so let C++ run the calls made through torch.ops too.
                     if handle._definition.has_plan:
                         handle._definition.calls.attach()
                         if handle._definition.rule(rule.KernelRule).providers is not None:
-                            # The existing plan selects providers in Python. A new plan lets C++
-                            # select them.
+                            # The existing plan selects providers in Python. Replace it with one
+                            # that lets C++ select them.
                             handle._definition.outdate_plan()
-            # Set this last. If an error is raised above, `obtain` calls this function again.
+            # Set this last, so that `obtain` calls this function again if the code above raises.
             _native = module
     while _waiting:
         _waiting[-1]()
@@ -221,10 +220,10 @@ def _ready(module: ModuleType) -> None:
 def _prepare(module: ModuleType) -> None:
     """Connect the extension with PyTorch, Dynamo and torchop's lower layers.
 
-    This may be called again after an error.
+    It must be safe to call this again after an error.
     """
-    # The memory layout of PyTorch's C++ objects for Python kernels is not public. The extension
-    # determines this layout from two operators with known kernels.
+    # The memory layout of PyTorch's C++ objects for Python kernels is not public, so the extension
+    # infers it from two operators with known kernels.
     with libraries.probe_operators() as probes:
         if not module.probe_kernels(*probes):
             raise ImportError(
@@ -232,7 +231,7 @@ def _prepare(module: ModuleType) -> None:
             )
     if not _native_handle_types:
         # Copy `__call__` and the properties into the new type, because Dynamo looks for them only
-        # in a handle's own type and not in base classes.
+        # in a handle's own type, not in its base classes.
         base = _hooks.handle_type
         members = vars(base).items()
         traceable: dict[str, Any] = {k: v for k, v in members if isinstance(v, property)}
@@ -249,7 +248,7 @@ def _prepare(module: ModuleType) -> None:
 def _adopt(definition: Definition, native: Any) -> None:
     if definition.calls is None:
         definition.calls = OwnCalls(native, definition)
-    # If the operator takes structured arguments, the handle flattens them in Python, and calls the
-    # OpOverload, which is native.
+    # If the operator takes structured arguments, the handle flattens them in Python and then calls
+    # the OpOverload, which is native.
     if definition.structure is None:
         native.adopt(definition.handle, definition.entry)
