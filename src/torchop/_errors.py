@@ -93,8 +93,8 @@ def nearest(name: object, names: Iterable[str]) -> str:
 class _ShortErrors:
     """A context manager that shortens PyTorch's errors about a string from the user.
 
-    PyTorch's message quotes the whole string. If the error is inside a multi-byte character, the
-    message is not valid UTF-8, so PyTorch raises a UnicodeDecodeError instead.
+    PyTorch quotes the whole string in its message. If the error is inside a multi-byte character,
+    the message is not valid UTF-8, and PyTorch raises a UnicodeDecodeError instead.
     """
 
     def __enter__(self) -> None:
@@ -107,7 +107,7 @@ class _ShortErrors:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 
 
-# Share one context manager, because each definition of an operator enters it several times.
+# A shared instance, because defining one operator enters this context manager several times.
 short_errors = _ShortErrors()
 
 
@@ -180,14 +180,15 @@ class ForwardModeError(NotImplementedError):
 class OperatorGoneError(RuntimeError, AssertionError):
     """An operator was used after it was deregistered, or a library after it was closed.
 
-    It also subclasses AssertionError, because `torch.library` raises that for a closed library.
+    It also subclasses AssertionError, because `torch.library` raises AssertionError for a closed
+    library.
     """
 
 
 class ProviderError(ValueError, RuntimeError):
     """A provider of kernels is unknown or not allowed.
 
-    Also raised if a strict priority order contains no provider that can run a call.
+    This is also raised if no provider in a strict priority order can run a call.
     """
 
 
@@ -318,8 +319,8 @@ def _is_internal(module: str) -> bool:
 def users_place() -> Place:
     """Return the source line of the innermost frame outside of torchop and PyTorch."""
     frame = sys._getframe()
-    # PyTorch's frames are on the stack while a kernel runs, importlib's while torchop is being
-    # imported, and contextlib's if torchop enters a `with` block.
+    # Besides torchop, the stack has frames of PyTorch while a kernel runs, of importlib while
+    # torchop is being imported, and of contextlib if torchop enters a `with` block.
     while frame.f_back is not None and _is_internal(str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))

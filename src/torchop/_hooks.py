@@ -1,8 +1,8 @@
 """Hooks through which lower layers use `_native` and `_define`, which they must not import.
 
-`_native` and `_define` replace the variables of this module later. So read a variable as an
-attribute, such as `_hooks.extension`. `from torchop._hooks import extension` would copy the
-default.
+`_native` and `_define` replace the variables of this module later, so always read them as
+attributes, as in `_hooks.extension`. `from torchop._hooks import extension` would bind the default
+forever.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 class NoExtension:
     """Stands for the C++ extension while it is not loaded.
 
-    It has the functions of `_native/_call_path.pyi` that lower layers call. Each of them returns
-    the value that makes the caller do the work in Python.
+    It has the functions of `_native/_call_path.pyi` that lower layers call. Each one returns a
+    value that makes its caller fall back to Python.
     """
 
     Choice: Any = None
@@ -34,7 +34,7 @@ class NoExtension:
     def are_plain(gradients: Any, count: int, ctx: Any, /) -> bool:
         """Return True if the gradients are known to match the inputs of the autograd node `ctx`.
 
-        If this returns False, the caller checks each gradient.
+        If this returns False, the caller checks each gradient in Python.
         """
         return False
 
@@ -52,16 +52,17 @@ class NoExtension:
     ) -> Callable[[], None]:
         """Call this before deregistering operators, and the returned function afterwards.
 
-        The extension keeps the memory that running calls read. Without the extension, PyTorch frees
-        it.
+        Calls that are still running may read memory that PyTorch frees during deregistration. With
+        the extension, this function keeps that memory alive.
         """
         return lambda: None
 
 
 # The C++ extension module, once it is loaded.
 extension: Any = NoExtension
-# Counts a call that runs an operator's kernel. Set by `_native` until it has counted enough calls
-# to compile the extension. None at all other times, so that calls pay only for the test of it.
+# Counts a call that runs an operator's kernel. `_native` sets this until it has counted enough
+# calls to compile the extension. At all other times it is None, so that calls only pay for a None
+# check.
 count_call: Callable[[], None] | None = None
 # The class of operator handles (the objects that `custom_op` returns). Set by `_define`.
 handle_type: Any = None

@@ -3,9 +3,9 @@
 Operators created by `torch.library.custom_op` are slow to call, so inference engines have their own
 functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
-have the same signatures, but define operators with `torchop.custom_op`, so that calls are faster.
-As in the engines, a result that shares memory with an argument or another result only causes a
-warning, whereas it is an error for other operators of torchop.
+have the same signatures, but they define operators with `torchop.custom_op`, which makes calls
+faster. As in the engines, a result that shares memory with an argument or another result only
+causes a warning, whereas it is an error for other operators of torchop.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class _Registration(NamedTuple):
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    # A weak reference, because a strong one would keep the caller's library alive.
+    # Weak, because a strong reference would keep the caller's library alive.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
     out_shape: int | str | None = None
     out_dtype: torch.dtype | None = None
 
 
-# All registrations so far. If a second engine starts in the same process, it registers the same
-# operators again. It must then get the existing operators instead of an error.
+# All registrations so far. A second engine in the same process registers the same operators again,
+# and must get the existing operators instead of an error.
 _registrations: dict[OpName, _Registration] = {}
 
 
@@ -86,7 +86,7 @@ def direct_register_custom_op(
         TypeError: `fake_impl` does not accept the operator's arguments. Nothing is defined.
 
     Warns:
-        UserWarning: issued in the first call whose result shares memory with an argument or another
+        UserWarning: on the first call whose result shares memory with an argument or another
             result.
 
     Example:
@@ -152,9 +152,9 @@ def register_custom_op(
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
     """Register an operator, with the arguments of SGLang's and TensorRT-LLM's functions.
 
-    Use it as a decorator, or call it with the function. It accepts the arguments of SGLang's
+    Use it as a decorator, or call it with the function. The arguments are those of SGLang's
     `register_custom_op` and `register_custom_op_from_extern`, except `computed_args`. If the first
-    argument is a name, it accepts the arguments of TensorRT-LLM's `fast_custom_op`. A repeated call
+    argument is a name, the arguments are those of TensorRT-LLM's `fast_custom_op`. Calling it again
     with equal arguments returns the same operator.
 
     Args:

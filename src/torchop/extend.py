@@ -1,8 +1,8 @@
 """torchop.extend: building blocks for tools that work on operators.
 
 `torchop.testing` and `torchop.export` are built on this module, and checkers, exporters and rules
-in other packages can use it too. `import torchop` does not import it; write
-`from torchop.extend import Operator`.
+in other packages can use it too. `import torchop` does not import this module, so import it
+explicitly, as in `from torchop.extend import Operator`.
 
 Modeled after `jax.extend`.
 """

@@ -1,12 +1,12 @@
 """A mypy plugin for `torchop.operator` and `torchop.out_op`.
 
-Add `plugins = torchop.mypy_plugin` to mypy's configuration. A class that is decorated by
-`torchop.operator` then has the signature of `forward` and the attributes of `CustomOp`. Without the
-plugin, mypy ignores class decorators. Other type checkers need no plugin, and neither do calls such
-as `torchop.operator(name)(cls)`.
+Add `plugins = torchop.mypy_plugin` to mypy's configuration. mypy then gives a class decorated with
+`torchop.operator` the signature of its `forward` and the attributes of `CustomOp`. The plugin is
+needed because mypy ignores the return types of class decorators. Other type checkers work without a
+plugin, as does a plain call such as `torchop.operator(name)(cls)` in mypy.
 
-`torchop.out_op` returns an operator family, whose `out` arguments may be omitted. A ParamSpec
-cannot express this, so without the plugin, mypy does not check calls that omit these arguments.
+`torchop.out_op` returns an operator family, which can be called without its `out` arguments. A
+ParamSpec cannot express this, so mypy checks such calls only with the plugin.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _mark(context: ClassDefContext) -> bool:
         return False  # mypy has not analyzed CustomOp yet, and will call this hook again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # Make CustomOp the metaclass, because mypy looks up attributes that a class lacks in the
-    # class's metaclass.
+    # Make CustomOp the metaclass, because mypy falls back to the metaclass for attributes that the
+    # class itself lacks.
     info.metaclass_type = handle
     # Remove the decorator. Otherwise mypy would also check whether the decorator accepts the class
     # as an argument.
@@ -86,8 +86,8 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
             signature = get_proper_type(function.type)
             if isinstance(signature, CallableType):
                 return signature.with_name(operator.name)
-    # A class with a string `schema` and kernels for devices has neither `forward` nor `signature`,
-    # so accept any arguments.
+    # A class with a string `schema` and one kernel per device has neither `forward` nor
+    # `signature`, so accept any arguments.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(
         arg_types=[any_type, any_type],

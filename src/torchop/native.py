@@ -31,11 +31,11 @@ __all__ = [
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Disable native calls in this thread for the duration of a `with` block.
+    """Disable native calls in this thread inside a `with` block.
 
-    All calls in the block go through PyTorch's dispatcher, with the same results. This includes
-    calls in backward passes that the block starts. Use the block to compare results or times.
-    Blocks can be nested.
+    All calls in the block go through PyTorch's dispatcher and give the same results. This includes
+    calls in backward passes that are started in the block. It is useful for comparing results or
+    timings. Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -60,9 +60,9 @@ def disabled() -> Iterator[None]:
 def wait(timeout: float | None = None) -> bool:
     """Wait until calls are native, for example before a benchmark or while building an image.
 
-    Native calls need a C++ extension. If it is not compiled yet, the 1,000th call in a program
-    starts to compile it in the background, once per machine. Calls are slower until it is loaded.
-    `wait` starts the compilation immediately, and returns when the extension is loaded.
+    Native calls need a C++ extension. If it has not been compiled on this machine yet, the 1,000th
+    call in a program starts compiling it in the background, and calls stay slower until it is
+    loaded. `wait` starts the compilation immediately, and returns once the extension is loaded.
 
     Args:
         timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` loads

@@ -4,9 +4,9 @@ In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
-Without the extension, `automodule` with `:members:` omits operators, because the objects that
-`torchop.custom_op` returns are not functions. With the extension, `automodule` and `autofunction`
-document each operator as a function, followed by the schema, kernels and rules.
+By default, `automodule` with `:members:` skips operators, because `torchop.custom_op` does not
+return functions. With this extension, `automodule` and `autofunction` document each operator as a
+function, followed by its schema, kernels and rules.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _wrap_automodule(app: Sphinx) -> None:
-    # Subclass the current automodule directive, because autodoc has two implementations of it, and
-    # an option in `conf.py` selects one of them.
+    # Subclass whichever automodule directive is currently registered, because autodoc has two
+    # implementations and an option in `conf.py` selects one of them.
     directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
 
     class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
@@ -69,10 +69,10 @@ def _wrap_automodule(app: Sphinx) -> None:
 
 @contextlib.contextmanager
 def _as_functions(name: str) -> Iterator[None]:
-    """Replace a module's operators with functions, for the duration of a block.
+    """Replace a module's operators with functions inside a `with` block.
 
-    Without this, autodoc would omit the operators, because it documents only members that are
-    functions, and has no hook for other members.
+    Otherwise, autodoc would skip the operators, because it recognizes functions by type and has no
+    hook to document other members as functions.
     """
     try:
         module = importlib.import_module(name)

@@ -25,10 +25,11 @@ def tensor_for_number(
 ) -> ArgumentError | None:
     """Return an error if a call passes a tensor for a number.
 
-    The dispatcher would convert the tensor. This would drop the tensor's gradient, and the fraction
-    if the schema says int. In compiled code, the dispatcher would raise an error.
+    Otherwise, the dispatcher would silently convert the tensor to a number. That drops the tensor's
+    gradient and, for an int argument, the fraction. In compiled code, the same call would fail.
 
-    `others` are the schemas of other overloads that PyTorch may select for the call.
+    `others` contains the schemas of the other overloads, because PyTorch may select one of these
+    for the call instead.
     """
     values = values_by_name(schema, args, kwargs)
     for argument in schema.numbers:
@@ -53,7 +54,7 @@ def tensor_for_number(
 def argument_error(
     name: OpName, error: RuntimeError, keywords: Iterable[str] = ()
 ) -> ArgumentError | None:
-    """Return an error that adds a fix to the dispatcher's error, or None for other errors.
+    """Turn a dispatcher error into one that suggests a fix. Return None for any other error.
 
     `keywords` are the names of the call's keyword arguments.
     """
@@ -68,8 +69,8 @@ def argument_error(
         )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
-        # The dispatcher reports a missing argument before an unknown keyword, so for a misspelled
-        # keyword, its message does not contain the misspelled name.
+        # The dispatcher looks for missing arguments before it looks for unknown keywords, so if a
+        # keyword is misspelled, its message does not mention the misspelled name.
         known = _PARAMETER.findall(counted["schema"])
         for keyword in keywords:
             if keyword not in known:
@@ -118,8 +119,8 @@ _VALUE = re.compile(
 )
 
 
-# The dispatcher stores these types as integers, and its messages call them "int". The values are
-# the Python types.
+# The dispatcher stores these types as integers and calls them "int" in its messages, so map them to
+# the types that users pass.
 _STORED_AS_INT = {
     "ScalarType": "torch.dtype",
     "Layout": "torch.layout",

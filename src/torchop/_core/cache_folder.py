@@ -30,8 +30,8 @@ def _caches_of_user() -> Path:
         home = Path.home()
     except RuntimeError:
         home = Path()
-    # Reject a relative path, because it would lead into the working directory, which may belong to
-    # another user.
+    # A relative path would be resolved against the working directory, which may belong to another
+    # user, so reject it.
     if not home.is_absolute():
         raise NativeUnavailableError(f"there is no home folder for a cache. {REMEDY}")
     if sys.platform == "darwin":

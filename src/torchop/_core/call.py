@@ -94,7 +94,7 @@ def as_tuple(schema: Schema, result: Any) -> tuple[Any, ...]:
 
 
 def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
-    """Yield the instances of `kind` in `values` and in lists among `values`."""
+    """Yield all instances of `kind` in `values`, including instances inside lists."""
     for value in values:
         if isinstance(value, kind):
             yield value
@@ -132,8 +132,8 @@ def named_tensors(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (argument name, description, tensor) for each tensor in (argument name, value) pairs.
 
-    The description is for messages, and starts with `noun`. An example is "input 'tensors[0]'".
-    `places` maps names of arguments to the names in descriptions.
+    The description is used in error messages and starts with `noun`, as in "input 'tensors[0]'".
+    `places` maps argument names to the names that descriptions show instead.
     """
     for name, value in values:
         for place, tensor in _places(places.get(name, name), value):
@@ -167,7 +167,8 @@ def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             if isinstance(item, Tensor):
-                # A name that ends in "[*]" stands for all items: see `structure.items`.
+                # A name ending in "[*]" already stands for all items of the list, so add no index
+                # (see `structure.items`).
                 yield str(name) if str(name).endswith("[*]") else f"{name}[{index}]", item
 
 

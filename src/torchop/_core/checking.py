@@ -1,8 +1,8 @@
 """The hook through which `torchop.testing.checking` checks kernels and formulas.
 
 While any thread is inside a `with torchop.testing.checking()` block, call plans wrap each kernel in
-a check. At other times, checking costs nothing. All plans are invalidated when the first block is
-entered, and when the last block is exited.
+a check. Entering the first block and exiting the last one invalidate all call plans, so checking
+costs nothing outside of these blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def set_checker(new: Checker | None) -> None:
 def recompile_for_checking(plan: _Plan) -> None:
     """Register `plan` to be invalidated when checking starts or stops.
 
-    Only a weak reference to the plan is stored.
+    Only a weak reference is stored, so this does not keep the plan alive.
     """
     with registration_lock:
         _plans.add(plan)
@@ -76,8 +76,8 @@ def checked(
 
     Otherwise, return `kernel` itself. The wrapper does not check the first `leading` arguments,
     such as the dispatch keys. The caller must hold `registration_lock` until it has stored the call
-    plan that contains the returned function. If the lock were released earlier, checking could
-    start or stop before the plan is stored, so the stored plan would be outdated.
+    plan that contains the returned function. Otherwise, checking could start or stop in between,
+    and the stored plan would already be out of date.
     """
     if checker is None:
         return kernel

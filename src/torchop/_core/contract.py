@@ -22,8 +22,8 @@ from torchop._schema.schema import Schema
 class ResultCheck:
     """Check that a kernel's results match the return types of the schema.
 
-    PyTorch itself does not check the number of results, and may read out of bounds if there are too
-    many. For results of a wrong type, it reports only a failed C++ cast.
+    PyTorch does not check the number of results and may read out of bounds if a kernel returns too
+    many. If a result has the wrong type, PyTorch's error only mentions a failed C++ cast.
     """
 
     __slots__ = ("_checks", "_returns")
@@ -31,9 +31,9 @@ class ResultCheck:
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = kinds = returns
         if len(returns) > 1:
-            # Accept None in place of one of several tensors, because C++ kernels may return
-            # undefined tensors there too. A single result must not be None, because a None usually
-            # means that the `return` is missing.
+            # With several results, accept None for a tensor, just as a C++ kernel may return an
+            # undefined tensor. Reject None as the only result, because it usually means that the
+            # kernel is missing a `return`.
             kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
@@ -63,9 +63,9 @@ class ResultCheck:
 def without_inference(result: Any) -> Any:
     """Replace inference tensors in a result by normal tensors that share their memory.
 
-    A kernel that runs under `torch.inference_mode()` returns inference tensors. Autograd ignores
-    these tensors without an error, so every tensor that the caller combines with the result would
-    lose its gradient.
+    A kernel that runs under `torch.inference_mode()` returns inference tensors. Autograd silently
+    ignores these tensors, so the caller would get no gradient for any tensor that it combines with
+    the result.
     """
     if isinstance(result, list):
         return list(map(without_inference, result))
@@ -75,8 +75,8 @@ def without_inference(result: Any) -> Any:
         is_inference = result.is_inference()
     if not is_inference:
         return result
-    # A TorchFunctionMode may track dependencies, as for derived formulas. It finds that a copy
-    # depends on `result`, but cannot find this for `set_`.
+    # An active TorchFunctionMode may be tracking dependencies, for example to derive a formula. It
+    # can see that a copy depends on `result`, but it cannot see this through `set_`.
     is_followed = dispatch.function_modes_are_active()
     if type(result) is not Tensor or result.layout is not torch.strided or is_followed:
         return result.clone()
@@ -96,7 +96,7 @@ def _tensors(value: Any) -> bool:
 
 
 def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
-    """Return a check for numbers that accepts NumPy numbers and one-element tensors too."""
+    """Return a check for numbers that also accepts NumPy numbers and one-element tensors."""
 
     def check(value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -109,13 +109,14 @@ def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callabl
     return check
 
 
-# Check for `__float__` to reject strings, because `float` would parse them.
+# Require `__float__`, because `float` on its own would also parse strings.
 _float = _scalar(
     (float, torch.SymFloat, torch.SymInt),
     lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
 )
 _index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
-# Reject strings and None although they have a truth value, because returning them is a mistake.
+# Strings and None have a truth value too, but a kernel that returns one of them for a bool is
+# almost certainly wrong, so reject them.
 _boolean = _scalar(
     (bool, torch.SymBool),
     lambda value: (
@@ -210,8 +211,8 @@ def alias_error(
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
     mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
-    # If a tensor is passed twice, messages should name its first argument. `reversed` makes the
-    # first argument overwrite the others.
+    # Iterate in reverse, so that if a tensor is passed more than once, the message names the first
+    # argument that received it.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     others = [(tensor, where) for _, where, tensor in tensors]
     fault = "two outputs share memory, or an output and an input do"
@@ -254,8 +255,8 @@ def _shapes(tensors: Sequence[tuple[str, str, Tensor]]) -> str:
 def storage_of(tensor: Tensor) -> int:
     """Return a number that identifies the storage of a tensor.
 
-    Sparse tensors, lazy tensors and functorch wrappers have no storage, so return the `id` of the
-    tensor.
+    Sparse tensors, lazy tensors and functorch wrappers have no storage, so for these, return the
+    `id` of the tensor instead.
     """
     is_strided = tensor.layout is torch.strided and aliasing.has_storage(tensor)
     if not is_strided or functorch.is_wrapped(tensor):
@@ -266,7 +267,7 @@ def storage_of(tensor: Tensor) -> int:
 def share_memory(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same storage, or storages with overlapping memory.
 
-    Different storages overlap if code outside of PyTorch shares the memory, for example with
+    Two storages can overlap if the memory is shared outside of PyTorch, for example through
     `torch.from_numpy` or DLPack.
     """
     if storage_of(one) == storage_of(other):
@@ -282,8 +283,8 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 def version_of(tensor: Tensor) -> int | None:
     """Return the version counter of a tensor, or None if it does not count writes exactly."""
-    # Under no_grad, even reading a compressed sparse tensor increments its version, so the version
-    # does not show whether the tensor was written to.
+    # Under no_grad, merely reading a compressed sparse tensor increments its version counter, so
+    # the counter does not show whether the tensor was written to.
     is_uncounted = tensor.layout in _COMPRESSED or tensor.is_inference()
     return None if is_uncounted else tensor._version
 
@@ -295,8 +296,8 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     if aliasing.any_alias(args, kwargs, outputs):
         return True
     inputs, made = list(tensors_in((*args, *kwargs.values()))), list(tensors_in(outputs))
-    # `any_alias` compares storages. Some tensors have none (see `storage_of`), so compare these
-    # tensor objects.
+    # `any_alias` compares storages, but some tensors have none (see `storage_of`), so compare those
+    # tensors by identity.
     unstored = [id(tensor) for tensor in made if storage_of(tensor) == id(tensor)]
     if len(set(unstored)) < len(unstored) or not set(map(id, inputs)).isdisjoint(unstored):
         return True
@@ -306,8 +307,9 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
 def _memory_overlaps(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
     """Return whether the memory of an output overlaps the memory of an input or another output.
 
-    Calls may pass hundreds of tensors in lists, so do not compare every pair. Sorted by their
-    start, two ranges overlap if the second one starts before the end of the first one.
+    Calls may pass hundreds of tensors in lists, so comparing every pair would be too slow. Instead,
+    sort the memory ranges by their start: two ranges overlap if the second one starts before the
+    first one ends.
     """
     ranges = [(aliasing.memory_of(tensor), False) for tensor in inputs]
     ranges += [(aliasing.memory_of(tensor), True) for tensor in outputs]

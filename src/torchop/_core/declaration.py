@@ -36,7 +36,7 @@ class Site(NamedTuple):
 
     @property
     def origin(self) -> tuple[str, str]:
-        """The function's module and name, which stay the same if the module is reloaded."""
+        """The function's module and name, which do not change when the module is reloaded."""
         return self.module, self.qualname
 
     def __str__(self) -> str:
@@ -62,11 +62,12 @@ class Declaration(NamedTuple):
         convention: converts between the author's arguments and the arguments of the schema.
         layouts: the declared layouts of arguments, by name; see `_rules.layout`.
         functionalize: for the in-place or out= form of an operator, the rule for
-            FunctionalTensorMode. It traces the operator and a copy in place of the form.
+            FunctionalTensorMode. It traces the functional operator followed by a copy, instead of
+            the form itself.
         is_helper: True for an operator that replaces another one in compiled graphs.
-        is_lenient: True for operators of `torchop.compat`. They may return aliases of inputs, and
-            use PyTorch's autograd fallback if no formula is registered, because the operators that
-            inference engines define themselves do this too.
+        is_lenient: True for operators of `torchop.compat`. These may return aliases of their
+            inputs, and they use PyTorch's autograd fallback if no formula is registered, just like
+            the operators that inference engines define themselves.
     """
 
     name: OpName

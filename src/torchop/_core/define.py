@@ -23,8 +23,9 @@ from torchop._core.registry import check_free, deregister_existing, is_free
 Result = TypeVar("Result")
 
 
-# Creates the handle of a new operator, the object that users call. The package `_define` sets this
-# variable. An import would be circular, because handles import all rules, and rules import `_core`.
+# Creates the handle of a new operator, which is the object that users call. The package `_define`
+# sets this variable, since an import would be circular: handles import all rules, and rules import
+# `_core`.
 make_handle: Any = None
 
 
@@ -32,8 +33,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
     """Register a validated operator with PyTorch.
 
     If `custom_op` created an operator with the same name, the new operator replaces it. Any other
-    operator with this name causes a RuntimeError. If `lib` is closed, the new operator is
-    deregistered.
+    operator with this name causes a RuntimeError. Closing `lib` deregisters the new operator.
     """
     name = declaration.name
 
@@ -64,12 +64,12 @@ def _define(declaration: Declaration, lib: torch.library.Library | None) -> Defi
     for block in _running.blocks:
         if not _is_importing(block.frame):
             block.definitions.append(definition)
-    # Add this callback before any rule is registered. Then closing the library removes all rules,
-    # even if the definition fails halfway, or if `torch.library.custom_op` replaces the operator.
+    # Add this callback before any rule is registered, so that closing the library removes all rules
+    # even if the definition fails halfway or `torch.library.custom_op` replaces the operator.
     libraries.on_close(library, definition.library_closed)
     finishing = definition.install()
-    # Define the schema after the kernels are installed, because other threads can call the operator
-    # as soon as its schema is defined.
+    # Define the schema only after installing the kernels, because other threads can call the
+    # operator as soon as its schema is defined.
     qualname = libraries.define(library, definition.schema.written, declaration.tags)
     deregistration.after_definition(*name)
     for finish in finishing:
@@ -86,7 +86,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
     """Run `build`. If it raises an exception, deregister all operators that it defined.
 
     Operators of modules that `build` imports stay registered, because these modules stay imported.
-    So do operators that a method of a `torchop.Rule` defines.
+    Operators defined by a method of a `torchop.Rule` stay registered too.
 
     Args:
         what: the name or a description of the new operators, for error messages.
@@ -142,7 +142,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def user_code() -> Iterator[None]:
-    """Run user code during a registration. If the definition fails, its operators stay."""
+    """Run user code during a registration. Operators it defines stay if the definition fails."""
     before, _running.blocks = _running.blocks, ()
     try:
         yield
@@ -165,7 +165,7 @@ def deregister_with(
 ) -> None:
     """Deregister the operator when `library` is closed.
 
-    The library stores only a weak reference to the definition.
+    The library holds only a weak reference, so it does not keep the definition alive.
     """
     reference = weakref.ref(definition)
 

@@ -32,8 +32,8 @@ from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
 
-# The initial value of mappings in rules. Registrations replace these mappings and never modify
-# them, because call plans reference the old ones.
+# The initial value of the mappings in rules. Registrations replace these mappings instead of
+# modifying them, because existing call plans still reference the old ones.
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
@@ -52,9 +52,9 @@ class CompiledRule(Generic[Compiled]):
         """Set attributes of the rule, then call `install` to add missing dispatcher kernels.
 
         If `install` raises, restore the attributes and remove the rows that it added to the table.
-        A call in another thread may reach a new dispatcher kernel before this method returns. But
-        that call first needs a new plan, and waits for `registration_lock` to publish one, so it
-        never sees a partial update.
+        A call in another thread may reach a new dispatcher kernel before this method returns. This
+        is safe, because that call must first wait for `registration_lock` to publish a new plan, so
+        it never sees a partial update.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
@@ -118,11 +118,12 @@ class CallPlan:
 
 AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # All rule classes, in the order in which a handle's `repr` lists them. Each definition has one
-# instance of each class. The package `_rules` sets this variable, because it imports this module.
+# instance of each class. The package `_rules` sets this variable, since it imports this module and
+# not vice versa.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
 # An installer registers a new operator's dispatcher kernels and its rules for modes. It may return
-# a function, which is called after the schema is defined in the dispatcher.
+# a function to call once the schema is defined in the dispatcher.
 Installer: TypeAlias = "Callable[[Definition], Callable[[], None] | None]"
 # All installers. The package `_rules` sets this variable too.
 installers: tuple[Installer, ...] = ()
@@ -167,24 +168,24 @@ class Definition:
         self.name = declaration.name
         self.schema = declaration.schema
         self.handle: Any = None
-        # None while the operator is registered. After that, the message of the error that calls
-        # raise.
+        # None while the operator is registered. Once it is deregistered, this is the message of the
+        # error that calls raise.
         self.deregistration_reason: str | None = None
-        # The reference is weak, because the caller decides how long the library lives.
+        # Hold only a weak reference, because the caller decides how long the library lives.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
-        # Compiled graphs guard on this number. A registration increments it if it changes something
-        # that compilers bake into graphs.
+        # Compiled graphs guard on this number, so a registration that changes something compilers
+        # bake into graphs must increment it.
         self.revision = 0
         self._overload: OpOverload | None = None
-        # Rules are created on first use, because a program never calls most of its operators. A
-        # dict would need three times as much memory as this list.
+        # Rules are created on first use, because a typical program never calls most of its
+        # operators. Use a list, since a dict would take three times as much memory.
         self._rules: list[CompiledRule[Any]] = []
         self._plan: CallPlan | None = None
         self._version = 0  # the number of calls of `outdate_plan`
         self.registered = registered or Registrations(str(declaration.name))
-        # The `OwnCalls` object that compiles plans for native calls. None for operators of other
-        # packages, and until the C++ extension is loaded.
+        # The `OwnCalls` object that compiles plans for native calls (without the dispatcher). None
+        # for operators of other packages, and until the C++ extension is loaded.
         self.calls: Any = None
         # The helper operators, which replace this operator in compiled graphs, by kind. They are
         # instances of `_rules.helper_operators.HelperOperator`.
@@ -258,8 +259,8 @@ class Definition:
     def overload(self) -> OpOverload:
         """The operator's OpOverload.
 
-        Only overloads of operators created by `custom_op` are cached, because operators of other
-        packages may be redefined.
+        The overload is cached only if `custom_op` created the operator, because other packages may
+        redefine theirs.
         """
         if self._overload is not None:
             return self._overload
@@ -290,7 +291,8 @@ class Definition:
     def plan(self) -> CallPlan:
         """The call plan. The first call after a registration compiles it.
 
-        Compiling it in each registration would slow down the import of packages.
+        The plan is compiled lazily, because compiling it in every registration would make packages
+        slower to import.
         """
         plan = self._plan
         return self._compile() if plan is None else plan
@@ -311,7 +313,7 @@ class Definition:
         return compute_then_publish(compute, publish, lambda: (self._version, self.calls))
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
-        """Return `plan[kind]`. This is faster than indexing the plan, and the backward uses it."""
+        """Return `plan[kind]`, but faster than by indexing the plan. Used in the backward pass."""
         compiled: Compiled = (self._plan or self.plan)._compiled[kind]
         return compiled
 
@@ -350,8 +352,9 @@ class Definition:
     def deregister(self, reason: str) -> None:
         """Deregister the operator. Later calls raise OperatorGoneError with the message `reason`.
 
-        Running calls finish with the old kernels. Does nothing if the operator is already
-        deregistered. Without the C++ extension, raises RuntimeError inside the operator's own call.
+        Calls that are already running finish with the old kernels. This is a no-op if the operator
+        is already deregistered. Without the C++ extension, an operator cannot be deregistered from
+        inside its own call: this raises RuntimeError.
         """
         with then_run_hooks():
             if self.deregistration_reason is not None:

@@ -25,8 +25,8 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     These are the generators among the arguments, and the default generators of the CPU, of all
     devices in the arguments, and of the first `count` accelerators.
     """
-    # Call the generator's methods, because modes would trace torch.get_rng_state and
-    # torch.set_rng_state.
+    # Call the generator's methods instead of torch.get_rng_state and torch.set_rng_state, because
+    # active modes would trace these functions.
     yield _of_generator(torch.default_generator)
     found = {*devices_of(values), *devices.accelerators(count)}
     # Sort by length first, so that "cuda:2" comes before "cuda:10". The C++ function `pack_plain`

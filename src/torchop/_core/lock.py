@@ -1,16 +1,15 @@
 """The lock of all registrations, and the hooks that run after it is released.
 
-The lock rule: validate and call user code first, then lock, then publish. While a thread holds the
-lock, it runs only code of torchop and PyTorch: no function that a user registered (`supported`,
-`validate`, `attach`, `detach`), no conversion of a user's object, no import and no warning, because
-a filter or a hook may run user code for a warning. Otherwise, two threads would deadlock if one
-holds the lock and waits for a user's lock, or for the lock of an import, and the other does the
-reverse.
+The lock rule: validate and call user code first, then lock, then publish. A thread that holds the
+lock must run only code of torchop and PyTorch. It must not call a function that a user registered
+(`supported`, `validate`, `attach`, `detach`), convert a user's object, import a module, or emit a
+warning, since warning filters and hooks may run user code. Otherwise, two threads could deadlock:
+one holds this lock and waits for a user's lock or an import lock, while the other does the reverse.
 
-For the same reason, finalizers never wait for the lock and never call user code, because the
-garbage collector may run them in any thread at any time. If the lock is held, and for all hooks
-that call user code, they only add the hooks to a queue. The next registration, or the next call
-that compiles a plan, runs these hooks in `run_waiting_hooks`.
+For the same reason, finalizers must never wait for the lock or call user code, because the garbage
+collector may run them in any thread at any time. If the lock is held, or if a hook calls user code,
+a finalizer only adds the hook to a queue. The next registration, or the next call that compiles a
+plan, runs the queued hooks in `run_waiting_hooks`.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from torchop._compat import deregistration, libraries
 Result = TypeVar("Result")
 Published = TypeVar("Published")
 
-# Each registration holds this lock, because it changes several of PyTorch's registries, and these
-# are plain dicts and sets without locks.
+# Every registration holds this lock, because it updates several of PyTorch's registries, which are
+# plain dicts and sets without any locking.
 registration_lock: Any = threading.RLock()
 
 libraries.lock = deregistration.lock = registration_lock
@@ -54,8 +53,8 @@ def compute_then_publish(
 ) -> Published:
     """Call `compute` without the lock, because it may run user code, and `publish` with the lock.
 
-    A concurrent registration changes `version()`, so the result of incomplete rules, or an
-    exception because of them, is discarded and computed again.
+    If a concurrent registration changes `version()`, `compute` may have seen incomplete rules, so
+    its result or exception is discarded and it runs again.
     """
     while True:
         before = version()

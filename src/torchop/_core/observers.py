@@ -78,9 +78,9 @@ def observer(
 ) -> Callable[..., Any]:
     """Wrap a user's function that takes an operator's arguments, so that PyTorch can call it.
 
-    PyTorch passes the arguments of the schema, and omits arguments that equal their default value.
-    The wrapper adds the omitted arguments. If the operator takes structured arguments, such as
-    dataclasses, the wrapper rebuilds these objects from the values that PyTorch passes.
+    PyTorch passes the arguments of the schema and omits any that equal their default value, so the
+    wrapper fills these in. If the operator takes structured arguments, such as dataclasses, the
+    wrapper rebuilds these objects from the values that PyTorch passes.
 
     Args:
         what: a description of the function for messages, such as `"ns::name: a cost"`.

@@ -30,7 +30,7 @@ class Registered(NamedTuple):
     """One row: an object in one of PyTorch's registries."""
 
     kernel: Any = None  # the object that PyTorch calls
-    # Removes the object from the registry. None if closing the library removes it.
+    # Removes the object from its registry. None if closing the library already does this.
     remove: Callable[[], object] | None = None
     place: Place | None = None  # the user's line of code, for rules that a user registered
 
@@ -87,9 +87,9 @@ class Registrations:
     def registering(self, *rules: str) -> Iterator[None]:
         """Record the source location of the rules that a `with` block registers.
 
-        Before the block, this warns if another package has registered the same rule, because the
-        later of two imports would silently decide which one applies. The caller must not hold the
-        registration lock.
+        On entry, this warns if another package has already registered the same rule, because the
+        import order would otherwise silently decide which of the two applies. The caller must not
+        hold the registration lock.
 
         Args:
             rules: the kinds of the rules, such as `"fake kernel"` or `"autocast rule for cuda"`.
@@ -124,7 +124,8 @@ class Registrations:
     def remove_new(self, before: Collection[Key]) -> None:
         """Remove the rows that a failed registration added. `before` contains the other keys.
 
-        Kernels without `remove` stay. They are harmless, because each call reads the rules.
+        Kernels without `remove` stay registered, which is harmless, because each call reads the
+        rules.
         """
         for key in self:
             if key not in before and self._rows[key].remove is not None:
@@ -152,19 +153,20 @@ def registrations_of(library: torch.library.Library, name: object) -> Registrati
         table = tables.get(str(name))
         if table is None:
             table = Registrations(str(name))
-            # First, so that closing the library closes each table, even if Ctrl-C interrupts this.
+            # Do this first, so that closing the library closes this table even if Ctrl-C interrupts
+            # us here.
             libraries.on_close(library, table.close)
             tables[str(name)] = table
         return table
 
 
-# Maps the name of an operator and the key of a row to the table in which a user registered this
-# rule last.
+# Maps an operator's name and a row's key to the table with the user's most recent registration of
+# that rule.
 _latest: weakref.WeakValueDictionary[tuple[str, Key], Registrations] = weakref.WeakValueDictionary()
 
 
 def registration_place(name: object, key: Key) -> Place | None:
-    """Return the user's line of code that registered a rule last, in any open library."""
+    """Return the line of user code that last registered a rule, in any unclosed library."""
     table = _latest.get((str(name), key))
     return None if table is None else table.place(key)
 

@@ -48,8 +48,8 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
     """Return the definition that must store a new rule for an operator.
 
-    `lib` is the library that owns the registration. The default is the library that the operator
-    belongs to, or for operators of other packages, a library that is never closed.
+    `lib` is the library that owns the registration. By default, this is the library that the
+    operator belongs to or, for an operator of another package, a library that is never closed.
     """
     run_waiting_hooks()
     if isinstance(op, Handle):  # a fast path, for registrations through the methods of a handle
@@ -142,8 +142,9 @@ def find_schema(name: OpName) -> Schema:
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(f"the operator {short_text(name)} does not exist{_hint(name)}")
     parsed = operators.registered_schema(name.packet, name.overload)
-    # An operator is in-place or out= only if it has both the tag and a matching schema, because
-    # PyTorch also tags operators with other schemas, for example operators that write into a list.
+    # An operator counts as in-place or out= only if it has both the tag and a matching schema,
+    # because PyTorch also puts these tags on operators with other schemas, for example operators
+    # that write into a list.
     form = form_of_schema(parsed)
     tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
     is_tagged = not set(form_tags(form)).isdisjoint(tags)
@@ -167,8 +168,8 @@ def _hint(name: OpName) -> str:
 def registration_site(name: OpName) -> str:
     """Return the file and line where an operator was defined, or "(unknown)".
 
-    The dispatcher's own record is used only as a last resort, because it names the line that
-    created the library, which may be in torchop or PyTorch.
+    This falls back to the dispatcher's own record only as a last resort, because that record names
+    the line that created the library, which may be inside torchop or PyTorch.
     """
     definition = own_definition(None, name)
     if definition is not None and definition.declaration.site is not None:
@@ -197,7 +198,7 @@ def already_defined(name: OpName, site: object, advice: str = "") -> RuntimeErro
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     schema = find_schema(name)
-    # The definitions must live as long as the library, so store them in it.
+    # Store the definitions in the library, because they must live as long as it does.
     definitions: dict[str, Definition] = library.__dict__.setdefault(DEFINITIONS, {})
     definition = definitions.get(str(name))
     if definition is None or definition.schema.text != schema.text:
@@ -219,7 +220,8 @@ def deregister_existing(name: OpName, site: Site) -> None:
     """
     older, library = check_free(name, site)
     if older is not None and older.deregistration_reason is not None and library is not None:
-        # Only the library was closed, as in `op._lib._destroy()` or when the process exits.
+        # Closing the library already deregistered the operator, as in `op._lib._destroy()` or when
+        # the process exits.
         registries.unpublish(str(name), library)
         return
     if older is not None or library is not None:
@@ -242,7 +244,8 @@ def deregister_existing(name: OpName, site: Site) -> None:
 def _distinct_places(before: Site, site: Site) -> tuple[str, str]:
     """Return both locations as text, with the module names if the locations are equal.
 
-    The locations are equal if the same file was imported under two module names.
+    The locations are equal if the same file was imported under two module names, so only these
+    names tell them apart.
     """
     if str(before) != str(site) or before.module == site.module:
         return str(before), str(site)

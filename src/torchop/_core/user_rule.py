@@ -28,8 +28,8 @@ from torchop._schema.callables import Lambda, Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Functions that return True for a name that a rule must not have, such as the name of a member that
-# a class decorated with `torchop.operator` may have.
+# Predicates for names that a rule must not use, for example because a class decorated with
+# `torchop.operator` may have a member of that name.
 reserved_names: list[Callable[[str], bool]] = []
 
 
@@ -94,10 +94,10 @@ class Rule(Generic[Value]):
         naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
-        # Compute this here and not in `lookup`, because compilers trace `lookup`.
+        # Compute this once here instead of in `lookup`, because compilers trace `lookup`.
         self._derives_values = type(self).of_derived is not Rule.of_derived
-        # Maps the names of operators to entries, oldest first. Lookups take no lock, because the
-        # tuples are replaced and never modified.
+        # Maps operator names to entries, oldest first. Lookups need no lock, because the tuples are
+        # only ever replaced, never modified.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
             existing = _rules.get(name)
@@ -108,7 +108,7 @@ class Rule(Generic[Value]):
                         f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                # The module that creates the rule is being reloaded, so preserve the values.
+                # The module that creates the rule is being reloaded, so carry over its values.
                 self._entries = existing._entries
             _rules[name] = self
 
@@ -265,7 +265,7 @@ class Rule(Generic[Value]):
     def has(self, op: OpLike) -> bool:
         """Return whether this rule has a value for an operator.
 
-        A default that comes from `missing` does not count.
+        A default returned by `missing` does not count as a value.
 
         Args:
             op: the operator, as in `register`.

@@ -5,7 +5,8 @@ from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp, make_handle
 
-# The lower layers `_core` and `_native` cannot import the handle type, so pass it to them here.
+# The lower layers `_core` and `_native` cannot import the handle type without a cycle, so set it
+# here.
 define.make_handle = make_handle
 _hooks.handle_type = CustomOp
 dynamo_variables.trace_as_overload(CustomOp)

@@ -47,8 +47,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     """Define an operator with a class that has kernels and rules as members.
 
     The decorator replaces the class with the operator's handle, a `CustomOp`. Members are inherited
-    from base classes, so several operators can share rules. To remove an inherited member, set it
-    to None. Members whose names start with an underscore are ignored.
+    from base classes, so several operators can share rules; set an inherited member to None to
+    remove it. Names that start with an underscore are ignored.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
@@ -187,7 +187,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
         elif is_device_type(name):
             _check_member(what, name, value, Member())
             kernels[name] = value
-        elif name == "device_types":  # a likely mistake, because custom_op has this option
+        elif name == "device_types":  # an easy mistake to make, because custom_op has this option
             raise TypeError(
                 f"{what} has the member 'device_types'. Name the kernel for one device after the "
                 "device, such as 'cpu'. The member 'forward' is the kernel for all devices."
@@ -215,7 +215,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """Return the public members of a class and its base classes.
 
-    A class can set an inherited member to None to remove it, as with `__hash__ = None`.
+    Setting an inherited member to None removes it, as with `__hash__ = None`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -252,7 +252,7 @@ def _function(
 ) -> Callable[..., Any]:
     """Return the member `forward`. If there is none, return a function that raises when called.
 
-    The function that raises has the signature of the member `signature`, or of a kernel.
+    That function has the same signature as the member `signature` or, without one, as a kernel.
     """
     if "forward" in members:
         if "signature" in members:
@@ -293,7 +293,8 @@ def _function(
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a copy of a function with the name, module and docstring of the class.
 
-    The handle takes these attributes from the function. A wrapper would add a frame to every call.
+    The handle takes these attributes from the function. Copy the function instead of wrapping it,
+    because a wrapper would add a Python frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

@@ -17,8 +17,8 @@ from torchop._schema.declared import Tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# The default value of required arguments. Without it, Python's error for a missing argument would
-# not show how to write the decorator.
+# The default value of required arguments. It lets us raise an error that shows how to write the
+# decorator, which Python's own error for a missing argument would not.
 MISSING: Any = object()
 
 
@@ -79,12 +79,12 @@ def custom_op(
         tags: a `torch.Tag`, or several.
         effects: pass `"ordered"` or `EffectType.ORDERED` if the function has a side effect that the
             schema does not show, such as logging. Compilers then preserve all calls and their
-            order. If the function returns nothing, and compilers may remove calls to it, pass
-            `"none"`.
+            order. Pass `"none"` if the function returns nothing and compilers may remove calls to
+            it.
         compile: pass `"inline"` to let compilers trace into the function and optimize the operators
-            in it. A mapping such as `{"inductor": "inline"}` does so only for some backends. The
-            function is then also the default fake kernel. Exported programs still contain the
-            operator, and gradients still use the registered formula.
+            in it. Use a mapping such as `{"inductor": "inline"}` to do so only for some backends.
+            The function then also serves as the default fake kernel. Exported programs still
+            contain the operator, and gradients still use the registered formula.
         priority: the names of providers (alternatives to the kernel), in the order that calls try
             them. The first provider that supports a call runs it; see `register_kernel`.
         residuals: the names and types of extra results of the kernel that only the backward uses,
@@ -106,8 +106,9 @@ def custom_op(
     Warns:
         SchemaWarning: the function neither returns nor mutates anything, and `effects` is not
             given. `torch.compile` will raise an error for calls to it.
-        RedefinitionWarning: another function already defined an operator with this name. Running
-            the same definition again, in a reloaded module or a notebook cell, does not warn.
+        RedefinitionWarning: another function already defined an operator with this name. There is
+            no warning if the same definition runs again, as in a reloaded module or a notebook
+            cell.
 
     Example:
         >>> import torch, torchop
@@ -185,7 +186,8 @@ def triton_op(
     trace. Eager calls launch the kernels directly.
 
     If you register another kernel for some devices, such as the CPU, compiled programs call that
-    kernel on these devices. On machines without Triton, the operator then needs a fake kernel.
+    kernel on those devices. The operator then needs a fake kernel to work on machines without
+    Triton.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
@@ -218,7 +220,7 @@ def triton_op(
 
     @compilers.eager_only
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        # This calls into PyTorch and may raise. Call it before defining the operator, so that an
+        # This calls into PyTorch and may raise, so call it before defining the operator. Then an
         # error leaves nothing registered.
         kernels = compilers.triton_kernels(function)
         declaration = declare(

@@ -49,7 +49,7 @@ def declare(
 ) -> Declaration:
     """Check a function and the options of `custom_op`, and return the operator's declaration.
 
-    Makes all checks that are possible before the operator exists. `place` is the line of the user's
+    This makes all checks that are possible before the operator exists. `place` is the line of user
     code that defines the operator, and `launches` is True for a `triton_op`.
     """
     what = f"custom_op({str(name)!r})"
@@ -80,7 +80,7 @@ def declare(
         kernel,
         Site.of(inspect.unwrap(function) if saved else function, place),
         devices,
-        # Compilers recognize in-place and out= operators by their tags, so add these tags.
+        # Compilers recognize in-place and out= operators only by their tags, so add the tags here.
         tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
         effect=effect,
         inlined=inlined,

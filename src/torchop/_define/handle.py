@@ -37,8 +37,8 @@ class _FunctionSignature:
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
             if compilers.torchscript_is_inspecting():
-                # TorchScript would compare the returned signature with the parameters of
-                # `__call__`, which are only `*args` and `**kwargs`.
+                # If we returned a signature, TorchScript would compare it with the parameters of
+                # `__call__`, which are just `*args` and `**kwargs`.
                 raise ValueError("TorchScript must not inspect the signature of a handle.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
@@ -82,15 +82,15 @@ class CustomOp(Registrations, Generic[P, R]):
     """
 
     # The C++ extension (csrc/handle.cpp) uses these slots to store a vectorcall function and an
-    # `Entry`, the object that runs native calls. Python code must not read `_native_call`, because
-    # the slot contains a raw pointer instead of an object.
+    # `Entry`, the object that runs native calls. Never read `_native_call` from Python, because
+    # this slot holds a raw pointer and not a Python object.
     __slots__ = ("_native_call", "_native_entry")
 
     inplace: CustomOp[..., Any] | None = None
     out: CustomOp[..., Any] | None = None
 
     def __init__(self, definition: Definition) -> None:
-        # Do not call CustomOpDef.__init__, because it would define the operator again.
+        # Do not call CustomOpDef.__init__, which would define the operator a second time.
         function = definition.authors_function
         self._definition = definition
         # Do not use functools.wraps, because partials and callable objects have no `__name__`.
@@ -105,14 +105,15 @@ class CustomOp(Registrations, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     if TYPE_CHECKING:
-        # This is an attribute, because for a method with a ParamSpec, Jedi shows (*args, **kwargs)
-        # as the parameters.
+        # Declare `__call__` as an attribute: if it were a method with a ParamSpec, Jedi would show
+        # the parameters as (*args, **kwargs).
         __call__: Callable[P, R]
     else:
 
         def __call__(self, /, *args, **kwargs):
-            # Dynamo cannot trace the lock of a cached property, so `HandleVariable` checks the
-            # arguments of traced calls (_compat/dynamo_variables.py).
+            # Skip this check while tracing, because Dynamo cannot trace the lock of a cached
+            # property. For traced calls, `HandleVariable` checks the arguments
+            # (_compat/dynamo_variables.py).
             if not torch.compiler.is_compiling():
                 refused = self._refusal_of_tensors(args, kwargs)
                 if refused is not None:
@@ -170,8 +171,8 @@ class CustomOp(Registrations, Generic[P, R]):
             "operators in the class form, put them into a plain class that both inherit from."
         )
 
-    # Like functions, handles are copied and pickled by reference. A pickle contains the names of
-    # the operator and of the module that defines it.
+    # Like functions, handles are copied and pickled by reference, so a pickle contains only the
+    # names of the operator and of the module that defines it.
 
     def __copy__(self) -> CustomOp[P, R]:
         return self
@@ -195,8 +196,8 @@ class CustomOp(Registrations, Generic[P, R]):
 
     @property
     def overload(self) -> OpOverload:
-        # Do not cache the overload here. Dynamo would guard on the cache, and recompile once the
-        # first call has filled it. torch.ops caches the overload anyway.
+        # Do not cache the overload here, because Dynamo would guard on the cache and recompile
+        # after the first call fills it. torch.ops caches the overload anyway.
         definition = self._live()
         try:
             return torch_ops.lookup_overload(*definition.name)
@@ -247,8 +248,8 @@ class CustomOp(Registrations, Generic[P, R]):
         def __getattr__(self, name: str) -> Any:
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
-                # Do not pass `name` and `obj`, because Dynamo does not support these parameters of
-                # AttributeError. Python sets both when `__getattr__` raises the exception.
+                # Do not pass `name` and `obj` to AttributeError, because Dynamo does not support
+                # them. Python sets both anyway when `__getattr__` raises.
                 raise AttributeError(
                     f"{type(self).__name__!r} object has no attribute {short_repr(name)}"
                 )
@@ -259,8 +260,8 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> AbstractContextManager[None]:
         """Enable or disable the kernel of a device type inside a `with` block, for all threads.
 
-        While a kernel is disabled, calls run the function that was passed to `custom_op` instead.
-        If the device type has no kernel, or if nothing changes, a message is logged.
+        While a kernel is disabled, calls fall back to the function that was passed to `custom_op`.
+        If the device type has no kernel, or if nothing changes, this only logs a message.
 
         Args:
             device_type: a device type such as `"cpu"`.
@@ -276,8 +277,8 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the in-place form of this operator, which overwrites the first argument.
 
-        The in-place form calls this operator and copies the result into the argument. So it needs
-        no kernel, fake kernel or formula of its own.
+        The in-place form calls this operator and copies the result into the argument. Therefore it
+        needs no separate kernel, fake kernel or formula.
 
         Args:
             name: the name of the new operator. The default is `"ns::name_"`.
@@ -316,8 +317,8 @@ class CustomOp(Registrations, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Define the out= form of this operator, which writes the results into `out=`.
 
-        The out= form calls this operator and copies the results. To save the copies, use
-        `torchop.out_op` if your kernel can write into the output tensors itself.
+        The out= form calls this operator and copies the results into the outputs. If your kernel
+        can write into the outputs directly, use `torchop.out_op` instead to avoid the copies.
 
         Args:
             name: the name of the new operator. The default is `"ns::name.out"`.
@@ -347,7 +348,7 @@ class CustomOp(Registrations, Generic[P, R]):
         self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
-    # Private attributes of PyTorch's CustomOpDef, which PyTorch and other packages read.
+    # Private attributes of PyTorch's CustomOpDef that PyTorch and other packages rely on.
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
     _name: Any = property(lambda self: self._definition.name.local)
@@ -400,7 +401,7 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 class StructuredOp(CustomOp[P, R]):
     """The handle of an operator with structured arguments, such as dataclasses.
 
-    A call flattens the structures, and passes the resulting schema arguments to `overload`.
+    A call flattens the structures into the schema's arguments, and passes these to `overload`.
     """
 
     @property
@@ -411,8 +412,8 @@ class StructuredOp(CustomOp[P, R]):
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
     """Create a class for the operator, with a generated `__call__`, and return an instance.
 
-    All operators could share one `__call__` that forwards `*args` and `**kwargs`, but forwarding
-    takes a fifth of a call's time.
+    A single `__call__` that forwards `*args` and `**kwargs` would work for all operators, but the
+    forwarding would take a fifth of the time of a call.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)
@@ -422,8 +423,8 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
     dynamo_variables.trace_as_overload(cls, _flatten)
-    # When the operator is deregistered, remove the class from Dynamo's global table, which would
-    # otherwise keep the class alive.
+    # Remove the class from Dynamo's global table when the operator is deregistered, because the
+    # table would keep the class alive forever.
     structure.on_deregister = lambda: dynamo_variables.forget(cls)
     return handle
 

@@ -50,8 +50,8 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 class Library(OwnLibrary):
     """A collection of operators and kernels. Closing the library deregisters all of them.
 
-    A library can be used as a context manager. Calling an operator after its library is closed
-    raises an error.
+    A library can be used as a context manager, which closes it on exit. Calling an operator of a
+    closed library raises an error.
 
     Args:
         ns: the namespace.
@@ -75,8 +75,8 @@ class Library(OwnLibrary):
     Modeled after `torch.library.Library`.
     """
 
-    # Check the arguments in __new__, because PyTorch's __init__ records the line of its caller. If
-    # we had an __init__, this caller would be our __init__ instead of the user's code.
+    # Check the arguments in __new__ instead of __init__, because PyTorch's __init__ records its
+    # caller's line. If we defined an __init__, PyTorch would record our line instead of the user's.
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
@@ -140,8 +140,8 @@ class Library(OwnLibrary):
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
-        # Remove the namespace. With it, PyTorch's `define` would record the name as "ns::ns::name",
-        # and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
+        # Remove the namespace, because PyTorch's `define` would otherwise record the name as
+        # "ns::ns::name", and `_destroy` would fail in _clear_torch_ops_cache (torch/library.py).
         schema = schema.removeprefix(f"{self.ns}::")
         define = functools.partial(super().define, schema, alias_analysis, tags=tags)
         with short_errors:
@@ -190,7 +190,7 @@ class Library(OwnLibrary):
                 f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
             )
         kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        # If neither names a key, the kernel decomposes the operator into other operators.
+        # Without any key, treat the kernel as a decomposition into other operators.
         key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
         with (
             registrations_of(self, f"{self.ns}::{name}").registering(f"kernel at {key}"),
@@ -250,8 +250,8 @@ class Library(OwnLibrary):
 def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
     """Define an operator in a library of torchop or PyTorch.
 
-    `define` is the function that defines the operator in the dispatcher. It checks the schema and
-    returns the name of the operator.
+    `define` is called to define the operator in the dispatcher. It checks the schema and returns
+    the operator's name.
     """
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     packet, _, overload = local.partition(".")
@@ -318,8 +318,8 @@ def checked_kernel(
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, checked_schema, run
-        # Look up the operator in each call, because it may be defined or redefined after its kernel
-        # is registered.
+        # Look up the operator in every call, because it may be defined, or redefined, only after
+        # its kernel is registered.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         current_schema = getattr(current, "_schema", None)
         check_now = check
@@ -330,13 +330,13 @@ def checked_kernel(
             with registration_lock:  # see `checked`
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
-                # Set `run` before `check`, because another thread that sees the new `check` must
-                # not use the old `run`.
+                # Set `run` before `check`, so that a thread that already sees the new `check` never
+                # uses the old `run`.
                 check, checked_schema = check_now, current_schema
         if _hooks.count_call is not None:
             _hooks.count_call()
-        # A kernel that receives a keyset redispatches the call itself, so do not change the
-        # dispatcher's state around it.
+        # A kernel that receives the keyset redispatches the call itself, so it must run with the
+        # dispatcher's state unchanged.
         if dispatch.is_handled_by_mode() and not with_keyset:
             with dispatch.with_transforms():
                 return check_now(run(*args, **kwargs), qualname)

@@ -50,14 +50,14 @@ def define(
 ) -> Decorator | None:
     """Define an operator from a schema, without a kernel.
 
-    As in PyTorch, there is also an older form: `define(library, "name(Tensor x) -> Tensor")`
-    returns a decorator, which registers the decorated function as the kernel for all devices and
-    for autograd.
+    PyTorch's older form also works: `define(library, "name(Tensor x) -> Tensor")` returns a
+    decorator that registers the decorated function as the kernel for all devices and for autograd.
 
     Args:
         qualname: the name of the operator: `"namespace::name"` or `"namespace::name.overload"`. In
             the older form, the library.
-        schema: the schema without a name, such as `"(Tensor x) -> Tensor"`.
+        schema: the arguments and results without the operator's name, such as `"(Tensor x) ->
+            Tensor"`.
         alias_analysis: only for the older form; see `torchop.Library.define`.
         lib: the library that owns the operator. By default, the operator lives as long as the
             process.
@@ -131,8 +131,8 @@ def impl(
 ) -> Function | Decorator:
     """Register a kernel for an operator that is defined with `define` or in C++.
 
-    The kernel may be registered before the operator is defined. As in PyTorch, there is also an
-    older form: `impl(library, name, dispatch_key)` returns a decorator.
+    The kernel may be registered before the operator is defined. PyTorch's older form also works:
+    `impl(library, name, dispatch_key)` returns a decorator.
 
     Args:
         qualname: the operator.
@@ -177,9 +177,9 @@ def _key_of_kernel(op: OpLike, kind: object) -> str:
     return dispatch.kernel_key(kind)
 
 
-# Users may pass a plain `torch.library.Library`. The functions below give such a library two
-# features of `torchop.Library`: the results of kernels are checked, and calls raise an error once
-# the library is closed.
+# Users may pass a plain `torch.library.Library`. The functions below add two features of
+# `torchop.Library` to it: they check the results of kernels, and make calls raise an error once the
+# library is closed.
 
 
 def _define_in(

@@ -27,15 +27,16 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combine a functional operator and an out= operator into one function with `out=None`.
 
-    A single operator cannot have an optional argument `out`, because a schema cannot express that
-    the result is either a fresh tensor or `out`. So the returned function calls one of the two
-    operators, depending on its arguments. `torch.compile` and `torch.export` trace into it.
+    A single operator cannot have an optional `out` argument, because a schema cannot express that
+    the result is either a fresh tensor or `out`. Instead, the returned function calls one of the
+    two operators, depending on whether `out` is passed. `torch.compile` and `torch.export` trace
+    into the function.
 
     Args:
         functional: the operator that allocates the results: a handle, `"ns::name"`, an
             `OpOverload`, or a packet with one overload.
-        out: the operator that writes the results into output arguments, and returns these or None.
-            It must take the arguments of `functional`, followed by the outputs.
+        out: the operator that writes the results into output arguments, and returns either these or
+            None. It must take the same arguments as `functional`, followed by the outputs.
 
     Returns:
         A function with the parameters of `functional`, and with the outputs as additional

@@ -18,8 +18,8 @@ from torchop._errors import short_repr
 from torchop._rules.autocast import POLICIES
 from torchop._rules.autograd.formula import Derived
 
-# A function that registers the value of a member. It receives the operator's handle, the value, and
-# all members of the class.
+# Registers the value of a member. It receives the operator's handle, the value, and all members of
+# the class, because some registrations use several members.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
 
 
@@ -27,12 +27,13 @@ class Member(NamedTuple):
     """A member that a class decorated with `torchop.operator` may have.
 
     Attributes:
-        registers: registers the member's value with the operator. None if another member's
-            registration uses the value as an argument.
+        registers: registers the member's value with the operator. None if the value is only an
+            argument of another member's registration.
         takes: a phrase for error messages that describes the valid values.
-        accepts: returns whether a value is valid. A static method is passed as a plain function.
-        needs: the names of other members. If there are any, the class must have at least one of
-            them.
+        accepts: returns whether a value is valid. Static methods are unwrapped to plain functions
+            first.
+        needs: the names of other members, of which the class must have at least one. Empty if the
+            member works alone.
     """
 
     registers: Registers | None = None
@@ -161,7 +162,7 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile", "priority"
 def is_device_type(name: str) -> bool:
     """Return whether a name is a device type, such as "cuda".
 
-    If an operator class has a member with such a name, it is the kernel for that device type.
+    A member of an operator class with such a name is the kernel for that device type.
     """
     try:
         dispatch.dispatch_key_name(name)

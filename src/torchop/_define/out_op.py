@@ -191,8 +191,8 @@ def out_op(
                 for form, member in names.items()
             }
             # Let Inductor replace the functional form with forms that save an allocation. An
-            # in-place form that is not elementwise saves none, because it allocates a temporary
-            # result.
+            # in-place form saves one only if it is elementwise, because otherwise it allocates a
+            # temporary result.
             for form in (Form.OUT, *[Form.INPLACE] * (inplace and elementwise)):
                 _plan_outputs(functional, handles[form]._live())
             return OperatorFamily(
@@ -226,13 +226,14 @@ def _define_form(
 
 
 # `torchop/__init__.py` sets this variable to the function `plan` of `_compat/planned_outputs.py`,
-# which registers the forms of an operator with Inductor. This package must not import that module.
+# which registers the forms of an operator with Inductor. It is a hook, because this package must
+# not import that module.
 plan_outputs: Callable[[str, str, Callable[[], Any]], Callable[[], None]] | None = None
 
 
 def _plan_outputs(functional: Definition, form: Definition) -> None:
     """Allow Inductor to replace the functional operator with a form that writes into a buffer."""
-    # Inductor's table of replacements stores the function `overload` below. Strong references in
+    # Inductor's table of replacements stores the function `overload` below, so strong references in
     # this function would keep the forms alive forever.
     members = weakref.ref(functional), weakref.ref(form)
 
@@ -254,8 +255,8 @@ def _kernels_of(form: Definition) -> object:
     """Return a form's kernels by device, for comparison with the kernels of another form."""
     rule = form.rule(KernelRule)
     if rule.providers is not None or rule.switches:
-        # Each call chooses a kernel, so two forms may run different kernels. Return the form
-        # itself, because it does not equal the result for another form.
+        # The kernel is chosen in each call, so two forms may run different kernels. Return the form
+        # itself, so that it never compares equal to the result for another form.
         return form
     return {device: inspect.unwrap(kernel) for device, kernel in rule.functions.items()}
 
@@ -352,7 +353,7 @@ class OperatorFamily(Generic[P, R]):
     ) -> None:
         self.functional = functional
         self.out = out
-        # The annotation contains `Any` instead of None. Otherwise type checkers would make users
+        # Annotate with `Any` instead of None, because type checkers would otherwise make users
         # check for None even if they passed inplace=True.
         self.inplace: CustomOp[..., Any] | Any = inplace
         self._kernels = kernels
@@ -380,9 +381,9 @@ class OperatorFamily(Generic[P, R]):
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | Lambda | None = None, /
     ) -> Function:
-        """Register a kernel for all forms. It must write into outputs, as in `out_op`.
+        """Register a kernel for all forms. It must write into the outputs, as in `out_op`.
 
-        To register a kernel for one form only, use the handle of this form, as in
+        To register a kernel for a single form, use the handle of that form, as in
         `family.functional.register_kernel("cuda", ...)`.
 
         Args:

@@ -22,8 +22,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SameAs(Generic[Function]):
     """A decorator that replaces a stub method with a function.
 
-    This is a workaround for Pyright. If a function were assigned to a class attribute that the base
-    class `CustomOpDef` also declares, Pyright would use the types of the base class. If this
+    This is a workaround for Pyright. If we simply assigned the function to the class attribute,
+    Pyright would use the type that the base class `CustomOpDef` declares for the attribute. If this
     decorator were a function, Pyright would lose the type variables.
     """
 

@@ -1,7 +1,7 @@
 """Derive the in-place and out= forms of a functional operator.
 
-A form calls the functional operator, and copies the result into its argument. Compilers trace these
-two steps, so they need no special support for forms.
+A form calls the functional operator and copies the result into its own argument. Compilers trace
+these two steps, so they need no special support for forms.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def derive_form(
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
-    # The derived operator needs only one kernel for all devices, because the kernel calls the
-    # functional operator, which dispatches on the device.
+    # One kernel for all devices is enough, because it calls the functional operator, which
+    # dispatches on the device.
     kernel = writing_result(functional, op_name, schema)
 
     def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # An output may also be an input, because all results are computed before any of them is
+        # An output may also be an input, because all results are computed before the first one is
         # copied into an output.
         check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
@@ -115,8 +115,8 @@ def define_member(
     kernel runs. The form gets `tags` in addition to its own tag.
     """
     # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
-    # with any overload that has this tag, but passes wrong arguments for most signatures. Instead,
-    # `_compat.planned_outputs` registers a correct replacement.
+    # with any overload that has this tag, but for most signatures it would pass wrong arguments.
+    # `_compat.planned_outputs` registers a correct replacement instead.
     conventional_tags = () if schema.form is Form.OUT else form_tags(schema.form)
     all_tags = (Tag.pt2_compliant_tag, *tags, *conventional_tags)
     declaration = Declaration(
@@ -144,7 +144,7 @@ def writing_result(
 ) -> Callable[..., Any]:
     """Return a kernel that calls the functional operator and copies the results into the outputs.
 
-    With `copies=False`, return the fake kernel, which checks the outputs but copies nothing.
+    With `copies=False`, return the fake kernel, which only checks the outputs.
     """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -172,8 +172,8 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
 
 def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # Pass a clone, because the formula may save the input for the backward, and `x` is
-        # overwritten below.
+        # Pass a clone, because `x` is overwritten below, but the formula may save its input for the
+        # backward pass.
         result = functional.overload(x.clone(), *args, **kwargs)
         check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)

@@ -1,7 +1,7 @@
 """Create the kernels of the functional, out= and in-place forms from one kernel.
 
-This kernel writes its results into output arguments, which are checked before the kernel runs. If
-PyTorch's own operators would also reject an output, the error message is the same as PyTorch's.
+This kernel writes its results into output arguments, which are checked before the kernel runs.
+Where PyTorch's own operators would reject an output too, the error message matches PyTorch's.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def described_results(
     results = allocate(*map(_to_meta, args), **meta_kwargs)
     first = next(tensors_in((*args, *kwargs.values())), None)
     return [
-        # A result is on the meta device only because `allocate` received meta tensors. With the
-        # real inputs, the result would be on the device of the inputs.
+        # A result is on the meta device only because `allocate` received meta tensors, so assume
+        # that it would otherwise be on the device of the inputs.
         metadata(result)._replace(device=result.device if first is None else first.device)
         if result.is_meta
         else metadata(result)
@@ -99,8 +99,8 @@ def check_outputs(
 ) -> None:
     """Raise if an output is None, or if it overlaps an input (unless `may_be_an_input`).
 
-    This function does not look for outputs that no operator may mutate, such as expanded tensors,
-    because the mutation rule has already rejected them.
+    Outputs that no operator may mutate, such as expanded tensors, need no check here, because the
+    mutation rule has already rejected them.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]
@@ -124,7 +124,7 @@ def _call_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         elif isinstance(value, (int, float, str, type(None), torch.dtype, torch.device)):
             key += type(value), value  # include the type, because 1 == True
         else:
-            key.append(object())  # a new object is equal to no other, so the call is not cached
+            key.append(object())  # a new object never equals another one, so the call is not cached
     return key
 
 
@@ -228,14 +228,14 @@ class WritingKernels:
         """Return a function that checks the outputs of a call, or None if no check is needed."""
         is_inplace, place = schema.form is Form.INPLACE, self._like
         may_be_an_input, outputs_in = self.elementwise, self._outputs_in
-        # The in-place form needs no guard in two cases. If it copies the result, `overwrite` checks
-        # the metadata. If the result is allocated like the first argument, it always has the same
-        # metadata as this argument.
+        # The in-place form needs no guard in two cases: if it copies the result, because
+        # `overwrite` then checks the metadata, and if the result is allocated like the first
+        # argument, because the metadata then always matches.
         if is_inplace and (not may_be_an_input or place == 0):
             return None
-        # The `_call_key` of the last valid call. A call with the same key does not run `allocate`
-        # again, because that takes longer than most kernels. Threads need no lock, because the list
-        # is replaced and never modified.
+        # The `_call_key` of the last valid call. A call with the same key skips `allocate`, which
+        # takes longer than most kernels. No lock is needed, because the list is only ever replaced,
+        # never modified.
         accepted: list[Any] | None = None
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -245,8 +245,8 @@ class WritingKernels:
             like: Any = None if place is None else args[place]
             is_fresh = _hooks.extension.is_evidently_fresh
             for output in outputs:
-                # Pass no keyword arguments to `is_fresh`, because all keyword-only tensors are
-                # outputs, so `read` already contains all input tensors.
+                # Pass no keyword arguments to `is_fresh`: all keyword-only tensors are outputs, so
+                # `read` already contains every input tensor.
                 if not fits or not is_fresh(read, {}, output, like):
                     is_fine = may_be_an_input or is_fresh(read, {}, output)
                     if output is None or not is_fine:
