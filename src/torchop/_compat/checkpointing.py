@@ -91,9 +91,7 @@ def traced_nodes(proxy_mode: Any = None) -> Iterator[list[torch.fx.Node]]:
 
 
 def policy_of_region(op: Any, args: Any, kwargs: Any) -> Any:
-    """Return the decision of the checkpointed region's policy for a call, or None outside of a
-    region.
-    """
+    """Return the decision of a checkpointed region's policy, or None outside of a region."""
     modes = reversed(_get_current_dispatch_mode_stack())
     mode: Any = next((mode for mode in modes if isinstance(mode, POLICY_MODES)), None)
     return None if mode is None else mode.policy_fn(new_context(), op, *args, **kwargs)

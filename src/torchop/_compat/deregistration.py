@@ -179,8 +179,7 @@ def forget(names: Iterable[Name]) -> None:
 
 
 def refuse_running(names: Iterable[Name]) -> None:
-    """Raise if this thread is inside a call to one of the operators and the extension is not
-    loaded.
+    """Raise if this thread is inside a call to an operator and the extension is not loaded.
 
     The extension keeps the memory of a running call alive. Without it, PyTorch would free memory
     that the call still reads.

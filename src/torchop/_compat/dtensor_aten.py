@@ -136,9 +136,7 @@ def _combinations(call: Call) -> Iterator[tuple[Any, ...]]:
 
 
 def _is_plain(placement: Any) -> bool:
-    """Return whether a placement is of a basic type, unlike for example an embedding's masked
-    Partial.
-    """
+    """Return whether a placement is of a basic type, unlike an embedding's masked Partial."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     return type(placement) in (Partial, Replicate, Shard)

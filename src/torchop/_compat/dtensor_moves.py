@@ -77,9 +77,7 @@ class Inputs:
         return self._costs[key]
 
     def cost(self, combination: Combination, limit: Any = math.inf) -> Any:
-        """Return the total cost of redistributing the inputs, stopping early once it exceeds
-        `limit`.
-        """
+        """Return the inputs' total redistribution cost, stopping early once it exceeds `limit`."""
         total: Any = 0
         for index, placements in enumerate(placements_of(combination)):
             total += sum(self.costs(index, placements))

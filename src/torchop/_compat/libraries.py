@@ -261,9 +261,7 @@ def follow(library: torch.library.Library) -> None:
 
 
 def end(library: torch.library.Library) -> None:
-    """Destroy everything registered through a library. Every code path that closes a library calls
-    this.
-    """
+    """Destroy everything registered through a library. Called whenever a library is closed."""
     follow(library)
     library._registration_handles[0].destroy()
 

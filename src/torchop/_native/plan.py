@@ -179,9 +179,7 @@ class OwnCalls(NativeCalls):
                     other.calls.attach()
 
     def check_call(self, /, *args: Any, **kwargs: Any) -> None:
-        """Raise an error if a call passes a tensor for a number. C++ calls this when it detects
-        one.
-        """
+        """Raise an error if a call passes a tensor for a number, once C++ has detected one."""
         self._check(args, kwargs, [])
 
     def check_packet_call(self, /, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 // dispatch.h: find out from an operator's dispatch table which kernels the dispatcher would run for
-// a call. We read the table again in each call and cache nothing, because PyTorch does not notify
-// us of changes.
+// a call. PyTorch does not notify us of changes to the table, so we read it in each call and cache
+// nothing.
 #pragma once
 
 #include <Python.h>
@@ -35,13 +35,13 @@ struct TensorSummary {
   bool tangent = false;
 };
 
-// Returns false for other subclasses of Tensor, which might override `__torch_function__` or
-// `__torch_dispatch__`.
+// Returns false for all other subclasses of Tensor, since they might override `__torch_function__`
+// or `__torch_dispatch__`.
 inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
-// Unlike isinstance, this does not read `__class__`, so it never runs Python code.
+// Unlike isinstance, this never runs Python code, because it does not read `__class__`.
 inline bool is_tensor(PyObject* value) {
   return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
 }
@@ -51,13 +51,13 @@ inline at::TensorImpl* impl_of(PyObject* tensor) {
 }
 
 // Returns nullptr if the tensor has no autograd metadata. The cast is safe because AutogradMeta is
-// the only class in PyTorch that implements AutogradMetaInterface.
+// PyTorch's only implementation of AutogradMetaInterface.
 inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImpl& impl) {
   return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
 }
 
 // Adds the properties of a plain tensor to `seen`. If `below_autograd` is true, the Autograd keys
-// are excluded, so requires_grad and tangents have no effect on the call, and are not read.
+// are excluded, so requires_grad and tangents do not affect the call and are not read.
 template <bool below_autograd>
 inline void add_tensor_to(PyObject* tensor, TensorSummary& seen) {
   at::TensorImpl* impl = impl_of(tensor);
@@ -82,8 +82,9 @@ bool is_python_kernel(const c10::KernelFunction& kernel);
 // C++ kernel that overrides a Python kernel, see bypass.h), returns the overridden function.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
-// Replaces the function of a Python kernel, and releases the reference to the old function. Does
-// nothing for other kernels. Running calls read the function only while they hold the GIL.
+// Replaces the function of a Python kernel, and releases the reference to the old function. This is
+// safe because running calls only read the function while they hold the GIL. No-op for other
+// kernels.
 void replace_python_function(const c10::KernelFunction& kernel, PyObject* function);
 
 // Returns whether `kernel` has a functor that no other KernelFunction references.
@@ -94,25 +95,25 @@ bool is_only_reference(const c10::KernelFunction& kernel);
 // instead.
 const c10::KernelFunction& autograd_fallback_kernel();
 
-// Determines the memory layout of PyTorch's class PythonKernelHolder by inspecting two kernels,
-// because no header declares the class. Each operator has a single kernel `function`, for CPU. The
-// kernel of `with_keys` is registered with `with_keyset=True`. Returns false if the layout is not
-// as expected. The extension must then make no native calls.
+// Infers the memory layout of PyTorch's class PythonKernelHolder, which is not declared in any
+// header, by inspecting the kernels of two operators. Each operator has a single kernel `function`,
+// for CPU, which for `with_keys` was registered with `with_keyset=True`. If the layout is not as
+// expected, returns false, and the extension must not make native calls.
 bool probe_kernels(
     const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
 // Returns whether a kernel is a Python function that receives just the arguments of the call.
-// Kernels that were registered with `with_keyset=True` also receive the dispatch keys, and fallback
-// kernels also receive the operator.
+// Kernels registered with `with_keyset=True` also receive the dispatch keys, and fallback kernels
+// also receive the operator.
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
-// Returns the dispatch table of an operator. If a library is reset without torchop, PyTorch frees
-// the tables of its operators, so check `is_deregistered` (entry.h) first. Registrations in other
+// Returns the dispatch table of an operator. PyTorch frees the table when code other than torchop
+// resets the operator's library, so check `is_deregistered` (entry.h) first. Registrations in other
 // threads may modify the table at any time (see lifetime.h).
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
-// torchop's own kernels in an operator's dispatch table. A native call skips these kernels, because
-// it does their work itself. They are Python functions borrowed from the call plan, or nullptr.
+// torchop's own kernels in an operator's dispatch table. Native calls skip these kernels because
+// they do the same work in C++. They are Python functions borrowed from the call plan, or nullptr.
 struct OwnKernels {
   PyObject* autograd = nullptr;
   PyObject* version_counter = nullptr;
@@ -128,7 +129,7 @@ struct Route {
 };
 
 // Returns whether the next check for `__torch_function__` will be skipped, because
-// torch._C._skip_one_hop_torch_function was called (since PyTorch 2.13).
+// torch._C._skip_one_hop_torch_function (added in PyTorch 2.13) was called.
 template <class State = at::impl::PythonTorchFunctionTLS>
 bool skips_torch_functions() {
   if constexpr (requires { State::peek_skip_next(); })
@@ -142,18 +143,17 @@ inline bool is_traced() {
 }
 
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
-  // BackendSelect and ADInplaceOrView are included by default. Any other key was included by a
+  // BackendSelect and ADInplaceOrView are included by default. Any other included key comes from a
   // mode, functorch, torch.jit.trace or the Python dispatcher, which must see the call.
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Mode;
-  // If Dense is excluded, the dispatcher finds no kernel for most calls, so let the dispatcher
-  // raise the error.
+  // If Dense is excluded, most calls have no kernel, so let the dispatcher raise the error.
   if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Mode;
   // While a TorchDispatchMode handles a call, PyTorch excludes PythonTLSSnapshot and the functorch
-  // keys. The call must go through the dispatcher, because torchop's Python kernels restore these
-  // keys, but a native call would not.
+  // keys. Use the dispatcher, because torchop's Python kernels restore these keys, which a native
+  // call would not do.
   if (C10_UNLIKELY(local.excluded_.has(DispatchKey::PythonTLSSnapshot)))
     return Reason::Mode;
   // Check for profilers as the dispatcher does. at::hasCallbacks() would take a lock and 40 ns.
@@ -161,9 +161,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
     return Reason::FunctionMode;
-  // This flag makes PyTorch skip only the next check for `__torch_function__`. Native calls do not
-  // make this check, so the flag would stay set and affect an operator that the kernel calls. Use
-  // the dispatcher, which makes the check and resets the flag.
+  // This flag makes PyTorch skip only the next check for `__torch_function__`. Native calls make no
+  // such check, so the flag would stay set and affect an operator that the kernel calls. Use the
+  // dispatcher, which makes the check and resets the flag.
   if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;
@@ -173,16 +173,16 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 // (such as Sparse or Conjugate).
 bool has_plain_keys(const at::TensorImpl& impl);
 
-// Returns the reason why a call with these tensors cannot be native, or Reason::Native if it can
-// be. It can be native only if all tensors are dense, have no tangents, and are on the same
-// supported backend.
+// Returns the reason why a call with these tensors cannot be native, or Reason::Native if it can.
+// It can be native only if all tensors are dense, have no tangents, and are on the same supported
+// backend.
 Reason tensors_reason(const TensorSummary& seen);
 
 std::vector<DispatchKey> plain_backend_keys();
 
-// Finds the kernel that would compute the result. Follows the dispatcher from kernel to kernel, but
-// skips the kernels in `own` and PyTorch's autograd fallback, because these only redispatch.
-// `Route::reason` is Native if a native call can run the kernel. Runs no kernels.
+// Finds the kernel that would compute the result, without running any kernels. Follows the
+// dispatcher from kernel to kernel, but skips the kernels in `own` and PyTorch's autograd fallback,
+// because these only redispatch. `Route::reason` is Native if a native call can run the kernel.
 Route find_route(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 
 } // namespace torchop

@@ -12,13 +12,13 @@
 namespace torchop {
 
 // The handle and the objects in torch.ops share one Entry. Each registration resets `plan` (see
-// plan.h), so the next call compiles a new plan.
+// plan.h), so that the next call compiles a new plan.
 struct Entry {
   PyObject_HEAD
 
       PyObject* name; // an OpName; owned
   PlanPointer plan;   // nullptr if a plan must be compiled
-  // A Python function that compiles a plan and stores it in `plan`. Raises if the operator was
+  // A Python function that compiles a plan and stores it in `plan`, or raises if the operator was
   // deregistered. Owned.
   PyObject* refresh;
   PyObject* dispatch; // a callable that calls the dispatcher; nullptr before the first plan; owned
@@ -27,17 +27,17 @@ struct Entry {
 };
 
 extern PyTypeObject* entry_type;
-// A Python function that logs calls that fall back to the dispatcher. Called once per operator and
-// reason, before the call falls back. nullptr if logging is disabled. Owned, and guarded by
-// `observer_mutex`.
+// A Python function that logs calls that fall back to the dispatcher, or nullptr if logging is
+// disabled. It is called just before the call falls back, once per operator and reason. Owned, and
+// guarded by `observer_mutex`.
 extern std::atomic<PyObject*> observer;
 // Sets the observer, or removes it if `given` is nullptr. Takes a new reference.
 void exchange_observer(PyObject* given);
 
-// Runs a call, natively if possible. Otherwise, calls `dispatch`, or `entry.dispatch` if `dispatch`
+// Runs a call, natively if possible. Otherwise calls `dispatch`, or `entry.dispatch` if `dispatch`
 // is nullptr. In a call to an OpOverloadPacket, `entry` belongs to one overload, and `next` is the
-// Operator of the overload after it, or nullptr. Calls `next` if PyTorch would skip this overload
-// because the arguments do not match the schema (see resolution.h).
+// Operator of the following overload, or nullptr. If PyTorch would skip this overload because the
+// arguments do not match its schema (see resolution.h), calls `next` instead.
 PyObject* call_entry(
     Entry& entry,
     PyObject* dispatch,
@@ -46,12 +46,12 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Compiles a new plan. Returns false, with an exception set, if the operator was deregistered. This
-// runs Python code, so the new plan may be outdated again when the function returns.
+// Compiles a new plan. Returns false, with an exception set, if the operator was deregistered.
+// Since this runs Python code, the new plan may already be outdated when the function returns.
 __attribute__((noinline, cold)) bool refresh_plan(Entry& entry);
 
-// Check this before reading the operator's dispatch table, because PyTorch frees the table if the
-// library is reset without torchop.
+// Check this before reading the operator's dispatch table, because PyTorch frees the table when
+// code other than torchop resets the library.
 inline bool is_deregistered(const Entry& entry) {
   return entry.lifetime != nullptr && !entry.lifetime->load(std::memory_order_relaxed);
 }
@@ -61,8 +61,8 @@ PyObject* gone_error();
 
 __attribute__((noinline, cold)) void raise_deregistered(Entry& entry);
 
-// If the current exception is a RuntimeError, asks the Python method `callee._explain_refusal` for
-// a better exception, and raises that one if it is not None. `callee` is a handle. `keywords`
+// If the current exception is a RuntimeError, calls the Python method `callee._explain_refusal` and
+// raises the exception that it returns, unless it returns None. `callee` is a handle. `keywords`
 // contains the names of the call's keyword arguments, or is nullptr.
 __attribute__((noinline, cold)) void explain_refusal(PyObject* callee, PyObject* keywords);
 

@@ -7,7 +7,7 @@
 
 namespace torchop {
 
-// This is a separate function, because a throw expression compiles to a lot of code.
+// Kept out of line, because a throw expression compiles to a lot of code.
 [[noreturn]] __attribute__((noinline, cold)) inline void throw_python_error() {
   throw python_error();
 }

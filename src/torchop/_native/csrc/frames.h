@@ -1,9 +1,9 @@
 // frames.h: prevent Dynamo from tracing kernels, i.e. the Python functions that native calls run.
 //
-// Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so it would also
-// trace the kernels that native calls run. torchop's own functions are marked as not to be traced.
-// Kernels cannot be marked, because their authors may want to compile the same functions
-// themselves. So native calls disable the callback instead.
+// Inside a frame that Dynamo has compiled, Dynamo's eval-frame callback is active, so Dynamo would
+// also trace the kernels that native calls run. torchop's own functions are marked so that Dynamo
+// skips them. But kernels cannot be marked, because their authors may want to compile the same
+// functions themselves. So native calls disable the callback instead.
 #pragma once
 
 #include <Python.h>
@@ -13,11 +13,11 @@ namespace torchop {
 // torch._C._dynamo.eval_frame.set_eval_frame. Owned. Set when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
-// The main interpreter. PyTorch does not support subinterpreters, so there is no other one.
+// The main interpreter, which is the only one because PyTorch does not support subinterpreters.
 inline PyInterpreterState* interpreter = nullptr;
 
-// RAII guard that disables Dynamo's callback in this thread. Costs one comparison if Dynamo was
-// never used.
+// RAII guard that disables Dynamo's callback in this thread. If Dynamo was never used, this costs
+// only one comparison.
 class WithoutDynamo {
  public:
   WithoutDynamo() {

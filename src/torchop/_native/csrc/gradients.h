@@ -18,10 +18,10 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Returns whether each gradient has the same shape and device as the corresponding input of the
-// node `ctx`, and is complex if and only if the input is. Other gradients must be converted or
-// rejected. All gradients must be plain tensors or None. Returns true for inputs that only autograd
-// can check, such as nested tensors.
+// Returns whether each gradient fits the corresponding input of the node `ctx`: it has the same
+// shape and device, and is complex if and only if the input is. Gradients that do not fit must be
+// converted or rejected. All gradients must be plain tensors or None. Returns true for inputs that
+// only autograd can check, such as nested tensors.
 bool fit_inputs(PyObject* gradients, PyObject* ctx);
 
 } // namespace torchop

@@ -9,7 +9,7 @@ namespace torchop {
 // Makes a private member accessible through a loophole in C++: access checks do not apply to the
 // arguments of an explicit template instantiation ([temp.spec]). To expose a member, add a tag
 // struct, a declaration of `member_of` and an instantiation of `Expose`. If PyTorch renames the
-// member, this file no longer compiles.
+// member, this file fails to compile.
 template <auto Member, class Tag>
 struct Expose {
   friend auto& member_of(Tag, const typename Tag::Class& object) {
@@ -71,8 +71,8 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
-// We read TensorImpl::autograd_meta_ directly for each tensor argument, because the accessor
-// TensorImpl::autograd_meta() is not inline, so calling it would take longer.
+// Read TensorImpl::autograd_meta_ directly, because the accessor TensorImpl::autograd_meta() is not
+// inline, and we read it for every tensor argument.
 struct AutogradMetaOf {
   using Class = c10::TensorImpl;
 };

@@ -1,11 +1,11 @@
 // residuals.h: pass residuals from the kernel to the autograd node. Residuals are outputs of a
-// kernel that only the backward uses.
+// kernel that are only used in the backward pass.
 //
-// In a native call (a call without the dispatcher), we call the author's function. It returns an
-// object of the class `Residuals::type` that contains the result and the residuals. The function
-// can call `torchop.records_gradient()` to find out whether residuals are needed. We store the
-// answer in the dict `recording`, under the id of the thread. In cases that this file does not
-// support, the call runs the Python wrapper in handover.py instead.
+// In a native call (a call without the dispatcher), we call the author's function, which returns
+// the result and the residuals in an object of the class `Residuals::type`. The function can call
+// `torchop.records_gradient()` to find out whether residuals are needed. We store the answer in the
+// dict `recording`, keyed by thread id. If this file does not support a call, it runs the Python
+// wrapper in handover.py instead.
 #pragma once
 
 #include <Python.h>
@@ -19,40 +19,40 @@
 
 namespace torchop {
 
-// Prevents second derivatives through residuals. They would be silently wrong, because residuals
-// are constants for autograd. If the backward is itself recorded (`create_graph=True`), the Python
-// function `guard` replaces the residuals among the saved tensors with tensors whose gradient
-// raises an error. `places` are the positions of the residuals among the saved tensors.
+// Prevents second derivatives through residuals, which would be silently wrong because residuals
+// are constants for autograd. If the backward pass is itself recorded (`create_graph=True`), the
+// Python function `guard` replaces the residuals among the saved tensors with tensors whose
+// gradient raises an error. `places` are the positions of the residuals among the saved tensors.
 struct Guard {
   c10::SmallVector<Py_ssize_t, 8> places;
   THPObjectPtr guard;
 };
 
-// How an operator returns and saves residuals. The call plan owns all objects to which the members
-// of this struct point. `Declared.in_plan` in declared.py creates these objects.
+// How an operator returns and saves residuals. All pointers are borrowed from the call plan. The
+// objects are created by `Declared.in_plan` in declared.py.
 struct Residuals {
-  // The class of the objects that contain a result and residuals; nullptr if the operator has no
+  // The class of objects that contain a result and residuals, or nullptr if the operator has no
   // residuals.
   PyObject* type = nullptr;
   PyObject* recording = nullptr; // dict: thread id -> state; see `_recording` in handover.py
   PyObject* recording_state;     // (None, True), the state that requests residuals from a kernel
   PyObject* residuals_class;     // the NamedTuple class of setup_context's argument `residuals`
   // make_request(saved) wraps the residuals in an object for the Python function
-  // `Gradient::setup_context`. Used if C++ cannot call the author's setup_context itself.
+  // `Gradient::setup_context`. Only needed if C++ cannot call the author's setup_context itself.
   PyObject* make_request;
   Py_ssize_t count; // the number of residuals; 0 if not all of them are tensors
   // The author's setup_context(ctx, inputs, [keyword_only_inputs,] output, residuals=...), or None
   // if C++ must not call it directly.
   PyObject* setup;
   PyObject* guard; // guard(places) creates the Python function `Guard::guard`
-  // The guard of the first call. Most calls save the residuals at the same positions, so they can
-  // use this guard too.
+  // The guard of the first call. It is shared by all calls that save the residuals at the same
+  // positions, as most calls do.
   mutable std::atomic<Guard*> first_guard{nullptr};
   PyObject* mark; // mark(ctx, saved) finds the residuals anywhere in `ctx`, and guards them
 };
 
-// Returns whether a call in progress on this thread has asked its kernel for residuals. If so, the
-// dict `recording` contains the id of the thread.
+// Returns whether a running call in this thread has requested residuals from its kernel. If so, the
+// dict `recording` contains the thread's id.
 inline bool thread_records(PyObject* recording) {
   if (recording == nullptr || C10_LIKELY(PyDict_GET_SIZE(recording) == 0))
     return false;
@@ -60,9 +60,9 @@ inline bool thread_records(PyObject* recording) {
   return PyDict_Contains(recording, thread.get()) == 1;
 }
 
-// The dict `Residuals::recording`, which all operators with residuals share. Calls to operators
-// without residuals use this pointer to find the dict. Owned; nullptr until the first operator with
-// residuals is called.
+// The dict `Residuals::recording`, which is shared by all operators with residuals. Calls to
+// operators without residuals find it through this pointer. Owned, but nullptr until an operator
+// with residuals is first called.
 inline std::atomic<PyObject*> all_recordings = nullptr;
 
 // RAII guard that restores this thread's item in the dict `recording`. The GIL must be held.
@@ -94,9 +94,9 @@ class Recording {
       throw_python_error();
   }
 
-  // Makes `records_gradient()` return False on this thread until the guard is destroyed. Call this
-  // if a kernel that must return residuals calls an operator that has none. When the guard was
-  // created, the dict `recording` must have contained an item for this thread.
+  // Makes `records_gradient()` return False in this thread until the guard is destroyed. Call this
+  // if a kernel that must return residuals calls an operator without residuals. The dict
+  // `recording` must have contained an item for this thread when the guard was created.
   void stop() {
     THPObjectPtr none = checked(PyTuple_Pack(2, PyTuple_GET_ITEM(before_.get(), 0), Py_False));
     if (PyDict_SetItem(recording_, thread_.get(), none.get()) < 0)
@@ -114,9 +114,9 @@ inline PyObject*& slot_of(PyObject* object, Py_ssize_t slot) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + slot);
 }
 
-// If `made` is an object of the class `Residuals::type`, replaces it with the result that it
-// contains, and returns the tuple of residuals. Otherwise returns nullptr. `made` is an owned
-// reference before and after the call.
+// If `made` is an object of the class `Residuals::type`, replaces it with the result in it, and
+// returns the tuple of residuals. Otherwise returns nullptr. `made` is an owned reference before
+// and after the call.
 inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) {
   if (residuals.type == nullptr || Py_TYPE(made) != reinterpret_cast<PyTypeObject*>(residuals.type))
     return {};
@@ -132,8 +132,8 @@ inline THPObjectPtr take_residuals(const Residuals& residuals, PyObject*& made) 
 // handover.py.
 PyObject* make_handover(PyObject*, PyObject* args);
 
-// Calls the author's setup_context with the residuals. Returns false without calling it if the
-// number of residuals is wrong, or one of them is not a tensor with memory of its own.
+// Calls the author's setup_context with the residuals. If there are too few or too many residuals,
+// or one of them is not a tensor that owns its memory, returns false without calling it.
 bool setup_with_residuals(
     const Residuals& residuals,
     const Values& values,
@@ -141,9 +141,9 @@ bool setup_with_residuals(
     PyObject* result,
     PyObject* saved);
 
-// Returns the function `Guard::guard` for the residuals that setup_context saved. A guard is not
-// enough if some residuals were not saved, or if attributes of `ctx` contain tensors. In that case,
-// calls `Residuals::mark` and returns nullptr.
+// Returns the function `Guard::guard` for the residuals that setup_context saved. If some residuals
+// were not saved, or attributes of `ctx` contain tensors, a guard is not enough, so this calls
+// `Residuals::mark` instead and returns nullptr.
 THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save, PyObject* saved);
 
 } // namespace torchop

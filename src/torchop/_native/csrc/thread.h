@@ -17,24 +17,24 @@ struct Thread {
 #ifdef Py_GIL_DISABLED
   size_t number =
       0; // counted from 1, selects the thread's part of Counters; 0 before its first use
-  // `note_call` (free_threads.h) looks at only one in this many calls. The number is prime, because
-  // if a program repeats a fixed sequence of calls, `note_call` might otherwise always look at the
-  // same call of the sequence.
+  // `note_call` (free_threads.h) samples one call in this many. The number is prime, because
+  // otherwise `note_call` might sample the same call over and over in a program that repeats a
+  // fixed sequence of calls.
   static constexpr uint32_t interval = 65521;
   uint32_t calls_until_check = interval;
 #endif
 
-  // The lowest address of the stack, and the number of bytes that must stay free. These initial
-  // values make `is_stack_low` measure the stack in the thread's first call.
+  // The lowest address of the stack, and the number of bytes that must stay free. With these
+  // initial values, `is_stack_low` measures the stack in the thread's first call.
   uintptr_t stack_end = 0;
   uintptr_t stack_reserve = ~uintptr_t{0};
 };
 
 inline thread_local Thread thread;
 
-// Returns the object that is stored under `name` in PyTorch's ThreadLocalPythonObjects (borrowed),
-// or nullptr. PyTorch copies these objects to the threads of the autograd engine. Use names of at
-// most 15 characters, because std::string stores these without an allocation.
+// Returns the object (borrowed) stored under `name` in PyTorch's ThreadLocalPythonObjects, or
+// nullptr. PyTorch copies these objects to the threads of the autograd engine. Names should have at
+// most 15 characters, so that std::string needs no allocation.
 inline PyObject* get_obj_in_tls(const char* name) {
   using at::impl::ThreadLocalPythonObjects;
   return ThreadLocalPythonObjects::contains(name)
@@ -54,17 +54,17 @@ inline void stash_obj_in_tls(const char* name, SafeObject object) {
 }
 
 // Call this only once per operator call, because in a shared library each access to a thread_local
-// variable is a call to __tls_get_addr. The asm statement hides from the compiler how the address
-// was computed. Otherwise the compiler might compute the address again at each use.
+// variable calls __tls_get_addr. The asm statement hides the origin of the address from the
+// compiler, which might otherwise compute the address again at each use.
 inline Thread& this_thread() {
   Thread* here = &thread;
   asm("" : "+r"(here));
   return *here;
 }
 
-// If the limits of the stack are unknown, disables the check.
+// Disables the check if the limits of the stack are unknown.
 inline void measure_stack(Thread& here) {
-  // Leave this much of the stack to C code that kernels call, such as PyTorch and NumPy, because
+  // Reserve this much of the stack for C code that kernels call, such as PyTorch and NumPy, because
   // that code does not check the stack itself.
   constexpr uintptr_t reserve = 512 * 1024;
   uintptr_t end = 0, size = 0;
@@ -87,12 +87,12 @@ inline void measure_stack(Thread& here) {
   here.stack_reserve = std::min(reserve, size / 4);
 }
 
-// Returns whether the stack might overflow in this call. CPython only limits the depth of Python
-// frames, so without this check a program that raises the recursion limit could crash.
+// Returns whether the stack might overflow in this call. CPython only limits the number of Python
+// frames, so without this check, a program that raises the recursion limit could crash.
 inline bool is_stack_low(Thread& here) {
   const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
-  // A greenlet has a separate stack, so `address` may be below `stack_end`. If so, the unsigned
-  // difference wraps around to a large number, and this function returns false.
+  // A greenlet has its own stack, so `address` may be below `stack_end`. The unsigned difference
+  // then wraps around to a large number, and this function returns false.
   if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
     return false;
   if (here.stack_end == 0 && here.stack_reserve != 0)
