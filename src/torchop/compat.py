@@ -152,10 +152,10 @@ def register_custom_op(
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
     """Register an operator, with the arguments of SGLang's and TensorRT-LLM's functions.
 
-    Use it as a decorator, or call it with the function. The arguments are those of SGLang's
+    Use it as a decorator, or call it with the function. It takes the same arguments as SGLang's
     `register_custom_op` and `register_custom_op_from_extern`, except `computed_args`. If the first
-    argument is a name, the arguments are those of TensorRT-LLM's `fast_custom_op`. Calling it again
-    with equal arguments returns the same operator.
+    argument is a name, it takes the same arguments as TensorRT-LLM's `fast_custom_op`. Calling it
+    again with equal arguments returns the same operator.
 
     Args:
         fn: the function; or for a decorator, the name, as in `@register_custom_op("ns::name")`.

@@ -27,7 +27,7 @@ STRUCTURED_RETURNABLE = (
 
 
 def instead(annotation: Any, *, structures: bool = False) -> str:
-    """Return the part of an error message that says how to fix an unsupported annotation."""
+    """Return the end of an error message, which suggests a fix for an unsupported annotation."""
     inner, _ = types.strip_optional(annotation)
     kind = typing.get_origin(inner) or inner
     if kind is collections.abc.Callable:
@@ -111,13 +111,14 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # Schemas support neither lists of strings nor nested lists, so suggest the item's own type.
+    # Schemas support neither lists of strings nor nested lists, so suggest the type of the item
+    # itself.
     listed = python_types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
 # The supported type to suggest for a class and its subclasses; the first match wins. Tensor and
-# bytes are iterable, so `_nearest` would suggest a list if they were not listed here.
+# bytes must be listed here, because they are iterable and `_nearest` would suggest a list for them.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

@@ -66,9 +66,11 @@ def accepts(
 def _plain_parameters(function: object) -> tuple[str, ...] | None:
     """Return a function's parameters, or None if some are not passed by position or by name.
 
-    This is faster than `inspect.signature`, which would take a sixth of the time of a registration.
+    This is a fast path for `inspect.signature`, which would take a sixth of the time of a
+    registration.
     """
-    # If the function has attributes, `__wrapped__` or `__signature__` may be one of them.
+    # A function with attributes may have `__wrapped__` or `__signature__`, which change its
+    # signature.
     if not isinstance(function, types.FunctionType) or vars(function):
         return None
     code = function.__code__
@@ -104,8 +106,8 @@ def check_setup_context(
     check_signature(f"{name}: setup_context", setup_context, names, more)
 
 
-# A `setup_context` with this parameter receives the residuals, the values that the kernel returned
-# only for the backward.
+# A `setup_context` with this parameter receives the residuals, which are extra kernel outputs that
+# only the backward pass uses.
 RESIDUALS = "residuals"
 
 
@@ -114,8 +116,8 @@ def takes_residuals(setup_context: Any) -> bool:
     if names is not None:
         return RESIDUALS in names
     try:
-        # Look at the author's own function. If the operator takes structures, that function is
-        # wrapped in one that always accepts **residuals.
+        # Look at the author's own function, because for an operator with structured arguments, it
+        # is wrapped in a function that always accepts **residuals.
         parameter = inspect.signature(inspect.unwrap(setup_context)).parameters.get(RESIDUALS)
         return parameter is not None and parameter.kind is not parameter.VAR_KEYWORD
     except (TypeError, ValueError):  # not a function, or a builtin
@@ -128,9 +130,9 @@ def setup_caller(
     """Return a function that calls `setup_context` and has the same parameters for all operators.
 
     The returned function takes `(ctx, inputs, keyword_only_inputs, output)`, and also `residuals`
-    if `setup_context` has this parameter. It drops the keyword-only inputs unless `has_keywords`
-    is true. It passes the arguments by keyword if the parameters of `setup_context` have these
-    names, so that authors may write them in any order.
+    if `setup_context` has this parameter. It drops the keyword-only inputs unless `has_keywords` is
+    true. If the parameters of `setup_context` have these names, it passes the arguments by keyword,
+    so authors may declare them in any order.
     """
     if setup_context is None:
         return None
@@ -182,9 +184,9 @@ def keyword_only(function: Decorated) -> Decorated:
 class Lambda:
     """Makes type checkers infer `Any` for the parameters of a lambda. No value has this type.
 
-    If a parameter has the type `Function`, Pyright in strict mode reports the parameters of a
-    lambda passed for it as partially unknown. With `Function | Lambda`, Pyright takes the lambda's
-    parameter types from `Lambda`, and still takes its result type from `Function`.
+    If a lambda is passed for a parameter of type `Function`, Pyright in strict mode reports the
+    lambda's parameters as partially unknown. With `Function | Lambda`, Pyright takes the lambda's
+    parameter types from `Lambda`, and still infers its result type from `Function`.
     """
 
     def __call__(self, _0: Any, _1: Any, _2: Any, _3: Any, _4: Any, _5: Any, /) -> Any: ...
@@ -194,11 +196,12 @@ class Decorator(Protocol):
     def __call__(self, function: Decorated, /) -> Decorated: ...
 
 
-# The type of a registered function, which every `register_...` function returns. Without a
-# function, as in `register_fake(op)`, a decorator is returned, so the type variable defaults to
-# `Decorator`. Without this default, each `register_...` function would need two overloads.
+# The type of a registered function, which every `register_...` function returns. When called
+# without a function, as in `register_fake(op)`, they return a decorator, so the type variable
+# defaults to `Decorator`. Without this default, each `register_...` function would need two
+# overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
-# Like `Function`, for rules that may also be values other than functions, such as a string.
+# Like `Function`, but for rules that may also be something else than a function, such as a string.
 Registered = TypeVar("Registered", default=Decorator)
 
 

@@ -28,10 +28,10 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
     """Check a hand-written schema against the function's signature.
 
-    Raise SchemaError if the function lacks a parameter, has an additional parameter without a
-    default, or has a parameter type that the dispatcher would not convert. Differences in names,
-    defaults, number types and optional types only cause a warning, because calls follow the schema.
-    Parameters without an annotation are not compared.
+    Raise SchemaError if the function lacks a parameter, has an extra parameter without a default,
+    or has a parameter type that the dispatcher would not convert. Only warn if names, defaults,
+    number types or optional types differ, because calls follow the schema anyway. Parameters
+    without an annotation are not compared.
     """
     try:
         signature = signatures.signature(function)
@@ -82,7 +82,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
         return
     schema_type = kinds.parameter_type(parameter)
     if schema_type is None:
-        return  # the type cannot be inferred, which may be why the author wrote a schema
+        return  # the type cannot be inferred, which may be why the author wrote a schema by hand
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind == argument.kind:
         return
@@ -108,7 +108,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, text
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
-    # The annotation `list[Tensor]` also matches a schema with several Tensor results.
+    # The annotation `list[Tensor]` is also fine if the schema returns several Tensors.
     lists = [(f"List[{kind}]",) for kind in set(schema.returns)]
     if returns == schema.returns or [returns] == lists:
         return

@@ -16,9 +16,9 @@ class Convention:
     """The default convention: registered functions take and return the values of the schema.
 
     Each method converts a function that a user registers, such as a kernel, to a function that
-    takes and returns the values of the schema. The methods of this class return the function
-    unchanged. `StructuredConvention` overrides them for operators whose functions take or return
-    structures, such as dataclasses.
+    takes and returns the values of the schema. The methods of this base class return the function
+    unchanged. `StructuredConvention` overrides them for operators with structured arguments or
+    results, such as dataclasses.
     """
 
     __slots__ = ()
@@ -58,7 +58,7 @@ class Convention:
         """Arrange values in the structure of a kernel's result.
 
         `result` contains one value, such as a shape, for each result in the schema. For example, if
-        kernels return a NamedTuple of tensors, return a NamedTuple of shapes.
+        kernels return a NamedTuple of tensors, this returns a NamedTuple of shapes.
         """
         return result
 

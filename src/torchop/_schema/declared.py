@@ -17,8 +17,8 @@ from torchop._schema.schema import MAX_ARGUMENTS, Schema
 from torchop._schema.tree import FunctionTree
 
 Tags = Tag | Iterable[Tag] | None
-# All operators get this tag, which promises torch.compile that the schema and the fake kernel are
-# correct. torchop checks both.
+# All operators get this tag, which promises torch.compile a correct schema and fake kernel. This is
+# safe, because torchop checks both.
 _CONTRACT = (Tag.pt2_compliant_tag,)
 
 
@@ -31,8 +31,8 @@ def declared_schema(
 ) -> tuple[Schema, Callable[..., Any], Convention]:
     """Return the schema, the kernel and the calling convention for an author's function.
 
-    `schema` is a hand-written schema without the name, or None to infer the schema. The returned
-    kernel takes the arguments of the schema.
+    `schema` is a hand-written schema without the operator's name, or None to infer the schema. The
+    returned kernel takes the arguments of the schema.
     """
     if schema is not None:
         return _written_schema(name, function, schema, mutates_args, tags), function, FLAT

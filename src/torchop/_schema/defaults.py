@@ -14,7 +14,7 @@ from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.signatures import spell_function
 
-# The schema parser has no escapes for carriage return and NUL except octal ones.
+# Use octal escapes for carriage return and NUL, because the schema parser supports no others.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
@@ -61,7 +61,7 @@ def _float(value: float) -> str:
             "a schema cannot hold inf or nan; use the default None, and replace it in the function"
         )
     if 0 < abs(value) < sys.float_info.min:
-        # PyTorch's parser rejects subnormal numbers with an error whose whole message is "stod".
+        # For a subnormal number, PyTorch's parser would raise an error that just says "stod".
         raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
     return repr(value)
 
@@ -86,7 +86,7 @@ def _device(value: Any) -> str:
 
 
 _NUMBERS = (int, float)
-# For each schema type: the classes that a default may have, their name in messages, and a function
+# Maps each schema type to the valid classes of a default, their name in messages, and a function
 # that formats the default.
 _RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
     "SymInt": (int, "an int", _integer),
@@ -103,10 +103,9 @@ _LISTED = ("SymInt", "float", "bool")
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
     """Wrap a Python kernel so that it always receives the schema's defaults.
 
-    Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default.
-    The kernel would use the default in its own signature, which may differ from the schema's. For
-    example, somebody may have changed `__defaults__`, or an earlier call may have modified a
-    default list.
+    Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default,
+    so the kernel would fall back to the default in its own signature. The two defaults may differ,
+    for example if somebody changed `__defaults__`, or if an earlier call modified a default list.
 
     The first `leading` parameters of `function` are not arguments of the operator.
     """
@@ -127,8 +126,9 @@ def fitted(
     """Return `function`, wrapped if necessary so that it accepts all arguments of the operator.
 
     The author's function may omit trailing parameters that have a default in the schema, because
-    the dispatcher does not pass arguments that equal their default. The wrapper raises an error if
-    a call passes another value. `leading` names the parameters before the operator's arguments.
+    the dispatcher does not pass arguments that equal their default. If a call passes any other
+    value for such a parameter, the wrapper raises an error. `leading` names the parameters before
+    the operator's arguments.
     """
     check_callable(what, function)
     positional, keywords = schema.parameters
@@ -144,7 +144,7 @@ def fitted(
             if name not in values or name in keyword_names:
                 continue
             value = values[name]
-            # Treat symbolic values as different from the default, as the dispatcher does.
+            # A symbolic value never counts as the default, just as in the dispatcher.
             if isinstance(value, _SYMBOLIC) or not same_default(value, argument):
                 raise RuleSignatureError(
                     f"{what} does not take the parameter {name!r}, but this call passes a value "

@@ -1,9 +1,9 @@
 """In-place and out=, PyTorch's two forms of operators that mutate arguments.
 
 An in-place operator mutates and returns its first argument. An out= operator mutates and returns
-keyword-only tensors, whose previous values it never reads. PyTorch 2.13 added the tags
-`torch.Tag.inplace` and `torch.Tag.out` for these forms. In older releases, only the schema shows
-the form.
+keyword-only tensors without ever reading their previous values. PyTorch 2.13 added the tags
+`torch.Tag.inplace` and `torch.Tag.out` for these forms. In older releases, the form can only be
+recognized by the schema.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def returned_alias(
 ) -> str:
     """Return the results of an in-place or out= operator, in schema syntax.
 
-    Each result aliases a mutated argument. A later call to `check_form` checks that an in-place or
-    out= operator may mutate these arguments.
+    Each result aliases a mutated argument. This does not check that the form allows these arguments
+    to be mutated, because `check_form` is called later.
     """
     written = [
         index

@@ -1,8 +1,8 @@
 """The schema type of each supported annotation, and the conversion of values to that type.
 
 A call *encodes* a Python value as a value of the schema type, and *decodes* it for the kernel. Most
-values need neither: `torch.library.infer_schema` supports their annotations, and the dispatcher
-checks the values.
+values need neither, because `torch.library.infer_schema` supports their annotations and the
+dispatcher checks the values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
 
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
-    # Dynamo cannot trace `types.spell`, and would report that instead of this error.
+    # Dynamo cannot trace `types.spell`, so it would report that failure instead of this error.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
@@ -85,7 +85,7 @@ _REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, *_REAL_NUMBERS)):
-        # Dynamo cannot trace complex() for a symbolic number, so leave the conversion to `decode`.
+        # Dynamo cannot trace complex() of a symbolic number, so leave the conversion to `decode`.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
@@ -107,7 +107,7 @@ _NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _inferred("Tensor", _instance(torch.Tensor), torch.Tensor),
-    # `infer_schema` rejects Parameters, because kernels never receive a Parameter. Autograd,
+    # `infer_schema` rejects Parameters, because kernels never receive one: autograd,
     # functionalization and graphs replace it with a plain Tensor.
     torch.nn.Parameter: Kind("Tensor", _instance(torch.Tensor), torch.nn.Parameter),
     int: _inferred("SymInt", _integer, int),
@@ -145,8 +145,8 @@ def single_kind(annotation: Any) -> Kind | None:
     if name == "Generator":  # a built-in type of schemas, not a script class
         return _inferred(name, _instance(annotation), annotation)
     # Check the class here, because the dispatcher does not. Leave `exact` unset, because Dynamo in
-    # PyTorch 2.12 cannot compare the types of script objects. In a trace, a FakeScriptObject stands
-    # for an object.
+    # PyTorch 2.12 cannot compare the types of script objects. Also accept a FakeScriptObject, which
+    # replaces the object during tracing.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check, inferred=name)
 
@@ -171,8 +171,8 @@ def choice_kind(annotation: Any) -> Kind | None:
     is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
     if not is_enum or issubclass(annotation, enum.Flag):
         return None
-    # PyTorch passes an Enum as a script object, which does not survive torch.export.save and load,
-    # so encode the Enum as a str.
+    # PyTorch passes an Enum as a script object, which does not round-trip through torch.export.save
+    # and load, so encode the Enum as a str.
     return _members(annotation)._replace(inferred=opaque_types.custom_class_name(annotation))
 
 
@@ -204,8 +204,8 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
 def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
     """Return the `Kind` of an Enum. If `choices` is given, only these members are accepted.
 
-    A member is encoded as its name, because its value may be any object, and because authors change
-    values more often than names.
+    A member is encoded as its name instead of its value, because the value may be any object, and
+    because authors change values more often than names.
     """
     members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
     expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
@@ -233,7 +233,7 @@ def _expected(choices: tuple[Any, ...]) -> str:
 # Lists, tuples and `torch.Size`
 
 
-# torch.export can serialize lists of these schema types. A list is converted item by item if its
+# torch.export can serialize lists of these schema types, so a list is converted item by item if its
 # encoded items have one of these types.
 CONVERTED_ITEMS = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 _INFERRED_LISTS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]", "SymInt[]", "float[]", "bool[]"})
@@ -241,8 +241,9 @@ _INFERRED_OPTIONALS = frozenset(
     {"Tensor", "SymInt", "float", "bool", "str", "Scalar", "ScalarType", "Device"}
     | (_INFERRED_LISTS - {"Scalar[]"})
 )
-# Optional lists of these types are never converted, because the dispatcher ignores tensors in
-# optional lists. They are passed unchanged if `infer_schema` supports them, and otherwise rejected.
+# Never convert optional lists of these types, because the dispatcher ignores tensors in optional
+# lists. Instead, pass these lists unchanged if `infer_schema` supports them, and reject them
+# otherwise.
 _UNCONVERTED_OPTIONALS = frozenset({"Tensor[]", "Tensor?[]", "Scalar[]"})
 
 
@@ -373,8 +374,9 @@ def leaf_kind(annotation: Any) -> Kind | None:
 def argument_type(annotation: Any) -> str | None:
     """Return the schema type that `infer_schema` infers for an annotation.
 
-    Return None if `infer_schema` rejects the annotation. The result is the same for all releases of
-    PyTorch: `infer_schema` of older releases infers fewer types, but their schemas support all.
+    Return None if `infer_schema` rejects the annotation. The result does not depend on the release
+    of PyTorch: in older releases, `infer_schema` infers fewer types, but schemas already support
+    all of them.
     """
     kind = leaf_kind(annotation)
     return None if kind is None else kind.inferred
@@ -383,7 +385,8 @@ def argument_type(annotation: Any) -> str | None:
 def parameter_type(parameter: inspect.Parameter) -> str | None:
     schema_type = argument_type(parameter.annotation)
     if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
-        # PEP 484 used to allow `x: Tensor = None` as a short form of `Optional[Tensor]`.
+        # PEP 484 used to allow `x: Tensor = None` as a shorthand for `Optional[Tensor]`, so support
+        # it.
         schema_type += "?"
     return schema_type
 
@@ -400,7 +403,7 @@ def return_type(annotation: Any) -> str | None:
     results = [item for item in items if item is not None]
     if len(results) < len(items):
         return None
-    # A tuple with one item is a single result of type tuple, which schemas write as `((Tensor))`.
+    # A tuple with one item is a single result of type tuple, so the schema must be `((Tensor))`.
     return write_results([f"({results[0]})"] if len(results) == 1 else results)
 
 

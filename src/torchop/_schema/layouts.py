@@ -17,8 +17,8 @@ class Layout:
     """A memory layout that a kernel requires of an argument, `contiguous` or `channels_last`.
 
     Write it in the annotation of the parameter, as in `Annotated[Tensor, torchop.contiguous]`, or
-    pass it to `torchop.register_layout`. If the argument of a call has other strides, the kernel
-    receives a copy.
+    pass it to `torchop.register_layout`. If a call passes a tensor with other strides, the kernel
+    receives a copy in the required layout.
 
     Example:
         >>> import torch, torchop
@@ -77,7 +77,7 @@ def declared_layouts(function: Callable[..., object]) -> dict[str, Layout]:
     """Return the layouts in the annotations of a function's parameters, by parameter."""
     try:
         annotations = signatures.written_parameters(function)
-    # Later checks reject invalid annotations and objects that are no functions, with better errors.
+    # Ignore invalid annotations and non-functions, which later checks reject with a better error.
     except (SchemaError, TypeError, ValueError):
         return {}
     found: dict[str, Layout] = {}

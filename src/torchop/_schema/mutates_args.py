@@ -47,11 +47,12 @@ def mutated_arguments(
 ) -> tuple[str, ...]:
     """Return the names of the mutated schema arguments.
 
-    A schema cannot declare that an object is mutated, so the names of objects are only checked.
+    A schema cannot declare that an object is mutated, so names of objects are only validated, not
+    returned.
 
     Args:
         where: the name of the function, for messages.
-        names: the result of `mutated_names`. The name of a structure stands for all its tensors.
+        names: the result of `mutated_names`. The name of a structure stands for all tensors in it.
         tensors: maps the path of each tensor, such as `x` or `cfg.weight`, to the schema argument.
         others: maps the paths of structures and of all other values to their types, for messages.
         objects: the paths of objects that are passed by reference.
@@ -82,7 +83,7 @@ def mutated_arguments(
 
 
 def is_inside(place: str, name: str) -> bool:
-    """Return whether a value is named by `name`, which may name a structure around it."""
+    """Return whether `name` is the name of a value, or of a structure that contains the value."""
     return f"{place}.".startswith(f"{name}.")
 
 

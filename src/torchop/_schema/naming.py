@@ -15,9 +15,9 @@ from torchop._errors import OperatorNameError, short_repr, short_text
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
 
-# Namespaces in which no operator may be defined. PyTorch does not functionalize custom operators in
-# `aten` and `prims`, `prim` belongs to TorchScript, and `torch.ops.higher_order` and `torch.ops._`
-# do not contain ordinary operators.
+# Namespaces in which users cannot define operators. PyTorch does not functionalize custom operators
+# in `aten` and `prims`, `prim` belongs to TorchScript, and `torch.ops.higher_order` and
+# `torch.ops._` are not for ordinary operators.
 RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
@@ -120,7 +120,7 @@ def is_name(name: OpName, text: str) -> bool:
 def is_match(name: OpName, pattern: str) -> bool:
     """Return whether an operator matches `pattern`, which is a name or a glob such as `mylib::*`.
 
-    `mylib::f.*` matches all overloads of `f` except the default overload, whose name has no dot.
+    `mylib::f.*` matches all overloads of `f` except the default one, because its name has no dot.
     """
     texts = (str(name), name.packet)
     return is_name(name, pattern) or any(fnmatch.fnmatchcase(text, pattern) for text in texts)
@@ -156,7 +156,7 @@ def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
 def check_rule_name(name: object, reserved: Iterable[Callable[[str], bool]]) -> None:
     """Raise ValueError if a new `torchop.Rule` cannot have this name.
 
-    `reserved` contains functions that return True for names that already have another meaning.
+    `reserved` contains predicates that return True for names that already have another meaning.
     """
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

@@ -16,7 +16,7 @@ from torchop._compat import compilers, opaque_types
 from torchop._schema.types import spell
 
 Class = TypeVar("Class", bound=type)
-# Dynamo traces objects of these classes itself, or PyTorch flattens them.
+# Dynamo already traces objects of these classes, or PyTorch flattens them.
 _TRACED = (
     torch.Tensor,
     torch.nn.Module,
@@ -30,9 +30,9 @@ _TRACED = (
     float,
     complex,
 )
-# PyTorch reads these attributes of every object that it passes to an operator or a graph. The
-# values would change how the object is passed. See `tracing_with_real` and `maybe_to_fake_obj` in
-# torch/_library/fake_class_registry.py.
+# PyTorch reads these attributes of every object that it passes to an operator or a graph, so
+# defining them would change how the object is passed. See `tracing_with_real` and
+# `maybe_to_fake_obj` in torch/_library/fake_class_registry.py.
 _READ_BY_PYTORCH = ("__torch_function__", "__obj_flatten__", "tracing_mode")
 
 
@@ -53,15 +53,15 @@ def opaque(cls: Any = None, /, *, value: bool = False) -> Any:
     registered too.
 
     By default, an object is passed *by reference*: it is an input of a compiled graph, and kernels
-    may change it. Compilers keep every call of an operator with such an object, in order. If an
-    operator does not change the object, pass `effects="none"` to `custom_op`, so that compilers may
-    remove and merge calls. In compiled code, the attributes of the object are only known when the
-    graph runs, so fake kernels and formulas cannot read them.
+    may change it. Compilers therefore preserve all calls with such an object, and their order. If
+    an operator does not change the object, pass `effects="none"` to `custom_op`, so that compilers
+    may remove and merge calls. In compiled code, the attributes of the object are only known when
+    the graph runs, so fake kernels and formulas cannot read them.
 
-    With `value=True`, an object is a constant of a compiled graph. The class must be immutable,
-    such as a frozen dataclass. A call with an object that is not equal compiles another graph. From
-    now on, equal objects have the same class, and fields of the same types and signs: 1 differs
-    from True and 1.0, and 0.0 differs from -0.0.
+    With `value=True`, an object is baked into a compiled graph as a constant, so the class must be
+    immutable, such as a frozen dataclass. A call with an unequal object compiles another graph.
+    This also makes `==` stricter: equal objects must have the same class, and fields of the same
+    types and signs, so 1 differs from True and 1.0, and 0.0 differs from -0.0.
 
     `torch.Generator`, `ProcessGroup` and `DeviceMesh` need no registration.
 
@@ -191,10 +191,10 @@ def _prepare_value(cls: type) -> None:
 
 
 def _exactly(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap `__eq__` so that objects are only equal if their types and signs are equal too.
+    """Wrap `__eq__` so that objects are only equal if their types and signs also match.
 
-    Compilers compare the arguments of a call with `__eq__`. 1, 1.0 and True are equal, but a graph
-    for one of them would be wrong for the others.
+    Compilers use `__eq__` to decide whether a graph can be reused. In Python, 1, 1.0 and True are
+    equal, but a graph compiled for one of them would be wrong for the others.
     """
 
     @functools.wraps(equal)
@@ -212,7 +212,7 @@ def _exactly(equal: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 def _write_dataclass(self: Any) -> tuple[str, dict[str, Any]]:
     """Return an expression for a dataclass object, and the objects that the expression names.
 
-    This is the method `__fx_repr__`, which PyTorch calls to write the code of a graph.
+    This becomes the method `__fx_repr__`, which PyTorch calls to generate the code of a graph.
     """
     names: dict[str, Any] = {}
     return _written(self, spell(type(self)), names), names
@@ -253,8 +253,8 @@ def _written(value: Any, where: str, names: dict[str, Any]) -> str:
     )
 
 
-# PyTorch would import names of its own modules under other names than an expression contains
-# (`add_global` in torch/fx/graph.py), so expressions call these functions.
+# Expressions call these functions instead of names in torch, because PyTorch would rename imports
+# from its own modules (`add_global` in torch/fx/graph.py), and the expression would not find them.
 
 
 def constant_of_torch(name: str) -> Any:
@@ -266,7 +266,8 @@ def device_of_torch(text: str) -> torch.device:
 
 
 def _name(function: Any, names: dict[str, Any]) -> str:
-    # Inductor inserts the name into a class, where Python would mangle two leading underscores.
+    # Add a prefix, because Inductor uses the name inside a class, where Python would mangle a name
+    # with two leading underscores.
     name = "opaque_" + re.sub(r"\W", "_", f"{function.__module__}.{function.__qualname__}")
     names[name] = function
     return name

@@ -1,8 +1,8 @@
 """Reject maybe-out operators, which return the argument `out`, or a new tensor if `out` is None.
 
-A schema cannot express that a result aliases an argument in some calls and not in others, so
-`check_maybe_out` rejects a schema in which a result aliases a mutated `Tensor?`. If the schema
-omits the alias, calls that return the argument raise an error.
+A schema cannot express that a result aliases an argument only in some calls, so `check_maybe_out`
+rejects a schema in which a result aliases a mutated `Tensor?`. If the schema omits the alias
+instead, calls that return the argument raise an error.
 """
 
 from __future__ import annotations

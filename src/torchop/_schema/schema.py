@@ -50,14 +50,14 @@ class Argument(NamedTuple):
         return "Tensor" in self.kind
 
 
-# The dispatcher ignores tensors in lists of these types when it computes dispatch keys.
+# When the dispatcher computes dispatch keys, it ignores the tensors in lists of these types.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
 _DOTTED_NAME = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]")
 # The dispatcher does not check arguments of these types, so they accept any object.
 OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
-# The dispatcher keeps one bit per argument in a bit set of this size, so it rejects schemas with
-# more arguments. torchop checks the number earlier, before it deregisters an operator that already
-# has the same name.
+# The dispatcher stores one bit per argument in a bit set of this size, so it rejects schemas with
+# more arguments. Check the number before that, since by then we would already have deregistered an
+# existing operator of the same name.
 MAX_ARGUMENTS = 64
 _NUMBER = re.compile(r"(Optional\[)?(List\[)?(int|float|bool|complex|number)\]*")
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
@@ -103,17 +103,16 @@ class Schema:
     places: Mapping[str, str] = MappingProxyType({})
     result_places: Sequence[str] = ()
 
-    # Most attributes are computed on first use, because a program calls only a few of the operators
-    # that it imports.
+    # Most attributes are computed lazily, because a program typically calls only a few of the
+    # operators that it imports.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._source: FunctionSchema | str = parsed
         self.form = form
-        # `forget_parsed` frees the parsed schema, and stores only the text, which PyTorch must be
-        # able to parse again. So prefer the author's text to `str(parsed)`, in which string
-        # defaults are not escaped.
+        # `forget_parsed` frees the parsed schema, so PyTorch must be able to parse this text again.
+        # Prefer the author's text to `str(parsed)`, which does not escape string defaults.
         self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
@@ -136,9 +135,9 @@ class Schema:
         return self.text
 
     def is_backward_compatible(self, older: Schema) -> bool:
-        """Return whether all calls that were valid with an older schema remain valid.
+        """Return whether all calls that were valid with an older schema are still valid.
 
-        PyTorch checks changes of ATen operators by the same rules.
+        These are the rules by which PyTorch checks changes to ATen operators.
 
         Args:
             older: the previous `Schema` of the operator.
@@ -296,7 +295,7 @@ class Schema:
         """Add the arguments that the dispatcher dropped because they equal the default.
 
         The dispatcher passes only keyword-only arguments by name, but other callers may pass any
-        argument by name.
+        argument that way.
         """
 
         def value(argument: Argument) -> Any:
@@ -325,7 +324,7 @@ def write_schema(
 
 
 def _fresh(default: Any) -> Any:
-    """Copy a default list, as the dispatcher does, because the kernel may modify it."""
+    """Copy a default that is a list, as the dispatcher does, because the kernel may modify it."""
     return list(default) if isinstance(default, list) else default
 
 

@@ -14,7 +14,7 @@ import torch
 
 from torchop._errors import SchemaError, short_text
 
-# String annotations may use these names without an import, as in `torch.library.infer_schema`.
+# Names that string annotations may use without an import, as in `torch.library.infer_schema`.
 _IMPLICIT: dict[str, Any] = {
     "Tensor": torch.Tensor,
     "device": torch.device,
@@ -52,7 +52,7 @@ def spell_function(function: Callable[..., Any]) -> str:
     if qualname is None:
         return f"this {type(function).__name__}"
     text = f"{module}.{qualname}" if module else str(qualname)
-    # Shorten long names at the start, because the end is the most specific part.
+    # Shorten a long name at its start, because the end is the most specific part.
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
 
 
@@ -139,8 +139,8 @@ class _Namespace:
 
     def evaluate(self, text: str, parameter: str | None) -> Any:
         try:
-            # typing.get_type_hints also calls `eval`. This is safe, because annotations are code in
-            # the author's own module.
+            # This is as safe as typing.get_type_hints, which also calls `eval`, because annotations
+            # are code in the author's own module.
             return eval(text, *self._names)
         except Exception as error:
             place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
@@ -155,7 +155,7 @@ class _Namespace:
     def _names(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The globals and locals in which to evaluate annotations.
 
-        They belong to the author's own function, even if it is wrapped or a partial.
+        If the function is wrapped or a partial, these come from the author's original function.
         """
         written: Any = inspect.unwrap(self._function)
         while isinstance(written, functools.partial):
@@ -165,8 +165,8 @@ class _Namespace:
         if not isinstance(written, types.FunctionType):
             written = type(written).__call__
         variables = getattr(written, "__globals__", {})
-        # Globals take precedence over the implicit names, and closure variables over globals, as in
-        # the body of the function.
+        # Closure variables take precedence over globals, as in the function's body, and globals
+        # take precedence over the implicit names.
         names = _IMPLICIT | {name: variables[name] for name in _IMPLICIT if name in variables}
         if isinstance(written, types.FunctionType):
             names |= closure_of(written)

@@ -1,8 +1,8 @@
 """Split the text of a schema into parts, and write schemas from parts.
 
-torchop derives the schemas of helper operators from the text that the author wrote. It cannot use
-`str(schema)` instead, because PyTorch does not escape string defaults in that text correctly, so
-the schema parser would reject it.
+torchop uses this to derive the schemas of helper operators, which replace an operator in compiled
+graphs, from the author's text. `str(schema)` does not work for this: PyTorch does not escape string
+defaults in it correctly, so the schema parser would reject it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _pieces(text: str) -> list[str]:
 def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
     """Yield the position of each character outside of brackets and strings, and the character.
 
-    The closing bracket of an outermost pair is included, but not the opening bracket.
+    This includes the closing bracket of each outermost pair, but not the opening one.
     """
     depth, quote, escaped = 0, "", False
     for position, character in enumerate(text):
@@ -61,7 +61,7 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """Return a schema without a name. `results` is a string from `write_results`."""
+    """Return a schema without the operator's name. `results` is a string from `write_results`."""
     return f"({', '.join(arguments)}) -> {results}"
 
 
@@ -86,7 +86,7 @@ def numbered_alias(index: int) -> str:
 def lettered_alias(index: int) -> str:
     """Return a name for an alias set, such as `a`, in the style of native_functions.yaml.
 
-    ExecuTorch uses torchgen to find out= variants, and torchgen only supports single letters.
+    ExecuTorch finds out= variants with torchgen, which only supports single letters.
     """
     return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
 

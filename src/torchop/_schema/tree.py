@@ -2,7 +2,8 @@
 
 The annotation of a structure, such as a dataclass, becomes a tree with several leaves. A
 `Structure` converts between the author's objects and the values of the leaves. Most operators need
-no conversion, because each annotation is a single leaf of a type that `infer_schema` supports.
+no conversion, because each of their annotations is just one leaf with a type that `infer_schema`
+supports.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class FunctionTree:
         others = {leaf.path: leaf.kind.schema for leaf in self.leaves if not leaf.is_tensor}
         others |= {p.name: types.spell(p.declared.annotation) for p in self.parameters}
         objects = [leaf.path for leaf in self.leaves if is_by_reference(leaf.kind.schema)]
-        if not self._structures:  # `infer_schema` could not express that an object is mutated
+        if not self._structures:  # `infer_schema` cannot express that an object is mutated
             objects = []
         self.mutates_objects = names is not None and any(
             is_inside(place, name) for place in objects for name in names
@@ -266,8 +267,8 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
 
     Tensors are positional, because PyTorch only computes gradients for positional arguments. Other
     values inside structures are keyword-only, so authors can add a field with a default anywhere in
-    a structure, and existing calls (for example in exported programs) keep their meaning. For the
-    same reason, tensors with a default come last.
+    a structure without changing the meaning of existing calls, for example in exported programs.
+    For the same reason, tensors with a default come last.
     """
     ranked: list[tuple[int, Leaf]] = []
     keyword_only = []
@@ -309,8 +310,8 @@ class _Builder:
         if not self.structures:
             if kind is None or kind.inferred is None:
                 raise UnsupportedTypeError(path, annotation)
-            # Use the type that `infer_schema` infers. For an Enum, that is a script object, whereas
-            # `kind` encodes the Enum as a str.
+            # Use the type that `infer_schema` infers, which may differ from the type in `kind`: an
+            # Enum is inferred as a script object, but `kind` encodes it as a str.
             schema, optional = kind.inferred.removesuffix("?"), kind.is_optional
             kind = Kind(schema, unchanged, is_optional=optional, inferred=kind.inferred)
         if kind is not None:
