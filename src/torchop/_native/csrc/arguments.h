@@ -30,18 +30,18 @@ struct Parameter {
 
 // The parameters of an operator's schema. Keyword-only parameters come last.
 struct Parameters {
-  // The value of `pass_through_count` if every call must copy its arguments to a new array.
+  // The value of `pass_through_count` if all calls must copy their arguments to a new array
   static constexpr size_t no_count = ~size_t{0};
 
   std::vector<Parameter> all;
   size_t positional = 0;
-  // Calls with exactly this many positional arguments and no keyword arguments pass the caller's
-  // argument array to the kernel without copying it.
+  // Calls with exactly this many positional arguments and no keyword arguments can pass the
+  // caller's argument array to the kernel without copying it.
   size_t pass_through_count = no_count;
   size_t leading_tensors = 0; // number of parameters of type Tensor before any other type
   bool has_tensor_lists = false;
-  // True if calls leave out arguments that equal their default (positional arguments only at the
-  // end), as the dispatcher does when it calls Python kernels (parseIValuesToPyArgsKwargs).
+  // True if calls drop arguments that equal their default (positional arguments only at the end),
+  // as the dispatcher does when it calls Python kernels (parseIValuesToPyArgsKwargs).
   bool drops_defaults = false;
   bool has_device_string_defaults = false;
   PyObject* keyword_names = nullptr; // of keyword-only parameters; nullptr if there are none
@@ -51,7 +51,7 @@ struct Parameters {
   }
 };
 
-// Does the same as PyObject_Vectorcall, but faster for Python functions.
+// Equivalent to PyObject_Vectorcall, but faster for Python functions.
 inline PyObject* call_kernel(
     PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
   if (C10_LIKELY(PyFunction_Check(function)))
@@ -60,14 +60,14 @@ inline PyObject* call_kernel(
   return PyObject_Vectorcall(function, values, nargsf, names);
 }
 
-// The values of all parameters in one call, in schema order. Owns the values that it converted and
-// the lists that it copied. All other values are borrowed from the caller.
+// The values of all parameters in one call, in schema order. Converted values and copied lists are
+// owned, and all other values are borrowed from the caller.
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
     // Check Py_IsInitialized, as ~THPObjectPtr does. During finalization, CPython unwinds the stack
-    // of a daemon thread through this destructor, and the thread does not hold the GIL.
+    // of a daemon thread through this destructor, although the thread does not hold the GIL.
     if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
@@ -76,7 +76,7 @@ class Values {
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
-  // If the arguments do not match the schema, returns Reason::Binding, and the dispatcher raises
+  // Returns Reason::Binding if the arguments do not match the schema, so that the dispatcher raises
   // the error. `args` must outlive this object.
   C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
     const size_t count = PyVectorcall_NARGS(nargsf);
@@ -91,8 +91,8 @@ class Values {
 
   // Checks the type of each value, converts numbers and strings, and collects the properties of the
   // tensors in `result`. Copies all lists, as the dispatcher does, because a kernel must not modify
-  // the caller's list. If `below_autograd` is true, ignores requires_grad and tangents. Call after
-  // `bind`.
+  // the caller's list. If `below_autograd` is true, ignores requires_grad and tangents. Call this
+  // after `bind`.
   Reason inspect(TensorSummary& result, bool below_autograd) {
     return below_autograd ? inspect_values<true>(result) : inspect_values<false>(result);
   }
@@ -101,7 +101,8 @@ class Values {
     return values_[index];
   }
 
-  // Returns the number of positional arguments, without those at the end that equal their default.
+  // Returns the number of positional arguments, not counting trailing ones that equal their
+  // default.
   size_t count_passed() const {
     size_t count = parameters_.positional;
     while (count > 0 && is_default(count - 1))
@@ -110,8 +111,8 @@ class Values {
   }
 
   // Returns whether the kernel would receive the default of a device parameter. Such a call cannot
-  // be native, because the dispatcher passes the string from the schema, such as "cpu", but our
-  // default is a torch.device.
+  // be native: the dispatcher passes the string from the schema, such as "cpu", whereas our default
+  // is a torch.device.
   __attribute__((noinline, cold)) bool passes_device_string_default() {
     for (size_t index = 0; index < count_passed(); ++index) {
       const Parameter& parameter = parameters_.all[index];
@@ -123,8 +124,8 @@ class Values {
     return false;
   }
 
-  // Calls a kernel with the values. The kernel may modify lists, so passes copies of lists that we
-  // read again later: the aliasing check reads tensor lists, and setup_context reads all lists
+  // Calls a kernel with the values. The kernel may modify lists, so it receives copies of the lists
+  // that are read again later: tensor lists by the aliasing check, and all lists by setup_context
   // (`all_are_read_later`).
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
@@ -214,8 +215,9 @@ class Values {
     return call_kernel(function, passed.data() + 1, nargsf, names.get());
   }
 
-  // Returns whether the dispatcher would leave out this value because it equals the default. If the
-  // schema's default is a string such as "cpu", no torch.device that a caller passes equals it.
+  // Returns whether the dispatcher would drop this value because it equals the default. A default
+  // that is a string in the schema, such as "cpu", never equals a torch.device that a caller
+  // passes.
   bool is_default(size_t index) const {
     const Parameter& parameter = parameters_.all[index];
     PyObject* value = values_[index];
@@ -238,7 +240,7 @@ class Values {
     return true;
   }
 
-  // Compares values that `inspect` accepted, so the comparison does not run user code.
+  // Compares values that `inspect` accepted, so the comparison runs no user code.
   static bool are_equal(PyObject* value, PyObject* other) {
     if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
       return false;
@@ -280,7 +282,7 @@ class Values {
     return Reason::Native;
   }
 
-  // Leaves a free slot before the first value, as PY_VECTORCALL_ARGUMENTS_OFFSET requires.
+  // Leaves a slot before the first value free, as PY_VECTORCALL_ARGUMENTS_OFFSET requires.
   PyObject** reserve(size_t size) {
     PyObject** buffer = inline_buffer_.data();
     if (C10_UNLIKELY(size >= inline_size)) {
@@ -292,7 +294,7 @@ class Values {
     return buffer_;
   }
 
-  // Stores the keyword arguments. Returns false if a keyword is unknown, or if it names a parameter
+  // Stores the keyword arguments. Returns false if a keyword is unknown, or names a parameter
   // before `first`, which already has a positional argument.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
     size_t guess = first; // most callers pass keyword arguments in schema order
@@ -313,7 +315,8 @@ class Values {
       if (parameters_.all[index].name == name)
         return index;
     }
-    // A name may not be interned, for example if it was read from a file, so compare the text too.
+    // Also compare the text, because a name may not be interned, for example if it was read from a
+    // file.
     for (size_t index = first; index < size; ++index) {
       if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
         return index;
@@ -348,15 +351,16 @@ class Values {
     }
     result = seen;
     // The dispatcher ignores tensors in arguments of type Tensor[]? when it computes the dispatch
-    // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If only these
-    // tensors have some key, the dispatcher may choose another kernel than we would, so fall back.
+    // keys (makeBitsetForDispatchArgs in ATen/core/dispatch/DispatchKeyExtractor.h). If a key comes
+    // only from these tensors, the dispatcher may choose another kernel than we would, so fall
+    // back.
     if (C10_UNLIKELY(!seen.keys.has_all(optional_list_keys_)))
       return Reason::ArgumentType;
     return Reason::Native;
   }
 
-  // Replaces the value at `index` by an int, float or str, as the dispatcher does. Returns false if
-  // only the dispatcher supports the conversion.
+  // Replaces the value at `index` with an int, float or str, as the dispatcher does. Returns false
+  // if only the dispatcher supports the conversion.
   __attribute__((noinline)) bool convert(size_t index) {
     PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
     if (converted == nullptr)
@@ -416,7 +420,7 @@ class Values {
 
   static PyObject* copy_of(PyObject* sequence) {
     PyObject* list;
-    // Lock the list, because without the GIL another thread may modify it.
+    // Without the GIL, another thread may modify the list, so lock it.
     Py_BEGIN_CRITICAL_SECTION(sequence);
     const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
     list = PyList_New(size);

@@ -1,4 +1,4 @@
-// bypass.h: calls that go through the dispatcher skip torchop's Python kernels at Autograd and
+// bypass.h: let calls that go through the dispatcher skip torchop's Python kernels at Autograd and
 // ADInplaceOrView when these kernels have nothing to do.
 #pragma once
 

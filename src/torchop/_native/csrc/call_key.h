@@ -1,4 +1,4 @@
-// call_key.h: a key for a call's arguments, so that choice.cpp can reuse the kernel that was
+// call_key.h: a key for a call's arguments, with which choice.cpp reuses the kernel that was
 // selected for an equal call. The key consists of the tensors' metadata (shapes, strides, dtypes,
 // devices) and the values of the other arguments.
 #pragma once
@@ -14,17 +14,17 @@
 
 namespace torchop {
 
-// Calls with a longer key than this (32 KiB) are not cached.
+// Calls with a key longer than this (32 KiB) are not cached.
 constexpr size_t max_key_words = 4096;
 
-// The key of a call. It contains no tensor data, and no pointers to objects that may be freed.
+// The key of a call. It contains neither tensor data nor pointers to objects that may be freed.
 class CallKey {
  public:
-  // Calls with equal arguments have different keys if they have different subjects.
+  // Keys of calls with equal arguments still differ if their subjects differ.
   explicit CallKey(uint64_t subject) : words_{subject} {}
 
-  // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if an
-  // argument has a type that keys do not support.
+  // Appends all arguments of a vectorcall. Returns false if the key gets too long, or if keys do
+  // not support the type of an argument.
   bool read(PyObject* const* args, size_t count, PyObject* keywords) {
     add(count);
     for (size_t index = 0; index < count; ++index) {
@@ -60,8 +60,8 @@ class CallKey {
 
  private:
   // Each argument is stored in the key as one or more 64-bit words. The lowest byte of the first
-  // word is a Tag, the type of the argument. The other bytes contain a length, or the value itself.
-  // Because of the tags, different argument lists never have equal keys.
+  // word is a Tag, which gives the type of the argument. The other bytes contain a length or the
+  // value itself. Thanks to the tags, different argument lists never have equal keys.
   enum class Tag : uint8_t {
     None,
     Bool,
@@ -93,7 +93,7 @@ class CallKey {
 
   bool add_number(Tag tag, double number) {
     add_tag(tag);
-    // Add the bits, because as numbers 0.0 equals -0.0, and nan does not equal itself.
+    // Compare numbers by their bits, because 0.0 equals -0.0, and nan does not equal itself.
     add_bytes(&number, sizeof(number));
     return true;
   }
@@ -119,7 +119,7 @@ class CallKey {
   }
 
   bool add_tensor(const at::TensorImpl& impl) {
-    // Symbolic sizes, and sizes that come from Python code, are not supported.
+    // Symbolic sizes, and sizes that are computed in Python, are not supported.
     if (C10_UNLIKELY(!has_plain_keys(impl) || impl.has_symbolic_sizes_strides()))
       return false;
     const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();

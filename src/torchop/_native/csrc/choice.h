@@ -1,5 +1,5 @@
-// choice.h: for each call, choose one of several kernels for the same operator and device. Each of
-// the kernels was registered by a provider, which has a name.
+// choice.h: for each call, choose one of several kernels for the same operator and device. Each
+// kernel was registered by a named provider.
 #pragma once
 
 #include <Python.h>

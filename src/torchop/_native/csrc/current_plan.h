@@ -10,14 +10,14 @@ inline bool is_usable(PyObject* plan) {
   return plan != nullptr && !is_outdated(plan_of(plan));
 }
 
-// RAII guard that gets the plan for a call, and compiles one if necessary. With the GIL, it owns a
-// reference to the plan. In free-threaded Python, plans are never freed. If the operator was
+// RAII guard that gets the plan for a call, compiling it if necessary. With the GIL, it owns a
+// reference to the plan, while in free-threaded Python plans are never freed. If the operator was
 // deregistered or the plan could not be compiled, the guard converts to false, and an exception is
 // set.
 class CurrentPlan {
  public:
-  // No Python code may run between the last check and taking the reference, because it might
-  // release the GIL and let another thread replace the plan or deregister the operator.
+  // No Python code may run between the last check and taking the reference. It might release the
+  // GIL, and another thread could then replace the plan or deregister the operator.
   explicit CurrentPlan(Entry& entry) {
     PyObject* plan;
     while (C10_UNLIKELY(!is_usable(plan = entry.plan.load(std::memory_order_acquire)))) {
@@ -29,7 +29,7 @@ class CurrentPlan {
     else
       plan_ = has_gil ? Py_NewRef(plan) : plan;
   }
-  // This is cheaper than the destructor of THPObjectPtr, which calls Py_IsInitialized.
+  // Cheaper than the destructor of THPObjectPtr, which calls Py_IsInitialized.
   ~CurrentPlan() {
     if constexpr (has_gil)
       Py_XDECREF(plan_);

@@ -18,7 +18,7 @@ inline PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-// Faster than torch::autograd::impl::gradient_edge, which makes three calls to check whether the
+// Faster than torch::autograd::impl::gradient_edge, which needs three calls to check whether the
 // tensor is a view.
 inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
@@ -34,20 +34,20 @@ inline torch::autograd::Edge edge_of(const at::Tensor& tensor) {
 }
 
 // The inputs of an autograd node. If the operator has list arguments, `edges` and the other vectors
-// have one item per tensor in a list, but `need_grad` contains nested lists. The functions for rare
-// cases are `noinline`, because the attribute `flatten` of `record` (autograd.cpp) would inline
-// them.
+// have one item per tensor in a list, whereas `need_grad` contains nested lists. The functions for
+// rare cases are `noinline`, because the attribute `flatten` of `record` (autograd.cpp) would
+// otherwise inline them.
 struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
   std::vector<torch::autograd::VariableInfo> infos; // only compiled autograd reads these
-  // The tensors themselves, or empty unless the kernel may return an input.
+  // The tensors themselves, only filled if the kernel may return an input
   torch::autograd::variable_list variables;
-  // How to restore the list arguments. Both are nullptr if there are none. `layout` is for gradient
-  // formulas that were registered with torchop, and contains the length of each list. `metadata` is
-  // for formulas that were registered with torch.library. It is a function that computes
-  // `ctx._pt_metadata` from the result.
+  // How to restore the list arguments, or nullptr if there are none. For gradient formulas that
+  // were registered with torchop, `layout` contains the length of each list. For formulas that were
+  // registered with torch.library, `metadata` is a function that computes `ctx._pt_metadata` from
+  // the result.
   THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient)
@@ -85,9 +85,9 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // Adds the arguments that the dispatcher would pass, for torch.library's formulas. Like
-  // torch/_library/autograd.py, also adds an input for the metadata. We pass None for this input,
-  // and the backward returns None for it.
+  // Adds the arguments that the dispatcher would pass, for torch.library's formulas. As in
+  // torch/_library/autograd.py, the metadata is an additional input. We pass None for it, and the
+  // backward formula returns None for it.
   template <class Item>
   __attribute__((noinline)) void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
@@ -116,7 +116,7 @@ struct Inputs {
     infos.emplace_back(tensor);
     if (keeps_variables_)
       variables.push_back(tensor);
-    // A view that was created under no_grad has no edge, but may require grad because of the base.
+    // A view created under no_grad has no edge, but may require grad because its base does.
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
@@ -157,7 +157,7 @@ inline PyObject* output(PyObject* result, size_t index) {
 struct Outputs {
   THPObjectPtr flat;
   // For each result, the length of the list, or None if the result is not a list. If no result is a
-  // list, `layout` is nullptr and `flat` is the result itself.
+  // list, `layout` is nullptr, and `flat` is the result itself.
   THPObjectPtr layout;
   bool are_tuple = false;
 
@@ -198,7 +198,7 @@ struct Outputs {
   }
 
   // Returns whether each item of a result is a separate output of the node. torch.library flattens
-  // a list only if it contains just tensors, and only if the operator also has list arguments.
+  // a list only if it contains nothing but tensors and the operator also has list arguments.
   static bool is_flattened(const Gradient& gradient, PyObject* value) {
     if (!PyList_Check(value))
       return false;

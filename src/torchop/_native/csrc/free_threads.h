@@ -1,8 +1,9 @@
 // free_threads.h: keep a call plan (plan.h) alive while calls use it, because another thread may
 // replace the plan at any time.
 //
-// With the GIL, a call owns a reference to its plan. In free-threaded Python, all threads that call
-// an operator would contend for the plan's reference count, so replaced plans are never freed.
+// With the GIL, each call owns a reference to its plan. In free-threaded Python, all threads that
+// call an operator would contend for the plan's reference count, so we never free replaced plans
+// instead.
 #pragma once
 
 #include <Python.h>
@@ -33,22 +34,22 @@ inline constexpr bool has_gil = false;
 
 inline void release_plan(PyObject*) {} // calls in other threads may still use the plan
 
-// Makes an object immortal, so that CPython no longer counts references to it, unless this thread
+// Makes an object immortal, so that CPython stops counting references to it. No-op if this thread
 // owns the object.
 __attribute__((noinline, cold)) void make_immortal(Thread& here, PyObject* callee);
 
 // Must be called whenever a kernel or handle is called. Threads that call the same object contend
 // for its reference count, so we make such objects immortal, as CPython 3.13 does with module-level
-// functions. To be fast, looks at only a sample of the calls, and makes the object immortal if one
-// of them comes from a thread other than the owner.
+// functions. To keep this cheap, only a sample of the calls is checked, and the object becomes
+// immortal if one of them comes from a thread other than its owner.
 inline void note_call(PyObject* callee) {
   Thread& here = this_thread();
   if (C10_UNLIKELY(--here.calls_until_check == 0))
     make_immortal(here, callee);
 }
 
-// Counts native calls, and calls that fell back for each reason. The counts are distributed over
-// several parts, because otherwise all threads would contend for one cache line.
+// Counts native calls, and calls that fell back for each reason. The counts are spread over several
+// parts, because all threads would otherwise contend for one cache line.
 class Counters {
  public:
   static constexpr size_t size() {

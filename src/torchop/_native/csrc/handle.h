@@ -7,13 +7,13 @@
 namespace torchop {
 
 // make_handle_type(CustomOp, traceable) creates a subclass of CustomOp whose instances are called
-// from C++. The entries of the dict `traceable`, such as a Python function `__call__`, become
-// attributes of the subclass. Dynamo traces these functions instead of the C++ code, which it
-// cannot trace. make_handle_type can be called only once.
+// from C++. The items of the dict `traceable`, such as a Python function `__call__`, become
+// attributes of the subclass. Dynamo traces these functions, because it cannot trace the C++ code.
+// make_handle_type can be called only once.
 PyObject* make_handle_type(PyObject*, PyObject* args);
 
-// adopt(handle, entry) changes a handle's class to the class that `make_handle_type` created. After
-// that, calls to the handle go to `entry`.
+// adopt(handle, entry) changes a handle's class to the one created by `make_handle_type`. From then
+// on, calls to the handle go to `entry`.
 PyObject* adopt(PyObject*, PyObject* args);
 
 } // namespace torchop

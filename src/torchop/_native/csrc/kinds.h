@@ -1,8 +1,9 @@
 // kinds.h: the types of arguments that native calls (calls without the dispatcher) support.
 //
 // The dispatcher converts arguments to the types in the schema, for example a tuple to a list, an
-// int to a float, or a string to a device. Native calls convert lists, numbers and strings in the
-// same way. If any other argument needs a conversion, the call falls back to the dispatcher.
+// int to a float, or a string to a device. Native calls make the same conversions for lists,
+// numbers and strings. If any other argument needs a conversion, the call falls back to the
+// dispatcher.
 #pragma once
 
 #include <Python.h>
@@ -94,16 +95,16 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
   return false;
 }
 
-// If the default of a parameter is 0.0 and the caller passes -0.0, the dispatcher takes the value
-// for the default, because the two are equal, and the kernel receives 0.0. To get the same result,
-// calls with -0.0 fall back to the dispatcher.
+// If the default of a parameter is 0.0 and the caller passes -0.0, the dispatcher drops the value
+// because it equals the default, so the kernel receives 0.0. To get the same result, calls with
+// -0.0 fall back to the dispatcher.
 inline bool is_negative_zero(PyObject* value) {
   const double number = PyFloat_AS_DOUBLE(value);
   return number == 0.0 && std::signbit(number);
 }
 
-// Returns whether a string can be encoded as UTF-8, as the dispatcher requires. Strings with lone
-// surrogates cannot be encoded.
+// Returns whether a string can be encoded as UTF-8, as the dispatcher requires. This is false for
+// strings with lone surrogates.
 inline bool is_utf8(PyObject* text) {
   if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
     return true;
@@ -118,10 +119,10 @@ inline bool fits_in_64_bits(PyObject* integer) {
 }
 
 // Returns whether an object is plain data: it is not a container, has no `__torch_function__`, and
-// the dispatcher can find this out without running Python code of the object's class. The
-// dispatcher looks up `__torch_function__`, searches containers for tensors, and calls isinstance,
-// which reads `__class__`. We must not run Python code for these checks here, because the
-// dispatcher would run it again if the call falls back.
+// the dispatcher can find this out without running Python code of the object's class. To find out,
+// the dispatcher looks up `__torch_function__`, searches containers for tensors, and calls
+// isinstance, which reads `__class__`. We must not run Python code for these checks here, because
+// the dispatcher would run it a second time if the call falls back.
 inline bool is_plain_object(PyObject* value) {
   static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
   static PyObject* const declared = PyUnicode_InternFromString("__class__");
@@ -141,12 +142,12 @@ inline bool is_plain_object(PyObject* value) {
   return false;
 }
 
-// Returns whether the dispatcher would pass this very object to the kernel, instead of converting
+// Returns whether the dispatcher would pass this very object to the kernel instead of converting
 // it. Not for tensors, which `Values::inspect` (arguments.h) checks itself.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
-    // Accept only exact types, because the dispatcher converts an instance of a subclass, such as
-    // an IntEnum, to an int.
+    // Accept only exact types, because the dispatcher converts instances of subclasses, such as an
+    // IntEnum to an int.
     case Base::Int:
       return PyLong_CheckExact(value) && fits_in_64_bits(value);
     case Base::Float:
@@ -173,8 +174,8 @@ inline bool passes_unchanged(Base base, PyObject* value) {
     case Base::Object:
       return is_plain_object(value);
     case Base::Any:
-      // Accept only values that the dispatcher passes unchanged. It converts all other values, for
-      // example a dtype to an int.
+      // Accept only values that the dispatcher does not convert. It does convert a dtype to an int,
+      // for example.
       return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
           passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
           passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
@@ -185,15 +186,15 @@ inline bool passes_unchanged(Base base, PyObject* value) {
 }
 
 // Returns whether a value is an int whose class does not override `__float__`. The dispatcher would
-// call the override, but `plain_float` would not.
+// call the override, whereas `plain_float` would not.
 inline bool has_plain_float(PyObject* value) {
   return PyLong_Check(value) &&
       Py_TYPE(value)->tp_as_number->nb_float == PyLong_Type.tp_as_number->nb_float;
 }
 
-// These functions convert a value to exactly int, float or str. Like the dispatcher, they do not
-// call methods that a subclass overrides. They return a new reference. If the value cannot be
-// converted, they return nullptr, perhaps with an exception set.
+// These functions convert a value to exactly int, float or str. Like the dispatcher, they bypass
+// methods that a subclass overrides. They return a new reference, or nullptr, perhaps with an
+// exception set, if the value cannot be converted.
 inline PyObject* plain_int(PyObject* value) {
   return fits_in_64_bits(value) ? PyLong_FromLongLong(PyLong_AsLongLong(value)) : nullptr;
 }
@@ -213,8 +214,8 @@ inline PyObject* plain_str(PyObject* value) {
 // Returns a new reference, or nullptr without an exception if the call must fall back to the
 // dispatcher.
 __attribute__((noinline)) inline PyObject* converted_to(Base base, PyObject* value) {
-  // If a subclass of float or str defines `__torch_function__`, the call must fall back, because
-  // `__torch_function__` may handle it.
+  // If a subclass of float or str defines `__torch_function__`, the call must fall back so that
+  // `__torch_function__` can handle it.
   if (!PyLong_CheckExact(value) && !PyBool_Check(value) && !is_plain_object(value))
     return nullptr;
   PyObject* converted = nullptr;

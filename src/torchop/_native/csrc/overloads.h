@@ -7,12 +7,12 @@
 namespace torchop {
 
 // patch_calls(type) replaces tp_call of OpOverload or OpOverloadPacket. If an object's `_op` is an
-// Operator with an Entry, the new tp_call calls the Operator directly. Otherwise it calls the
-// original `__call__`.
+// Operator with an Entry, the new tp_call calls the Operator directly. Otherwise it falls back to
+// the original `__call__`.
 PyObject* patch_calls(PyObject*, PyObject* type);
 
 // patch_handle_calls(cls) replaces tp_call of CustomOpDef. Because `CustomOpDef.__call__` does
-// nothing but call an OpOverload, the new tp_call calls tp_call of the OpOverload directly.
+// nothing but call an OpOverload, the new tp_call directly calls tp_call of the OpOverload.
 PyObject* patch_handle_calls(PyObject*, PyObject* args);
 
 } // namespace torchop

@@ -2,8 +2,7 @@
 // functions (`THPFunction`).
 //
 // The functions here use `requires` to find out whether PyTorch's headers declare a member. They
-// are templates because outside of a template, naming a member that does not exist is a compile
-// error.
+// must be templates, because outside of a template, naming a missing member is a compile error.
 #pragma once
 
 #include <Python.h>
@@ -22,21 +21,20 @@
 
 namespace torchop {
 
-// A pointer to an autograd node. It is a std::shared_ptr in PyTorch 2.11 and 2.12, and a
+// A pointer to an autograd node, which is a std::shared_ptr in PyTorch 2.11 and 2.12, and a
 // c10::intrusive_ptr in later releases.
 using NodePtr = std::decay_t<decltype(torch::autograd::Edge::function)>;
 
-// True in PyTorch 2.11 and 2.12. In these releases, instantiating an autograd.Function class
-// creates a `ctx` without a node. The C++ class of nodes, PyNode, is not exported, so only `apply`
-// can create one.
+// True in PyTorch 2.11 and 2.12, where instantiating an autograd.Function class creates a `ctx`
+// without a node. Only `apply` can create a node there, because PyNode, the C++ class of nodes, is
+// not exported.
 template <class Fields>
 inline constexpr bool comes_from_apply = requires(Fields& fields) { fields.cdata.lock(); };
 
 template <class Fields, bool = comes_from_apply<Fields>>
 class NewNode {
  public:
-  // `maker` is the autograd.Function class. Calling tp_new is enough, because the class has no
-  // `__init__`.
+  // `maker` is the autograd.Function class. It has no `__init__`, so calling tp_new is enough.
   explicit NewNode(PyObject* maker) {
     auto* type = reinterpret_cast<PyTypeObject*>(maker);
     static PyObject* no_arguments = PyTuple_New(0);
@@ -68,7 +66,7 @@ template <class Fields>
 class NewNode<Fields, true> {
  public:
   // `maker` is the method `apply` of an autograd.Function whose forward returns take_node(ctx).
-  // Calling it creates a node, and returns a capsule that contains the node.
+  // Calling it creates a node and returns it in a capsule.
   explicit NewNode(PyObject* maker) {
     THPObjectPtr capsule = checked(PyObject_CallNoArgs(maker));
     auto* node = static_cast<Owner*>(PyCapsule_GetPointer(capsule.get(), node_capsule));
@@ -79,7 +77,7 @@ class NewNode<Fields, true> {
   }
 
   // Returns a capsule that owns the node of `ctx`. Must be called in the forward of the
-  // autograd.Function, because once `apply` has returned, nothing else keeps the node alive.
+  // autograd.Function, because nothing else keeps the node alive once `apply` has returned.
   static PyObject* take_node(PyObject* ctx) {
     auto node = std::make_unique<Owner>(reinterpret_cast<Fields*>(ctx)->cdata.lock());
     PyObject* capsule = PyCapsule_New(node.get(), node_capsule, [](PyObject* self) {
@@ -107,7 +105,7 @@ class NewNode<Fields, true> {
 };
 
 // Attaches tensors to a node by calling PyTorch's `_wrap_outputs`. Since PyTorch 2.14, also sets
-// `attached` to the node that the tensors are attached to in the end. This is not `node` if a view
+// `attached` to the node that the tensors end up attached to, which differs from `node` if a view
 // was marked dirty.
 template <class Ptr>
 __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
@@ -126,8 +124,8 @@ __attribute__((noinline)) std::vector<std::optional<at::Tensor>> wrap_outputs(
   const torch::autograd::_view_as_self_fn_t view_as_self = [](const at::Tensor& tensor) {
     return tensor.view_as(tensor);
   };
-  // `_wrap_outputs` expects the tensors that forward saved. There are none, because setup_context
-  // saves all tensors.
+  // `_wrap_outputs` expects the tensors that were saved in forward. There are none, because all
+  // tensors are saved in setup_context.
   const std::unordered_set<at::TensorImpl*> saved_in_forward;
   auto wrap = [&](auto&... more) {
     return _wrap_outputs(
@@ -166,8 +164,8 @@ bool declares_dtypes(const Fields& fields) {
     return false;
 }
 
-// Applies the dtypes that were passed to `ctx.set_output_grad_dtype`. The checks and messages are
-// the same as in PyTorch's python_function.cpp. `has_gradient(index)` returns whether an output is
+// Applies the dtypes that were passed to `ctx.set_output_grad_dtype`, with the same checks and
+// messages as in PyTorch's python_function.cpp. `has_gradient(index)` returns whether an output is
 // differentiable.
 template <class Fields, class HasGradient>
 void apply_declared_dtypes(

@@ -1,5 +1,5 @@
-// reasons.h: the reasons why a call goes through the dispatcher instead of running natively. The
-// order must be the same as in `Reason` in reasons.py.
+// reasons.h: the reasons why a call goes through the dispatcher instead of running natively. Keep
+// the order in sync with `Reason` in reasons.py.
 #pragma once
 
 #include <cstdint>

@@ -2,7 +2,7 @@
 // inputs.
 //
 // These checks are fast and accept most valid results. If they do not accept a result, Python code
-// checks it thoroughly, and then converts it or raises an error.
+// checks it thoroughly, and either converts it or raises an error.
 #pragma once
 
 #include <Python.h>
@@ -23,7 +23,7 @@ struct Returns {
   bool has_lists_or_ints = false;
   std::vector<bool> are_optional, are_lists, are_ints;
   bool are_fresh = true; // true if results must not share memory with inputs or each other
-  // The arguments that the kernel of an in-place or out= operator must return, as indices.
+  // The indices of the arguments that the kernel of an in-place or out= operator must return
   std::vector<size_t> parameters;
 };
 
@@ -37,16 +37,16 @@ inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
 
-// Returns whether a storage refers to memory that PyTorch did not allocate, such as the memory of a
-// NumPy array. Two such storages, or one and a storage of PyTorch, may share memory. PyTorch's
-// allocators use the address of the memory as the context of its deleter.
+// Returns whether PyTorch did not allocate a storage's memory itself, as for the memory of a NumPy
+// array. Such a storage may share memory with any other storage. PyTorch's own allocators use the
+// address of the memory as the context of its deleter.
 inline bool is_borrowed(c10::StorageImpl* storage) {
   const c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   return data.get() != data.get_context();
 }
 
-// Compares the memory of two different storages. Does not detect copy-on-write storages, because
-// PyTorch copies their memory before a write.
+// Compares the memory of two different storages. Copy-on-write storages do not count as
+// overlapping, because PyTorch copies their memory before a write.
 __attribute__((noinline)) inline bool overlap(c10::StorageImpl* one, c10::StorageImpl* other) {
   const c10::DataPtr &first = one->_mutable_data_ptr_no_checks(),
                      &second = other->_mutable_data_ptr_no_checks();
@@ -64,8 +64,8 @@ inline bool share_memory(PyObject* one, PyObject* other) {
   return first == second || (first != nullptr && second != nullptr && overlap(first, second));
 }
 
-// Returns whether a result is a plain tensor that autograd can record. If the caller is not in
-// inference mode, returns false for an inference tensor, because Python code must replace it.
+// Returns whether a result is a plain tensor that autograd can record. Outside of inference mode,
+// returns false for an inference tensor, because Python code must replace it.
 C10_ALWAYS_INLINE bool is_plain_result(PyObject* value) {
   return is_plain_tensor(value) &&
       (C10_LIKELY(!impl_of(value)->is_inference()) || c10::InferenceMode::is_enabled());
@@ -75,7 +75,7 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // not dense, so Python must check whether it aliases an argument
   // The fast path. If nothing else references the tensor, it is not an input. If nothing else
-  // references the storage, and PyTorch allocated it, the tensor is not a view of an input.
+  // references its storage either, and PyTorch allocated it, the tensor is not a view of an input.
   if (C10_LIKELY(
           Py_REFCNT(tensor) == 1 && has_own_storage(tensor) && !is_borrowed(storage_of(tensor))))
     return true;
@@ -86,7 +86,7 @@ C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
 
 } // namespace detail
 
-// Returns false for tensor subclasses, because comparing them may run Python code.
+// Returns false for tensor subclasses, because comparing their metadata may run Python code.
 inline bool have_same_metadata(PyObject* one, PyObject* other) {
   if (!is_plain_tensor(one) || !is_plain_tensor(other))
     return false;
@@ -143,8 +143,8 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
       return false;
     if (!returns.are_fresh)
       return true;
-    // NumPy arrays reference the tensor that owns their memory, so only two tensors with borrowed
-    // memory can share it if nothing else references them.
+    // NumPy arrays reference the tensor that owns their memory. So if nothing else references a
+    // tensor, it can share memory only with another tensor whose memory is borrowed.
     if (!has_own_storage(tensor) || Py_REFCNT(tensor) != 1)
       return false;
     if (C10_LIKELY(!is_borrowed(storage_of(tensor))))
@@ -176,7 +176,7 @@ __attribute__((noinline)) inline bool is_valid_result_with_lists_or_ints(
 
 } // namespace detail
 
-// Returns whether a result is certainly valid, and can be returned to the caller as it is.
+// Returns whether a result is certainly valid and can be returned to the caller unchanged.
 C10_ALWAYS_INLINE bool is_valid_result(
     PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)
