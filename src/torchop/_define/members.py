@@ -172,7 +172,7 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Return whether a member or method has this name. If so, no `torchop.Rule` can have it."""
+    """Return whether a member or method already uses this name, so that no rule can have it."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 

@@ -69,7 +69,7 @@ def _written_schema(
 
 
 def parsed_schema(name: OpName, text: str, tags: tuple[Tag, ...]) -> Schema:
-    """Parse a schema without a name. Check for mistakes that PyTorch reports late or unclearly."""
+    """Parse a schema without a name. Catch mistakes that PyTorch reports late or unclearly."""
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:

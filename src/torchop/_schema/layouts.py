@@ -62,7 +62,7 @@ class Layout:
         return tensor.is_contiguous(memory_format=self.format_of(tensor))
 
     def copied(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself if it has the layout, otherwise a copy that has it."""
+        """Return the tensor itself if it already has this layout, or else a converted copy."""
         if tensor.layout not in _WITH_STRIDES:
             return tensor
         return tensor.contiguous(memory_format=self.format_of(tensor))

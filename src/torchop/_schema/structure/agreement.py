@@ -1,8 +1,8 @@
 """Check that kernels return the structure that the fake kernel returned for the same arguments.
 
-Compiled code contains the decisions of the fake kernel as constants: results that are None, lengths
-of lists, and all values that are not tensors. The graph does not compare these constants with the
-results of the kernel, so the wrapper of the kernel does.
+In compiled code, the decisions of the fake kernel become constants: which results are None, the
+lengths of lists, and all values that are not tensors. The graph never compares these constants with
+the results of the real kernel, so the kernel's wrapper must.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchop._compat import fake_tensors, opaque_types, traced_objects
 from torchop._errors import ResultError, short_text
 from torchop._schema.structure.result_nodes import Described
 
-_MOST = 256  # bounds memory; few programs trace an operator with more distinct arguments
+_MOST = 256  # bounds the memory; few programs trace an operator with more distinct arguments
 
 
 class Decisions:
@@ -52,7 +52,8 @@ class Decisions:
                 raise self._error(place, made, found)
 
     def _decided(self, results: tuple[Any, ...]) -> list[tuple[str, Any]]:
-        # Compare the layout first, because it determines which structures are None.
+        # Compare the layout (the parts that are not tensors) first, because it determines which
+        # structures are None.
         decided = self._layout_of(results[-1]) if len(results) > len(self._places) else []
         return [*decided, *zip(self._places, map(_decision, results), strict=False)]
 

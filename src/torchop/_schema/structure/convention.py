@@ -1,7 +1,7 @@
 """The calling convention for operators with structured arguments or results.
 
-Authors write kernels and rules that take and return objects, such as dataclasses. This module wraps
-them in functions that take and return the values of the flat schema.
+Authors write kernels and rules that take and return objects, such as dataclasses, but PyTorch calls
+them with the values of the flat schema. This module wraps them to convert between the two.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torchop._schema.structure import saved
 from torchop._schema.structure.structure import Structure
 from torchop._schema.tree import FunctionTree
 
-# The attribute of `ctx` that stores values of the call that are not tensors, such as dict keys.
-# The backward needs them to give gradients the structure of the arguments and results.
+# The attribute of `ctx` that stores non-tensor values of the call, such as dict keys. The backward
+# pass needs them to arrange gradients like the arguments and results.
 _STATICS = "_torchop_statics"
 
 
@@ -57,7 +57,8 @@ class StructuredConvention(Convention):
     def vmap(self, function: Any, /) -> Any:
         """Convert a vmap rule for objects to a rule for flat arguments.
 
-        For a structure, `in_dims` and `out_dims` contain a mapping from field names to dimensions.
+        For each structure, `in_dims` and `out_dims` contain a mapping from field names to
+        dimensions.
         """
         structure = self.structure
         if not callable(function):
@@ -78,8 +79,7 @@ class StructuredConvention(Convention):
     def torch_dispatch(self, function: Function, /) -> Function:
         """Convert a torch_dispatch rule for objects to a rule for flat arguments.
 
-        The converted rule passes objects to the author's rule. The `func` that the author's rule
-        receives also takes objects.
+        The author's rule receives objects, and the `func` that is passed to it takes objects too.
         """
         structure = self.structure
 
@@ -94,8 +94,8 @@ class StructuredConvention(Convention):
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
         """Convert a backward formula for objects to a formula for flat arguments.
 
-        As the gradient of a structure, `backward` may return a mapping from field names to
-        gradients, or an object of another class with fields of these names.
+        For a structure, `backward` may return its gradients as a mapping from field names, or as an
+        object of another class with fields of the same names.
         """
         structure = self.structure
         names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
@@ -113,7 +113,7 @@ class StructuredConvention(Convention):
     def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
         """Convert a forward-mode formula for objects to a formula for flat arguments.
 
-        The tangent of a structure is a mapping from field names to tangents.
+        The tangents of a structure are passed as a mapping from field names to tangents.
         """
         structure = self.structure
         names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
@@ -175,7 +175,7 @@ class StructuredConvention(Convention):
 
 
 def _save_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """Save nothing. This is the `setup_context` of formulas that use only the gradients."""
+    """Save nothing. This is the `setup_context` of formulas that only need the gradients."""
 
 
 class StructuredCall:
@@ -205,7 +205,7 @@ class StructuredCall:
 class Context:
     """A proxy for a formula's `ctx`.
 
-    For a structured argument, `needs_input_grad` contains a mapping from field names to bools.
+    For each structured argument, `needs_input_grad` contains a mapping from field names to bools.
     """
 
     __slots__ = ("_context", "_structure")

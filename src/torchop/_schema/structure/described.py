@@ -1,9 +1,9 @@
 """Flatten the structured arguments of a call that Dynamo traces.
 
 In eager mode, generated code (see `Structure`) turns structures, such as dataclasses, into the
-arguments of the operator's schema, and checks the type of every field. Dynamo could trace that
-code, but tracing the checks takes longer than tracing the rest of the call. So this module computes
-the same arguments without tracing.
+arguments of the operator's schema, and checks the type of every field. Dynamo could trace that code
+too, but tracing the checks would take longer than tracing the rest of the call, so this module
+computes the same arguments without tracing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape
 from torchop._schema.structure.structure import Structure
 
-# The descriptor types of slots and of NamedTuple fields. Reading an attribute through one of these
-# descriptors runs no Python code.
+# The descriptor types of slots and of NamedTuple fields. Reading an attribute through these
+# descriptors is safe, because it runs no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -51,7 +51,7 @@ class Compiler(Protocol):
 
 
 class UnclearError(Exception):
-    """Raised if the flat arguments cannot be computed without tracing the generated code."""
+    """Raised if the flat arguments can only be computed by tracing the generated code."""
 
 
 def flat_call(
@@ -59,7 +59,7 @@ def flat_call(
 ) -> tuple[list[Any], dict[str, Any]] | None:
     """Return the positional and keyword arguments that the generated code would pass.
 
-    Return None if Dynamo must trace the generated code, for example because the code may raise.
+    Return None if Dynamo must trace the generated code instead, for example because it may raise.
     """
     if structure.returns_objects:
         return None
@@ -107,8 +107,8 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
     """Return whether reading these attributes of an instance runs no Python code.
 
-    For example, reading a property runs the property's function. If `flat_call` read a property and
-    then failed, Dynamo would trace the generated code, which reads the property a second time.
+    A property, for example, runs its function when read. If `flat_call` read the property and then
+    failed, Dynamo would fall back to tracing the generated code, and the function would run twice.
     """
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
@@ -132,6 +132,6 @@ def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:
     constant = compiler.constant(value)
     try:
         encoded = leaf.kind.encode(constant, leaf.where)
-    except ArgumentError as error:  # traced code raises it again, where the program can catch it
+    except ArgumentError as error:  # traced code raises it again, so that the program can catch it
         raise UnclearError from error
     return compiler.describe(encoded)

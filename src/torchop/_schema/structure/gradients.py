@@ -23,8 +23,8 @@ _KINDS = {
 class GradientsOf:
     """The annotation of a parameter that receives the gradients of a result.
 
-    `statics_of` maps the number of the result's layout to the result's static parts. It is None if
-    the operator's results have no static parts.
+    `statics_of` maps a layout number to the static parts of a result (the parts that are not
+    tensors). It is None if the operator's results have no static parts.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class GradientsOf:
 class Gradients(Node):
     """Gradients of a result, as an object of the class of the result.
 
-    Each tensor in the result is an argument of the schema. If the result has parts that are not
-    tensors, another argument is the number of the result's layout.
+    The schema has one argument for each tensor in the result. If the result also has parts that are
+    not tensors, one more argument contains the number of the result's layout.
     """
 
     def __init__(self, op: str, path: str, of: GradientsOf) -> None:

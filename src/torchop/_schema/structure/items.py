@@ -16,10 +16,10 @@ from torchop._schema.structure.source import Source
 class Items(Node):
     """A list, tuple or dict in a result.
 
-    The schema has one list with the tensors of all items. A static part contains everything else:
-    the keys of a dict, and for each item one entry per leaf and static part of the item. The entry
-    of a tensor is True or None, and the entry of a list of tensors is its length. All other entries
-    are the values themselves.
+    The schema has a single list with the tensors of all items. Everything else goes into a static
+    part: the keys of a dict, and for each item, one entry for each of its leaves and static parts.
+    The entry is True or None for a tensor, the length for a list of tensors, and the value itself
+    for anything else.
 
     Attributes:
         item: the node of one item. Its path ends in `[*]`.
@@ -128,7 +128,7 @@ class Items(Node):
         return dict(zip(keys, items, strict=True)) if keys is not None else self._container(items)
 
     def _parts_of(self, entry: Sequence[Any], rest: Iterator[Any]) -> dict[str, Any]:
-        """Return the parts of an item by name, with the next values of `rest` as its tensors."""
+        """Return the parts of an item by name, taking the values of its tensors from `rest`."""
         parts = dict(zip(self._names, entry, strict=True))
         for leaf in self._leaves:
             given = parts[leaf.name]

@@ -1,8 +1,8 @@
 """Annotation trees, which describe how a structured value is split into flat values.
 
 For example, the annotation of a dataclass becomes a node with a child for each field. Each leaf is
-one argument or one result of the operator's schema. Nodes generate the code that splits (flattens)
-a value into the values of its leaves, and the code that rebuilds the value from them.
+one argument or one result of the operator's schema. Nodes generate code that splits (flattens) a
+value into the values of its leaves, and code that rebuilds the value from these.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ class Node:
             yield from part.leaves()
 
     def statics(self) -> Iterator[Any]:
-        """Yield the nodes, of type `Static`, of the parts that a result's layout contains."""
+        """Yield the `Static` nodes, one for each part of a result that its layout contains."""
         for part in self._parts:
             yield from part.statics()
 
     def keys_of_tensors(self) -> Iterator[Leaf]:
-        """Yield the leaves with the keys of dicts whose values are tensors."""
+        """Yield the leaves that hold the keys of dicts of tensors."""
         for part in self._parts:
             yield from part.keys_of_tensors()
 
     def set_default(self, value: Any) -> None:
         """Set the defaults of all leaves.
 
-        `value` is the default of the whole value, or `MISSING` if there is no default.
+        `value` is the default of the whole argument or field, or `MISSING` if there is none.
         """
         raise NotImplementedError
 
@@ -72,8 +72,8 @@ class Node:
     def gather(self, values: Mapping[str, Any]) -> Any:
         """Return a mapping from field names to the values of the leaves, such as gradients.
 
-        `values` maps leaf names to these values. It may also map the names of static parts to their
-        values in the call, such as the keys of a dict.
+        `values` maps leaf names to these values. It may also contain the static parts of the call
+        by name, such as the keys of a dict.
         """
         return None  # for nodes without tensors
 
@@ -81,7 +81,7 @@ class Node:
         """Split `value` into a dict from leaf names to values.
 
         `value` is an object of this structure, a mapping from field names to values, or None.
-        `known` maps the names of static parts to their values in the call.
+        `known` contains the static parts of the call by name.
         """
         return {}  # for nodes without tensors
 
@@ -94,10 +94,10 @@ class Leaf(Node):
     """One argument or result in the schema.
 
     Attributes:
-        checked: whether generated code checks and encodes the value. If not, the dispatcher checks
-            it.
-        unwritable_default: the default, if a schema cannot express it. The schema then has the
-            default None.
+        checked: whether generated code checks and encodes the value. If False, the dispatcher
+            checks the value.
+        unwritable_default: the default, if a schema cannot express it. In this case, the schema's
+            default is None.
         is_required_if_given: whether None is valid only if the enclosing structure is None.
     """
 
@@ -125,7 +125,7 @@ class Leaf(Node):
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.is_tensor:
-                return  # None is a valid value, so in the schema it cannot stand for the default
+                return  # None is a valid value, so it cannot stand for the default in the schema
             self.unwritable_default = default
             default = None
         self.default = default
@@ -137,11 +137,12 @@ class Leaf(Node):
 
     @property
     def is_tensor(self) -> bool:
-        # The name of an opaque type may contain "Tensor" too.
+        # Do not search the whole string, because the name of an opaque type may contain "Tensor"
+        # too.
         return self.kind.schema.startswith("Tensor")
 
     def make_optional(self) -> None:
-        """Add a default, which is passed if the enclosing optional structure is None."""
+        """Add a default to pass if the enclosing optional structure is None."""
         if self.kind.schema in TENSOR_LISTS or self.default is not MISSING:
             return  # the dispatcher ignores tensors in optional lists, so a list stays required
         self.is_required_if_given = not self.is_optional
@@ -258,7 +259,8 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        # Authors may declare a class of their own for the gradients.
+        # Authors may declare a separate class for the gradients, so accept any object with these
+        # fields.
         parts = {} if value is None else self.shape.parts(as_mapping(value))
         if parts is None:
             names = ", ".join(self.fields)
@@ -271,9 +273,9 @@ class Fields(Node):
 
 
 class Pair(Node):
-    """A value that becomes two parts. For example, a dict becomes lists of keys and values.
+    """A value that splits into two parts, such as a dict into a list of keys and a list of values.
 
-    If the second part is a list of tensors, the first part contains the keys of these tensors.
+    If the second part is a list of tensors, the first part contains their keys.
     """
 
     def __init__(
@@ -338,7 +340,7 @@ class Pair(Node):
 class Maybe(Node):
     """An optional structure. A flag is False if the structure is None.
 
-    For arguments, the flag is an additional bool in the schema.
+    For an argument, the flag is an additional bool argument of the schema.
     """
 
     def __init__(self, op: str, flag: Any, inner: Node) -> None:

@@ -37,7 +37,7 @@ def nested(
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return a function that flattens a list of lists, and another that rebuilds the list of lists.
 
-    The first function returns a list of all items, and a list of the lengths of the inner lists.
+    The first function returns a list of all items and a list with the length of each inner list.
     """
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list

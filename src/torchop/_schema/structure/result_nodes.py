@@ -15,7 +15,7 @@ from torchop._schema.structure.source import Source
 class ResultFields(Fields):
     """A result with fields, such as a dataclass.
 
-    Backward formulas receive its gradients as an object of the same class.
+    Backward formulas receive the gradients of its fields as an object of the same class.
     """
 
     def gather(self, values: Mapping[str, Any]) -> Any:
@@ -25,7 +25,7 @@ class ResultFields(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Skip __init__, because it may check the values and reject gradients.
+        # Skip __init__, because it may validate the values and would then reject gradients.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -46,7 +46,7 @@ def result_leaf(op: str, path: str, schema: str, decode: Encode | None = None) -
 
 
 class Described(str):
-    """A description of a value. Unlike a string, it has no quotes in error messages."""
+    """A description of a value, which error messages show without the quotes of a string."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -55,15 +55,15 @@ class Described(str):
 class Static(Node):
     """A part of a result that the fake kernel determines, such as a string.
 
-    The schema has no result for this part. The layout of the result contains its value.
+    The schema has no result for this part, because its value is stored in the layout of the result.
 
     Attributes:
         check: checks a value and returns it in a hashable form.
         exact: values of exactly this class need no check.
         decode: converts the hashable form to the value of the field. None if both are the same.
-        is_number: whether the value may equal a value of another type, such as 1 and 1.0.
-        describe: yields the parts of the hashable form for error messages. Each part is a pair of
-            a path and a description.
+        is_number: whether the value may equal a value of another type, as 1 equals 1.0.
+        describe: yields the parts of the hashable form for error messages, each as a pair of a path
+            and a description.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Static(Node):
         describe: Callable[[Any], Iterable[tuple[str, Any]]] | None = None,
     ) -> None:
         super().__init__(op, path)
-        self.name = f"{path} (static)"  # a list of optional tensors has a leaf with the same path
+        self.name = f"{path} (static)"  # a list of optional tensors also has a leaf with this path
         self.check = check
         self.exact = exact
         self.is_optional = is_optional
@@ -91,7 +91,7 @@ class Static(Node):
         yield self
 
     def described(self, value: Any) -> Iterable[tuple[str, Any]]:
-        # Parts of an optional structure are None if the structure is None.
+        # If an optional structure is None, all of its parts are None too.
         if value is None or self._describe is None:
             return [(self.path, value)]
         return self._describe(value)

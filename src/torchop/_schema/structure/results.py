@@ -48,8 +48,8 @@ def build_result(
 ) -> Node:
     """Build the tree of a result, or of a field of a result.
 
-    Tensors and ints are leaves, that is, results in the schema. Other values are static parts.
-    `inside` contains the types of the enclosing structures.
+    Tensors and ints are leaves, which means that they are results in the schema. All other values
+    are static parts. `inside` contains the types of the enclosing structures.
     """
     annotation = without_annotated(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -118,7 +118,7 @@ def _items(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Item
                 f"{op}: {leaf.path} is an object that is passed by reference, which cannot be a "
                 "field of a structure in a list, or an item of a dict. Return a list of objects."
             )
-        if leaf.is_tensor:  # the dispatcher checks the items, but cannot name their paths
+        if leaf.is_tensor:  # the dispatcher checks the items too, but cannot name their paths
             _check_tensors(leaf)
     return Items(op, path, node, container)
 
@@ -183,8 +183,8 @@ def _fields(op: str, annotation: Any, path: str, inside: tuple[Any, ...]) -> Nod
     check_end(f"{op}: {path}", annotation, inside, "Return")
     nodes = {}
     for name, field in shape.fields.items():
-        # A field's name may be an instance of a str subclass with its own `__format__`, which an
-        # f-string would call, so join the names instead.
+        # Join the names instead of using an f-string, because a field's name may be an instance of
+        # a str subclass that overrides `__format__`, which an f-string would call.
         is_tuple = typing.get_origin(annotation) is tuple
         place = f"{path}[{name}]" if is_tuple else ".".join((path, name))
         nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
@@ -197,7 +197,7 @@ _NUMBERS = ("float", "Scalar", "float[]", "Scalar[]")
 
 
 def _static(op: str, annotation: Any, path: str) -> Static | None:
-    """Build the node of a value that is no tensor and no int, such as a string or a dtype."""
+    """Build the node of a value that is not a tensor or an int, such as a string or a dtype."""
     kind = leaf_kind(annotation)
     is_int = types.strip_optional(annotation)[0] is int
     if kind is None or is_int or kind.schema not in (*_SINGLE, "SymInt", *_LISTS):

@@ -20,9 +20,9 @@ from torchop._schema.structure.source import Source
 
 
 class Rows(Node):
-    """A list of structures, called rows. Each leaf, called a column, is a list of one field.
+    """A list of structures (the rows). Each leaf is a column: the list of one field of all rows.
 
-    `row` describes one row. The leaves of `row` have the names of the columns.
+    `row` describes a single row, and its leaves have the same names as the columns.
     """
 
     def __init__(self, op: str, path: str, row: Node, container: type) -> None:

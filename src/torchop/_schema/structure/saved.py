@@ -1,7 +1,8 @@
 """Save structures for the backward.
 
-Autograd must own saved tensors, so they are passed to `ctx.save_for_backward`. A *template* is a
-value with placeholders in place of its tensors. It is stored as an attribute of `ctx`.
+Autograd must own saved tensors, so the tensors are passed to `ctx.save_for_backward`. The rest of
+the value becomes a *template*, in which placeholders replace the tensors. The template is stored as
+an attribute of `ctx`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ _TENSOR = object()
 _TEMPLATES = "_torchop_templates"
 
 
-# Values of these types are saved unchanged. Checking for them first keeps saving fast.
+# Values of these types are saved unchanged. Checking for these types first keeps saving fast,
+# because such values need no further inspection.
 _PLAIN = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
-# The names of the fields of dataclasses. The keys are weak, so that classes are freed.
+# Maps dataclasses to their field names. The keys are weak, so that classes can be freed.
 _names: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
 
 
@@ -79,7 +81,8 @@ def _filled(template: Any, tensors: Iterator[Tensor]) -> Any:
         fields = [_filled(field, tensors) for field in template.fields]
         if issubclass(template.cls, tuple):
             return template.cls(*fields)
-        # Skip __init__, because it may check the values. The object was valid when it was saved.
+        # Skip __init__, because it may validate the values again, and the object was valid when it
+        # was saved.
         value: Any = object.__new__(template.cls)
         for name, field in zip(template.names, fields, strict=True):
             object.__setattr__(value, name, field)

@@ -95,8 +95,8 @@ class ClassShape(Shape):
         self.is_of_result = is_of_result
 
     def unpack(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        # Reject subclasses, because the operator would rebuild the base class and lose the extra
-        # fields.
+        # Reject subclasses, because the operator would rebuild an instance of the base class and
+        # lose the extra fields.
         wrong = wrong_result if self.is_of_result else wrong_type
         with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
             error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
@@ -112,11 +112,12 @@ class ClassShape(Shape):
 class DataclassShape(ClassShape):
     def construct(self, source: Source, fields: Mapping[str, str]) -> str:
         cls = source.object(self.cls)
-        # Dynamo traces the code that creates results, and supports only calls to the class.
+        # For results, call the class, because Dynamo traces this code and supports no other way to
+        # create an object.
         if self.is_of_result or has_custom_construction(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
-        # Skip __init__, which takes longer than the rest of the call if the dataclass is frozen.
+        # Skip __init__, because for a frozen dataclass it takes longer than the rest of the call.
         local = source.variable(f"made_{self.spelled}")
         source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
@@ -135,14 +136,14 @@ class DataclassShape(ClassShape):
 
 
 def has_custom_construction(cls: Any) -> bool:
-    """Return whether creating an object runs code that the author of the class wrote."""
+    """Return whether creating an instance runs code that the author of the class wrote."""
     code = getattr(cls.__init__, "__code__", None)
     return (
         hasattr(cls, "__post_init__")
         or "__dataclass_fields__" not in vars(cls)  # a subclass that is not a dataclass itself
         or code is None
-        # A generated __init__ has the file name "<string>". Code from `python -c` has the same file
-        # name, so also compare the qualified name, which Python 3.11 added to code objects.
+        # A generated __init__ has the file name "<string>". So does code from `python -c`, so also
+        # compare the qualified name, which Python 3.11 added to code objects.
         or code.co_filename != "<string>"
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
@@ -206,7 +207,7 @@ def _class_shape(cls: type, *, is_of_result: bool) -> ClassShape | None:
 def _fields_of_dataclass(cls: Any) -> dict[str, Field]:
     """Return a dataclass's fields.
 
-    Raise SchemaError if they do not suffice to rebuild the object.
+    Raise SchemaError if the fields are not enough to rebuild an object.
     """
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]

@@ -1,7 +1,7 @@
 """Generate the source of a function line by line, and compile it.
 
-Names that users chose, such as field names, are inserted into the source only if `is_plain` accepts
-them. All other objects become global variables of the generated code, under generated names.
+User-defined names, such as field names, are inserted into the source only if `is_plain` accepts
+them. Everything else becomes a global variable of the generated code, under a generated name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def is_plain(name: Any) -> bool:
 class Source:
     """The source code of one generated function, and the objects that it uses.
 
-    A loop over the arguments would be slower than generated code, and Dynamo would unroll it.
+    Generated code is used because a loop over the arguments would be slower, and Dynamo would have
+    to unroll the loop.
 
     `title` is the text that tracebacks show in place of a file name.
     """
@@ -47,7 +48,7 @@ class Source:
         assert all(map(is_plain, self._parameters))
         self._names = {*self._parameters, *_RESERVED}
         # The global variables of the generated code. Do not define `__name__`, because Dynamo would
-        # look up the variables in the module of that name.
+        # then look up the variables in the module with that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
     def line(self, text: str) -> None:
@@ -110,8 +111,8 @@ class Source:
 
     def function(self, name: str) -> Callable[..., Any]:
         text = self.text
-        # Tracebacks and debuggers read source lines from linecache, which never drops an entry
-        # whose mtime is None.
+        # Add the source to linecache for tracebacks and debuggers. An entry whose mtime is None is
+        # never dropped.
         linecache.cache[self._file] = (len(text), None, text.splitlines(keepends=True), self._file)
         exec(compile(text, self._file, "exec"), self._objects)
         function: Callable[..., Any] = self._objects[name]

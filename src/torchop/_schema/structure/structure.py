@@ -1,7 +1,8 @@
 """Convert between structured values, such as dataclasses, and the arguments of a flat schema.
 
-A schema cannot express an argument with fields, so it has one argument for each field instead. The
-operator with this schema is called the *flat* operator, and its arguments the *flat* arguments.
+A schema cannot express an argument with fields, so it has a separate argument for each field
+instead. The operator with this schema is called the *flat* operator, and its arguments are the
+*flat* arguments.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Structure:
         if self._statics:
             places = [static.path for static in self.result.statics()]
             self.layouts = Layouts(tree.op, places)
-        # The results of the flat operator. The last one is the number of the layout, if the result
-        # has parts that are not tensors.
+        # The results of the flat operator. If the author's result has parts that are not tensors,
+        # the last one is the number of the layout.
         self._flat = [leaf.name for leaf in self.result.leaves()]
         self._flat += [_LAYOUT] * bool(self._statics)
         self.decisions = Decisions(tree.op, [n.path for n in self.result.leaves()], self._layout_of)
@@ -67,7 +68,7 @@ class Structure:
         self.on_deregister: Callable[[], None] | None = None
         self._bind: Callable[..., Any] | None = None
         # One pair for each generated function that calls the flat operator: the function, and the
-        # name of the global variable in which the function finds the operator.
+        # name of its global variable that holds the operator.
         self._callers: list[tuple[Any, str]] = []
 
     @property
@@ -80,7 +81,7 @@ class Structure:
 
     @property
     def results(self) -> list[tuple[Any, Node]]:
-        """The annotation and the tree of each result that needs a conversion.
+        """The (annotation, tree) pairs of the results that need a conversion.
 
         If the function returns a tuple, each item is a result.
         """
@@ -104,10 +105,10 @@ class Structure:
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def statics_of_call(self, kwargs: Mapping[str, Any], flat: Any) -> dict[str, Any]:
-        """Return the values of a call that determine the structure of the gradients, by name.
+        """Return the values of a call, by name, that determine the structure of the gradients.
 
-        These are the keys of dicts, and the static parts of the result. `flat` is the result of the
-        flat operator.
+        These are the keys of dicts in the arguments, and the static parts of the result. `flat` is
+        the result of the flat operator.
         """
         statics = self.keys_of_call(kwargs)
         if self.layouts is not None:
@@ -147,8 +148,8 @@ class Structure:
     def spread_gradients(self, returned: Any, statics: Mapping[str, Any]) -> dict[str, Any]:
         """Split the gradients that a backward formula returned into a dict by leaf name."""
         inputs = self.positional_parameters
-        # A subclass of tuple is a NamedTuple: the gradient of a single structured argument, not
-        # a tuple with the gradients of several arguments.
+        # Check for exactly `tuple`, because a NamedTuple is the gradient of a single structured
+        # argument and not a tuple with the gradients of several arguments.
         gradients = returned if type(returned) is tuple else (returned,)
         while len(gradients) > len(inputs) and gradients[-1] is None:
             gradients = gradients[:-1]
@@ -242,9 +243,9 @@ class Structure:
     def invalidate(self, raise_error: Callable[..., Any]) -> None:
         """Make the generated functions call `raise_error` instead of the deregistered operator.
 
-        In eager mode, calling the deregistered overload raises anyway. But a compiled graph would
-        call a new operator of the same name instead. Changing a global variable of the generated
-        function makes Dynamo's guards fail, so Dynamo traces the call again.
+        In eager mode, calling the deregistered overload raises anyway, but a compiled graph would
+        call a new operator of the same name. Changing a global variable of the generated function
+        makes Dynamo's guards fail, so Dynamo traces the call again and reaches `raise_error`.
         """
         for function, called in self._callers:
             function.__globals__[called] = raise_error
@@ -305,7 +306,7 @@ class Structure:
         return flat  # type: ignore[no-any-return]
 
     def fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a fake kernel as `kernel` does, and record the structure of its results."""
+        """Wrap a fake kernel, as `kernel` does, and also record the structure of its results."""
         flat = self._binder("fake kernel")(function)
         decisions, names = self.decisions, [leaf.name for leaf in self.keyword_only]
         decisions.made.clear()  # another fake kernel made these decisions
@@ -352,7 +353,8 @@ class Structure:
         if self.layouts is not None:
             number_of = source.object(self.layouts.number_of, "layout")
             statics = "".join(f"{variables[name]}, " for name in self._statics)
-            # A number may equal a number of another type or sign, so add its text to the key.
+            # Add the text of each number to the key, because it may equal a number of another type
+            # or sign.
             text_of = source.object(repr)
             texts = "".join(
                 f"{text_of}({variables[static.name]}), "
@@ -404,7 +406,7 @@ class Structure:
 
     def _declared(self, source: Source, handle: str | None) -> str:
         parameters = [parameter.declared for parameter in self.parameters]
-        if handle is not None:  # positional-only, because other parameters may have any name
+        if handle is not None:  # positional-only, because another parameter may have the same name
             parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
         return _written(inspect.Signature(parameters), source)
 
