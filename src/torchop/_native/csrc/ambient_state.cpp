@@ -37,8 +37,8 @@ struct Accelerators {
 };
 
 // Returns whether this file can pack the random state for a call with this argument. Generators are
-// not supported, nor are values on devices other than the CPU and these accelerators, nor tensor
-// subclasses, which may contain anything.
+// not supported, nor are values on devices other than the CPU and these accelerators. Tensor
+// subclasses are not supported either, because they may contain anything.
 bool is_plain(PyObject* value, const Accelerators& accelerators) {
   if (is_plain_tensor(value)) {
     const at::Tensor& tensor = THPVariable_Unpack(value);
@@ -49,13 +49,13 @@ bool is_plain(PyObject* value, const Accelerators& accelerators) {
       THPDtype_Check(value);
 }
 
-// Returns true if autocast is disabled, and the default dtype and device are unchanged.
+// Returns whether autocast is disabled, and the default dtype and device are unchanged.
 bool settings_are_plain() {
   return !autocast_is_enabled() && c10::get_default_dtype_as_scalartype() == at::kFloat &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Starts a section of the packed tensor. Appends the section's length as a little-endian uint32
+// Starts a section of the packed tensor by appending the section's length as a little-endian uint32
 // ("<I" in Python's struct), and the first byte.
 void begin(Bytes& to, size_t size, uint8_t first) {
   for (int byte = 0; byte < 4; ++byte)
@@ -64,20 +64,21 @@ void begin(Bytes& to, size_t size, uint8_t first) {
 }
 
 // Appends the ambient settings in the format of `_SETTINGS` in replay.py. Only default settings are
-// supported. All their bytes are zero.
+// supported, and all their bytes are zero.
 void append_settings(Bytes& to, const Accelerators& accelerators) {
   const size_t size = 1 + 1 + 24 + (accelerators.count > 0 ? 4 : 2);
   begin(to, size, uint8_t(accelerators.count));
   to.resize(to.size() + size - 1);
 }
 
-// Don't use `const_data_ptr<uint8_t>`. GCC and Clang mangle the name differently, so it might not
-// be found in a PyTorch that the other compiler has built.
+// Avoid `const_data_ptr<uint8_t>`. GCC and Clang mangle the name differently, so it might be
+// missing in a PyTorch that was built with the other compiler.
 const uint8_t* bytes_of(const at::Tensor& tensor) {
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
 
-// Appends the state of a generator. The first byte of the section is 1 because a state follows.
+// Appends the state of a generator. The first byte of the section is 1, which means that a state
+// follows.
 void append_state(Bytes& to, const at::Tensor& state) {
   const size_t size = state.numel();
   begin(to, 1 + size, 1);
@@ -96,8 +97,8 @@ Bytes packed_states(const Accelerators& accelerators) {
   return states;
 }
 
-// The state of the CPU generator. Comparing these members to find out whether the state has changed
-// is ten times as fast as calling get_state().
+// The state of the CPU generator. To find out whether it has changed, we compare these members,
+// which is ten times as fast as calling get_state().
 struct Generated {
   at::mt19937_data_pod engine;
   std::optional<float> next_float;
@@ -121,13 +122,13 @@ struct State {
   Bytes accelerator_states;
 };
 
-// The tensor that `pack_plain` returned last, and the generator states that it contains. Guarded by
-// the CPU generator's mutex. Never freed, because a static destructor would run after the
-// interpreter was finalized, and could not release `packed`.
+// The tensor that `pack_plain` returned last, and the generator states in it. Guarded by the CPU
+// generator's mutex. Never freed, because a static destructor would run after the interpreter was
+// finalized, and could not release `packed`.
 struct Latest {
   PyObject* packed;
   State state;
-  // A copy of the data in `packed`, which a compiled graph may overwrite, because it may reuse the
+  // A copy of the data in `packed`. A compiled graph may overwrite `packed`, since it may reuse the
   // memory of a saved tensor.
   Bytes bytes;
 
@@ -139,8 +140,8 @@ struct Latest {
 };
 Latest* latest_state = nullptr;
 
-// If the generators still have the states that are packed in `packed`, returns a new reference to
-// `packed`. Otherwise, returns nullptr, and sets `now` and `cpu_state` to the current states.
+// If the generators still have the states in `packed`, returns a new reference to `packed`.
+// Otherwise returns nullptr, and sets `now` and `cpu_state` to the current states.
 PyObject* unchanged(
     PyObject* packed,
     Bytes&& accelerator_states,
@@ -160,7 +161,7 @@ PyObject* unchanged(
 }
 
 PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
-  // Destroyed after the lock is released, because destroying the old tensor may run arbitrary code.
+  // Destroyed after the lock is released, because freeing the old tensor may run arbitrary code.
   THPObjectPtr before;
   auto latest =
       std::make_unique<Latest>(Latest{Py_NewRef(packed), std::move(state), std::move(bytes)});
@@ -174,8 +175,8 @@ PyObject* remember(PyObject* packed, State&& state, Bytes&& bytes) {
 
 } // namespace
 
-// Reads the excluded keys, as at::autocast::is_autocast_enabled does. We do not call that function,
-// because its header ATen/autocast_mode.h would double the time to parse the extension.
+// Reads the excluded keys, as at::autocast::is_autocast_enabled does. Including the header of that
+// function, ATen/autocast_mode.h, would double the time to parse the extension.
 bool autocast_is_enabled() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset);
 }
@@ -196,7 +197,7 @@ PyObject* pack_plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto plain = [&](PyObject* item) { return is_plain(item, accelerators); };
   if (!std::all_of(items, end, plain) || !settings_are_plain())
     Py_RETURN_NONE;
-  // From here on, call no PyTorch operators, because active modes and transforms would intercept
+  // From here on, call no PyTorch operators, since active modes and transforms would intercept
   // them.
   Bytes accelerator_states;
   try {

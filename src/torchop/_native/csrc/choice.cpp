@@ -25,14 +25,14 @@ namespace torchop {
 
 namespace {
 
-// If a cache reaches one of these limits, it is cleared. Otherwise it could grow forever, because
-// some programs keep changing the settings, or call operators with new shapes all the time.
+// A cache that reaches one of these limits is cleared. Otherwise it could grow forever in programs
+// that keep changing the settings, or call operators with ever new shapes.
 constexpr size_t max_selections = 64;
 constexpr size_t max_keys = 4096;
 constexpr size_t max_words = size_t{1} << 18; // 2 MiB for all keys
 
-// The candidates for calls with the same settings, which come from the open `torchop.priority`
-// blocks, as resolved by the Python function `resolve`.
+// The candidates for calls with the same settings. The settings come from the open
+// `torchop.priority` blocks, and the Python function `resolve` determines the candidates.
 struct Selection {
   THPObjectPtr settings; // the combined settings of the open blocks; interned, so compare addresses
   bool is_deterministic;
@@ -61,7 +61,7 @@ Choice& choice_of(PyObject* self) {
   return *reinterpret_cast<Choice*>(self);
 }
 
-// Replaces the cache with an empty one before releasing the references, because releasing them may
+// Replaces the cache with an empty one before releasing its references, because releasing them may
 // run Python code that calls this Choice.
 void clear_cache(Choice& choice) {
   const Cache before = std::exchange(choice.cache, Cache());
@@ -75,7 +75,8 @@ const Selection* find_selection(const Choice& choice, PyObject* settings, bool i
   return nullptr;
 }
 
-// A selection's address may change, but the cache owns its settings, so their address is unique.
+// A selection may move in memory, but its settings are owned by the cache, so their address is
+// unique.
 CallKey key_for(const Selection& selection) {
   return CallKey(
       reinterpret_cast<uintptr_t>(selection.settings.get()) | selection.is_deterministic);
@@ -92,7 +93,7 @@ const Selection* add_selection(Choice& choice, PyObject* settings, bool is_deter
   if (choice.cache.selections.size() >= max_selections)
     clear_cache(choice);
   // `resolve` runs Python code, so another thread may have added the same selection in the
-  // meantime. Look it up again before adding it.
+  // meantime. Look again before adding it.
   if (const Selection* added = find_selection(choice, settings, is_deterministic))
     return added;
   choice.cache.selections.push_back(
@@ -120,14 +121,14 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
   if (selection->is_fixed)
     return function.release();
   CallKey key = key_for(*selection);
-  // Compute the key now, because `supports` may modify a list argument.
+  // Read the key before the call, because `supports` may modify a list argument.
   const bool is_known = key.read(args, count, keywords);
   THPObjectPtr kernel = checked(PyObject_Vectorcall(function.get(), args, count, keywords));
   if (!is_known)
     return kernel.release();
   if (choice.cache.kernels.size() >= max_keys || choice.cache.words + key.size() > max_words)
     clear_cache(choice);
-  // Python code may have cleared the cache, which then owns no settings with this address.
+  // Python code may have cleared the cache, so it may no longer own settings with this address.
   if (find_selection(choice, settings, is_deterministic) != nullptr) {
     const auto [place, is_new] = choice.cache.kernels.try_emplace(key);
     if (is_new) {
@@ -139,8 +140,8 @@ __attribute__((noinline, cold)) PyObject* select_in_python(
 }
 
 // Returns the value of the ContextVar `blocks` (new reference), which describes the open
-// `torchop.priority` blocks. A thread of the autograd engine starts with an empty context. In such
-// a thread, reads the context of the thread that called `backward()`, which torch/autograd/graph.py
+// `torchop.priority` blocks. Threads of the autograd engine start with an empty context. In such a
+// thread, reads the context of the thread that called `backward()`, which torch/autograd/graph.py
 // stores in ThreadLocalPythonObjects.
 C10_ALWAYS_INLINE PyObject* open_blocks(const Choice& choice) {
   PyObject* blocks;
@@ -165,7 +166,7 @@ C10_ALWAYS_INLINE PyObject* find(
   PyObject* blocks = open_blocks(choice);
   PyObject* settings = PyTuple_GET_ITEM(blocks, 0);
   const bool is_deterministic = at::globalContext().deterministicAlgorithms();
-  // From here on, `settings` is borrowed. It stays alive because the context owns the tuple, and no
+  // From here on, `settings` is borrowed. The context keeps it alive by owning the tuple, and no
   // Python code runs before we take a reference below.
   Py_DECREF(blocks);
   if (const Selection* selection = find_selection(choice, settings, is_deterministic)) {
@@ -196,7 +197,7 @@ PyObject* call_choice(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
   if (function == nullptr)
     return nullptr;
   PyObject* result = call_kernel(function, args, nargsf, keywords);
-  // `function` is not a THPObjectPtr, because the destructor would touch a Python object if the
+  // `function` is not a THPObjectPtr, whose destructor would touch a Python object even if the
   // thread is terminated during finalization.
   Py_DECREF(function);
   return result;

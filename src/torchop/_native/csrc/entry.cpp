@@ -40,8 +40,8 @@ void raise_deregistered(Entry& entry) {
   THPObjectPtr kind(gone_error());
   if (!kind)
     return;
-  // If the operator was deregistered through torchop, `refresh` raises an error that gives the
-  // reason. If a torch.library.Library was destroyed instead, we do not know the reason.
+  // If the operator was deregistered through torchop, `refresh` raises an error with the reason. If
+  // a torch.library.Library was destroyed instead, the reason is unknown.
   if (!refresh_plan(entry) && PyErr_ExceptionMatches(kind.get()))
     return;
   PyErr_Clear();
@@ -75,7 +75,7 @@ __attribute__((noinline, cold)) PyObject* raise_stack_overflow(const Entry& entr
   return nullptr;
 }
 
-// Guards `observer`. Release it before calling the observer, which may replace itself.
+// Guards `observer`. Must be released before calling the observer, which may replace itself.
 std::mutex observer_mutex;
 
 } // namespace
@@ -92,9 +92,8 @@ void exchange_observer(PyObject* given) {
 namespace {
 
 // Raises an error for a call that passes a tensor for a number, and returns false. The dispatcher
-// would convert the tensor, and thereby drop its gradient and the fraction of a float. In a
-// compiled function, it would fail. Returns true if another overload of the packet takes the
-// tensor.
+// would convert the tensor, silently dropping its gradient and the fraction of a float, and would
+// fail in a compiled function. Returns true if another overload of the packet takes the tensor.
 __attribute__((noinline, cold)) bool refuse_tensor(
     Entry& entry, bool is_packet, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   if (entry.refresh == nullptr)
@@ -134,10 +133,10 @@ __attribute__((noinline, cold)) bool call_observer(
   return false;
 }
 
-// If the call found a kernel in the dispatch table that is not in the plan, clears the plan, so
-// that the next call compiles a new one. PyTorch does not notify us when another package registers
-// a kernel, so we find out only in a call. The new plan may not support the kernel either, and
-// compiling a plan in every call would be slow. So the plan is cleared only after 1, 2, 4, 8, ...
+// If a call found a kernel in the dispatch table that is not in the plan, clears the plan, so that
+// the next call compiles a new one. PyTorch does not notify us when another package registers a
+// kernel, so we find out only in a call. The new plan may not support the kernel either, and
+// compiling a plan in every call would be slow, so we clear the plan only after 1, 2, 4, 8, ...
 // such calls.
 __attribute__((noinline, cold)) void recompile_for_unknown_kernel(Entry& entry, Reason reason) {
   const uint64_t count = entry.counters[size_t(reason)];
@@ -159,7 +158,7 @@ __attribute__((noinline, cold)) void raise_deregistered_from_error(Entry& entry)
   PyErr_Restore(type, error, traceback);
 }
 
-// `noinline`, because the attribute `flatten` of `call_entry` would inline it.
+// `noinline`, because the attribute `flatten` of `call_entry` would inline this function.
 __attribute__((noinline)) PyObject* dispatch_call(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr callee;
@@ -175,8 +174,8 @@ __attribute__((noinline)) PyObject* dispatch_call(
     result = PyObject_Vectorcall(dispatch, args, nargsf, keywords);
   if (C10_LIKELY(result != nullptr || !is_deregistered(entry)))
     return result;
-  // The operator was deregistered in the meantime, so the dispatcher may have raised an internal
-  // assert. Raise a better error.
+  // The operator has been deregistered in the meantime, so the dispatcher may have raised an
+  // internal assert. Replace it with a better error.
   if (PyErr_Occurred() == nullptr)
     raise_deregistered(entry);
   else if (PyErr_Occurred() == PyExc_RuntimeError)
@@ -186,10 +185,10 @@ __attribute__((noinline)) PyObject* dispatch_call(
 
 } // namespace
 
-// This function has the attribute `flatten`, so all calls in it are inlined. Otherwise, each return
-// from a C++ function would be mispredicted after the kernel has run, because the calls that the
-// kernel makes evict our return addresses from the CPU's return stack buffer. Functions for rare
-// cases are `noinline`.
+// The attribute `flatten` inlines all calls in this function. Otherwise, each return from a C++
+// function would be mispredicted after the kernel has run, because the calls that the kernel makes
+// evict our return addresses from the CPU's return stack buffer. Functions for rare cases are
+// `noinline`.
 //
 // `no_sanitize("null")` is for the first exception handler. A forced unwind has no exception
 // object, so UBSan would report that the handler binds a reference to null.
@@ -209,7 +208,7 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
   // No C++ exception may leave this function, because the caller is C code. HANDLE_TH_ERRORS would
-  // also construct a PyWarningHandler, which takes longer than the rest of this function. It is not
+  // also construct a PyWarningHandler, which takes longer than the rest of this function and is not
   // needed, because no code here issues C++ warnings.
   try {
     // True in a call to an OpOverloadPacket, which PyTorch always runs in the C++ dispatcher.
@@ -219,7 +218,7 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   } catch (const abi::__forced_unwind&) {
     // If a daemon thread acquires the GIL after the interpreter was finalized, CPython calls
     // pthread_exit to unwind the thread's stack. From here on, we must not touch any Python object,
-    // and we must rethrow the exception, because otherwise the process would be aborted.
+    // and we must rethrow the exception, or the process would be aborted.
     plan.abandon();
     throw;
 #endif
@@ -236,8 +235,8 @@ __attribute__((__flatten__, no_sanitize("null"))) PyObject* call_entry(
   if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
       !call_observer(entry, args, nargsf, keywords))
     return nullptr;
-  // Calls to operators of the low level and of other packages must behave as without torchop, so do
-  // not reject tensors for numbers.
+  // Do not reject tensors for numbers in operators of other packages or of the low level, because
+  // calls to them must behave as without torchop.
   if ((*plan).is_foreign)
     recompile_for_unknown_kernel(entry, reason);
   else if (
@@ -322,8 +321,8 @@ PyObject* get_dispatch(PyObject* self, void*) {
 
 int set_dispatch(PyObject* self, PyObject* value, void*) {
   HANDLE_TH_ERRORS
-  // Store the Lifetime now, while the operator that `value` calls is still registered. Later,
-  // another operator may have the same name.
+  // Store the Lifetime now, while the operator that `value` calls is still registered. Later, the
+  // name may belong to another operator.
   if (entry_of(self).lifetime == nullptr) {
     THPObjectPtr name = checked(PyObject_Str(entry_of(self).name));
     const char* text = PyUnicode_AsUTF8(name.get());

@@ -22,7 +22,7 @@ const Pointer& node_of(const Pointer& node) {
 bool fits(const at::Tensor& gradient, const torch::autograd::InputMetadata& input) {
   if (input.is_tensor_subclass() || input.is_nested_tensor() || gradient.is_nested())
     return true; // leave the check to autograd
-  // The dtypes may differ, because autograd casts the gradient (validate_outputs in engine.cpp).
+  // The dtypes may differ, since autograd casts the gradient (validate_outputs in engine.cpp).
   return gradient.sym_sizes().equals(input.shape_as_dim_vector()) &&
       gradient.device() == input.device() &&
       gradient.is_complex() == c10::isComplexType(c10::typeMetaToScalarType(input.dtype()));

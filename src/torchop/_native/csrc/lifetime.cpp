@@ -20,14 +20,14 @@ namespace torchop {
 
 namespace {
 
-// Removes the qualifier that `member_of` adds. The members belong to objects that are not const.
+// Casts away the const that `member_of` adds. The members belong to objects that are not const.
 template <class Member>
 Member& writable(const Member& member) {
   return const_cast<Member&>(member);
 }
 
 // All Lifetime objects, keyed by the addresses of the operators' definitions in the dispatcher.
-// Guarded by the dispatcher's lock. Never destroyed, because operators can still be deregistered
+// Guarded by the dispatcher's lock. Never destroyed, because operators may still be deregistered
 // during process exit.
 auto& lifetimes = *new std::unordered_map<const void*, LifetimePointer>();
 
@@ -54,19 +54,20 @@ class Listener final : public c10::OpRegistrationListener {
   }
 };
 
-// The listener must exist before the first Lifetime, so register it when the extension is loaded.
+// Register the listener when the extension is loaded, because it must exist before the first
+// Lifetime.
 [[maybe_unused]] const auto* const listening = new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
 
-// Maps dispatch keys to lists of kernels. The first kernel of each list is in the dispatch table.
+// Maps dispatch keys to lists of kernels. The first kernel in each list is in the dispatch table.
 auto& kernels_of(const c10::OperatorHandle& op) {
   return writable(member_of(RegisteredKernels{}, table_of(op)));
 }
 
 // Removes an operator from the dispatcher's lookup table, and from TorchScript's table of
-// operators. Afterwards, PyTorch can deregister the operator without changing its OperatorEntry:
-// the additional counts keep the schema, and the additional kernels, which equal the kernels in the
-// dispatch table, stay first in their lists.
+// operators. PyTorch can then deregister the operator without changing its OperatorEntry: the
+// additional counts keep the schema alive, and the additional kernels, which equal the kernels in
+// the dispatch table, stay first in their lists.
 void hide(const c10::OperatorHandle& op) {
   torch::jit::deregisterOperator(op.schema());
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -90,8 +91,8 @@ bool is_shared(const c10::OperatorHandle& op) {
   return found;
 }
 
-// Reverts `hide`. PyTorch keeps the OperatorEntry as long as another library's kernels are
-// registered, and the next operator of this name must use it.
+// Reverts `hide`. As long as another library's kernels are registered, PyTorch keeps the
+// OperatorEntry, and the next operator of this name must use it.
 void reveal(const c10::OperatorHandle& op) {
   auto& dispatcher = c10::Dispatcher::singleton();
   const std::lock_guard<std::mutex> lock(dispatcher_mutex());
@@ -127,8 +128,8 @@ PyMethodDef raising_method{
     METH_VARARGS | METH_KEYWORDS,
     "Raise OperatorGoneError."};
 
-// Returns a kernel that raises OperatorGoneError, for running calls that reach another kernel of a
-// deregistered operator.
+// Returns a kernel that raises OperatorGoneError, in case a running call reaches another kernel of
+// a deregistered operator.
 THPObjectPtr raising_kernel(const c10::OperatorHandle& op) {
   const std::string text = toString(op.operator_name());
   THPObjectPtr name = checked(PyUnicode_FromStringAndSize(text.data(), Py_ssize_t(text.size())));
@@ -137,7 +138,7 @@ THPObjectPtr raising_kernel(const c10::OperatorHandle& op) {
   return kernel;
 }
 
-// An operator before a deregistration, with copies of all kernels that are registered for it.
+// An operator before its deregistration, with copies of all kernels that are registered for it.
 struct KeptOperator {
   c10::OperatorHandle op; // valid afterwards only if `is_defined` is true
   bool is_defined;        // true if the operator itself is deregistered, and not only kernels
@@ -168,11 +169,11 @@ void keep(PyObject* names, bool are_defined, bool frees_functions, KeptOperators
   }
 }
 
-// Leaks the kernels that were deregistered, after releasing their Python functions.
+// Leaks the deregistered kernels, after releasing their Python functions.
 void finish_deregistration(KeptOperator& kept) {
   const bool is_hidden = kept.is_defined && !is_shared(kept.op);
   if (is_hidden)
-    // The dispatch table still has the kernels. But `Dispatcher::getRegistrationsForDispatchKey`
+    // The dispatch table still has the kernels, but `Dispatcher::getRegistrationsForDispatchKey`
     // must no longer find the operator.
     kernels_of(kept.op).clear();
   else if (kept.is_defined)

@@ -12,8 +12,8 @@ namespace torchop {
 namespace {
 
 // Returns whether the residuals are plain tensors that share no memory with each other, inputs or
-// results. To be fast, requires that each residual is the only tensor with its storage, so it only
-// remains to check that no other tensor is the same object.
+// results. To keep this fast, each residual must be the only tensor with its storage, so that it
+// only remains to check that no other tensor is the same object.
 bool have_own_memory(
     const Residuals& residuals, const Values& values, PyObject* result, PyObject* saved) {
   if (residuals.count == 0 || !PyTuple_CheckExact(saved) ||
@@ -141,8 +141,8 @@ THPObjectPtr guard(const Residuals& residuals, PyObject* ctx, PyObject* to_save,
     }
     all_are_saved &= found.places.size() > before;
   }
-  // A guard only covers tensors that were saved with save_for_backward. An attribute of `ctx` could
-  // also be a residual, or a view of one.
+  // A guard only covers tensors that were saved with save_for_backward. But an attribute of `ctx`
+  // could also hold a residual, or a view of one.
   if (!all_are_saved || has_tensor_attributes(ctx)) {
     PyObject* arguments[] = {ctx, saved};
     checked(PyObject_Vectorcall(residuals.mark, arguments, 2, nullptr));

@@ -3,7 +3,7 @@
 // order until a conversion fails. This is hard to predict, for two reasons. First, PyTorch converts
 // more values than one would expect, for example a one-element tensor to a number, and any number
 // to a bool. Second, some values, such as an invalid device string, raise an error that ends the
-// call. So we say that an overload is skipped only if all arguments before the first mismatch
+// call. So we consider an overload skipped only if all arguments before the first mismatch
 // certainly convert.
 #include "resolution.h"
 
@@ -31,8 +31,8 @@ bool is_builtin(PyObject* value) {
 }
 
 // Returns whether a tensor certainly does not convert to a number, because it has several elements.
-// Returns false for tensors that native calls do not support, whose number of elements may be
-// symbolic.
+// Returns false for tensors that native calls do not support, because their number of elements may
+// be symbolic.
 bool is_not_scalar(PyObject* tensor) {
   TensorSummary seen;
   add_tensor_to<true>(tensor, seen);
@@ -84,7 +84,7 @@ Fit fit_one(Base base, PyObject* value) {
 }
 
 Fit fit_item(const Kind& kind, PyObject* item) {
-  // PyTorch converts None to an undefined tensor, but not if it is an item of a list.
+  // PyTorch converts None to an undefined tensor, except inside a list.
   if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
     return Fit::Rejected;
   return fit_one(kind.base, item);
@@ -106,14 +106,14 @@ Fit fit_items(const Kind& kind, PyObject* list) {
 Fit fit_as_list(const Kind& kind, PyObject* value) {
   if (value == Py_None)
     return Fit::Rejected;
-  // For lists of int, float, bool or Tensor, PyTorch accepts only sequences. For other lists, it
-  // accepts any iterable, such as a string.
+  // For lists of int, float, bool or Tensor, PyTorch only accepts sequences. For all other lists,
+  // it accepts any iterable, even a string.
   const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
       kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
   if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
     return is_read_as_sequence ? Fit::Rejected : Fit::Unknown;
   // A list of fixed size, such as int[2], also accepts a single number, and repeats it. `kind` does
-  // not contain the size, so the parameter might have such a type.
+  // not include the size, so the parameter might be such a list.
   const bool may_be_repeated = kind.base == Base::Int
       ? is_integer(value)
       : kind.base == Base::Float && PyFloat_CheckExact(value);
