@@ -271,8 +271,8 @@ def warn(message: str, category: type[Warning]) -> None:
     """
     frame, level = sys._getframe().f_back, 2
     assert frame is not None  # the caller's frame
-    # Skip frames of torchop, PyTorch and the caller's package, and compiled graphs, which have an
-    # empty module name.
+    # Skip frames of torchop, PyTorch, the caller's package, and compiled graphs (whose module name
+    # is empty).
     skipped = {"torchop", "torch", "", _package(frame)} - {"__main__"}
     while frame is not None and _package(frame) in skipped:
         frame, level = frame.f_back, level + 1
@@ -290,7 +290,8 @@ def add_note(error: Exception, note: str) -> None:
         if isinstance(text, str):
             if note in text:
                 return  # the note was added when the same exception was raised before
-            # Dynamo shows only the `repr`, which does not include notes.
+            # Add the note to the message, because Python 3.10 does not support notes, and Dynamo
+            # shows only the `repr`, which omits them.
             text = f"{text} ({note})".lstrip()
             error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
             return

@@ -101,9 +101,9 @@ def counters(op: OpLike) -> Mapping[str, int]:
             packet with one overload.
 
     Returns:
-        A mapping from reasons to numbers of calls. The key `"native"` has the number of native
-        calls. Reasons without calls are omitted. Calls before the extension was loaded are not
-        counted.
+        A mapping from reasons to numbers of calls, in which the key `"native"` counts the native
+        calls. Reasons that never occurred are omitted. Calls before the extension was loaded are
+        not counted.
 
     Raises:
         ValueError: `op` is not an operator.

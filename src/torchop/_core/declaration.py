@@ -57,7 +57,7 @@ class Declaration(NamedTuple):
         inlined: the compilers that may trace into the function; see `_rules.inlining`.
         launch: for a `triton_op`, the function that eager calls run. Compilers trace `function`
             instead.
-        residuals: the declared residuals (kernel outputs that only the backward uses), as a
+        residuals: the declared residuals (kernel outputs that only the backward pass uses), as a
             `residuals.declared.Declared`.
         convention: converts between the author's arguments and the arguments of the schema.
         layouts: the declared layouts of arguments, by name; see `_rules.layout`.

@@ -224,7 +224,7 @@ class Definition:
     def authored(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """If the operator declares residuals, wrap a kernel so that it returns only the result.
 
-        Residuals are extra kernel outputs that only the backward uses.
+        Residuals are extra kernel outputs that only the backward pass uses.
         """
         declared = self.declaration.residuals
         if declared is None or function is self.function:  # already wrapped

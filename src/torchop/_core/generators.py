@@ -22,7 +22,7 @@ class Generator(NamedTuple):
 def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """Yield the random number generators that a call with these arguments may use.
 
-    These are the generators among the arguments, and the default generators of the CPU, of all
+    These are any generators among the arguments, plus the default generators of the CPU, of all
     devices in the arguments, and of the first `count` accelerators.
     """
     # Call the generator's methods instead of torch.get_rng_state and torch.set_rng_state, because

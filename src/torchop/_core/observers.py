@@ -88,8 +88,8 @@ def observer(
         function: the user's function.
         leading: the names of additional parameters that `function` has before the operator's
             arguments.
-        result: the name of the keyword argument with the operator's result. `function` receives the
-            result only if it has a parameter of this name.
+        result: the name of the keyword argument that passes the operator's result. It is passed
+            only if `function` has a parameter with this name.
 
     Returns:
         A function for PyTorch to call.

@@ -22,7 +22,7 @@ class Operator:
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        caller: the name of the calling function. Error messages start with it.
+        caller: the name of the calling function, with which error messages start.
 
     Attributes:
         name: an `OpName`.

@@ -19,8 +19,8 @@ from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock, then_run_hooks
 from torchop._errors import OperatorGoneError, Place, RedefinitionWarning, users_place, warn
 
-# A dispatch key, a mode or Tensor subclass with a torch_dispatch rule, or the kind of a rule, such
-# as "fake kernel".
+# Identifies a row: a dispatch key, a mode or Tensor subclass with a torch_dispatch rule, or the
+# kind of a rule, such as "fake kernel".
 Key: TypeAlias = "str | type"
 # The key of the row that contains the place where `Library.define` defined an operator.
 DEFINITION = "definition"

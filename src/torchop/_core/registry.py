@@ -225,7 +225,7 @@ def deregister_existing(name: OpName, site: Site) -> None:
         registries.unpublish(str(name), library)
         return
     if older is not None or library is not None:
-        # This may raise, so call it before warning that the operator is redefined.
+        # This may raise, so do it before warning that the operator is redefined.
         deregistration.refuse_running([name])
     qualname = str(name)
     if older is not None and (before := older.declaration.site) is not None:

@@ -164,9 +164,9 @@ class Rule(Generic[Value]):
             kind: how the operator was derived. `"inplace"` and `"out"` are the in-place and out=
                 forms from `CustomOp.derive_inplace`, `CustomOp.derive_out` or `out_op`. The other
                 kinds are helper operators in compiled graphs. `CustomOp.derive_autograd` creates
-                `"training"` (a forward that also returns the tensors that the backward needs) and
-                `"backward"`. `register_autograd` creates `"backward_kernel"`. Operators that mutate
-                their arguments have helpers of the kinds `"mutable"` and `"functional"`.
+                `"training"` (a forward that also returns the tensors that the backward pass needs)
+                and `"backward"`. `register_autograd` creates `"backward_kernel"`. Operators that
+                mutate their arguments have helpers of the kinds `"mutable"` and `"functional"`.
             origin: the operator that `op` was derived from, an `OpOverload`.
             value: the value registered for `origin`.
 
@@ -194,7 +194,7 @@ class Rule(Generic[Value]):
         """Called when an operator gets its first value, for example to add it to a registry."""
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when a value is replaced. An override may drop caches of the old value."""
+        """Called when a value is replaced, for example to clear caches of the old value."""
 
     def detach(self, op: OpOverload) -> None:
         """Called when the last value of an operator is removed, or the operator is deregistered."""
@@ -294,7 +294,7 @@ class Rule(Generic[Value]):
         return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
-        # Skip entries of an earlier operator that had the same name and was redefined.
+        # Skip entries of an earlier operator of the same name, which has been redefined since.
         entries = self._entries.get(op._name, ())
         last = None
         for entry in entries:  # a plain loop, because compilers trace it (torchop.inverse calls it)
@@ -399,7 +399,7 @@ def follow_origin(op: Definition, derived: Definition, kind: str) -> None:
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
     """Return (rule, operator) for each value that `op` inherits from the operator it derives from.
 
-    The result includes the operators that in turn inherit the value from `op`.
+    This includes operators that in turn inherit the value from `op`.
     """
     return [
         (rule, each)

@@ -87,9 +87,9 @@ def custom_op(
             contain the operator, and gradients still use the registered formula.
         priority: the names of providers (alternatives to the kernel), in the order that calls try
             them. The first provider that supports a call runs it; see `register_kernel`.
-        residuals: the names and types of extra results of the kernel that only the backward uses,
-            such as `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate the
-            result with `torchop.Residuals`.
+        residuals: the names and types of extra results of the kernel that only the backward pass
+            uses, such as `{"lse": torch.Tensor}`; see `torchop.residuals`. Alternatively, annotate
+            the result with `torchop.Residuals`.
         lib: the library that owns the operator. By default, the operator lives as long as the
             process.
 

@@ -64,9 +64,9 @@ class CustomOp(Registrations, Generic[P, R]):
         schema: the schema, a `torch.FunctionSchema`.
         name: the qualified name, `"ns::name"`.
         tags: the `torch.Tag` members of the operator, including `pt2_compliant_tag`.
-        inplace: the in-place form that `derive_inplace` has defined, a `CustomOp`; None before
+        inplace: the in-place form, a `CustomOp`, once `derive_inplace` has defined it; None before
             that.
-        out: the out= form that `derive_out` has defined, a `CustomOp`; None before that.
+        out: the out= form, a `CustomOp`, once `derive_out` has defined it; None before that.
         source: the source code of the generated function that flattens structured arguments, such
             as dataclasses; None if there are no structured arguments.
 
@@ -291,7 +291,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
         Raises:
             SchemaError: this operator is not functional, has several results, or does not take a
-                Tensor first. This error is a `ValueError`.
+                Tensor as its first argument. This error is a `ValueError`.
 
         Example:
             >>> import torch, torchop

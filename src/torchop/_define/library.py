@@ -57,7 +57,7 @@ class Library(OwnLibrary):
         ns: the namespace.
         kind: `"FRAGMENT"` for a library that defines operators and registers kernels, `"IMPL"` for
             a library that only registers kernels, or `"DEF"` for the main library of a namespace. A
-            namespace can have only one.
+            namespace can have only one main library.
         dispatch_key: the default dispatch key of `impl`, for libraries of kind `"IMPL"`.
 
     Raises:
@@ -160,7 +160,7 @@ class Library(OwnLibrary):
     ) -> None:
         """Register a kernel for any operator, including PyTorch's, at a dispatch key.
 
-        Calls check the number and types of the kernel's results against the schema.
+        Each call checks the number and types of the kernel's results against the schema.
 
         Args:
             op_name: the operator, by name (with or without the namespace) or as an object.
@@ -307,7 +307,7 @@ core_library.process_library_type = Library
 def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
-    """Wrap a kernel to check that its results match the schema. PyTorch does not check this."""
+    """Wrap a kernel to check that its results match the schema, because PyTorch does not."""
     if function is fallthrough_kernel:
         return function
     name = OpName.parse(qualname)

@@ -295,9 +295,9 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """Return a function with this signature and the kernel's name.
+    """Return a stub function with this signature and the kernel's name.
 
-    Error messages show the name.
+    Only its signature is used, and its name in error messages.
     """
 
     @functools.wraps(kernel)

@@ -29,13 +29,14 @@ class Kind(NamedTuple):
     """The schema type for an annotation, and the functions that convert the annotated values.
 
     `encode` and `decode` take a value and the start of an error message. They return the converted
-    value, or raise.
+    value, or raise an error with this message.
 
     Attributes:
         schema: the schema type, without a `?`.
         exact: values of exactly this class need no encoding. If None, all values are encoded.
         decode: None if no conversion is needed.
-        inferred: the schema type that `infer_schema` infers. None if it rejects the annotation.
+        inferred: the schema type that `infer_schema` infers. None if `infer_schema` rejects the
+            annotation.
     """
 
     schema: str

@@ -67,8 +67,8 @@ class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
     `Operator(op, ...).schema` is the schema of an operator. `Schema(op._schema)` wraps a
-    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. These two do not detect the form,
-    so `form` is `Form.PLAIN`.
+    `torch.FunctionSchema`, and `Schema.parse(text)` parses text. The constructor and `Schema.parse`
+    do not detect the form, so `form` is `Form.PLAIN` by default.
 
     Args:
         parsed: a `torch.FunctionSchema`.
@@ -86,8 +86,8 @@ class Schema:
         constants: the names of arguments of type `int` (not `SymInt`), including lists.
         written_arguments: the arguments as the author wrote them, such as `int n=1`, and `*`.
         form: the form of the operator: in-place, out=, or plain.
-        places: the paths of arguments that are fields of structures, such as `config.weight`, by
-            the name of the argument.
+        places: maps the names of arguments that are fields of structures to their paths, such as
+            `config.weight`.
         result_places: the paths of the results, if they are fields of structures.
         is_mutable: whether the operator mutates arguments.
         is_view: whether a result aliases an argument.

@@ -111,8 +111,8 @@ def define_member(
 ) -> Definition:
     """Define the in-place or out= form of a functional operator.
 
-    `kernel` must return the mutated arguments. `guard` checks the arguments of each call before the
-    kernel runs. The form gets `tags` in addition to its own tag.
+    `kernel` must return the mutated arguments, and `guard` checks the arguments of each call before
+    the kernel runs. The new operator gets `tags` in addition to the tag of its form.
     """
     # Do not add `torch.Tag.out` to an out= form. Inductor would replace the functional operator
     # with any overload that has this tag, but for most signatures it would pass wrong arguments.

@@ -28,7 +28,7 @@ from torchop._schema.schema import Schema
 
 
 class Metadata(NamedTuple):
-    """Metadata that must be the same for a result and for the output that it is written into."""
+    """Metadata that must be equal for a result and the output that it is written into."""
 
     shape: list[Any]
     dtype: torch.dtype
@@ -153,7 +153,8 @@ class WritingKernels:
     ) -> None:
         self.name = name
         self.outputs = outputs
-        # For a single name, `itemgetter` returns the value itself and not a tuple.
+        # For a single name, `itemgetter` returns the value itself instead of a tuple, so wrap the
+        # value.
         get: Callable[..., Any] = operator.itemgetter(*outputs)
         self._outputs_in = get if len(outputs) > 1 else lambda kwargs: (get(kwargs),)
         self.elementwise = elementwise  # whether an output may also be an input

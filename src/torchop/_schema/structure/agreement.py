@@ -21,7 +21,7 @@ _MOST = 256  # bounds the memory; few programs trace an operator with more disti
 
 
 class Decisions:
-    """The decisions of an operator's fake kernel, for the arguments of traced calls.
+    """The decisions that an operator's fake kernel made for the arguments of traced calls.
 
     Attributes:
         made: a dict from arguments to decisions. It is empty until a call is traced.

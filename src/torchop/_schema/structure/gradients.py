@@ -23,8 +23,8 @@ _KINDS = {
 class GradientsOf:
     """The annotation of a parameter that receives the gradients of a result.
 
-    `statics_of` maps a layout number to the static parts of a result (the parts that are not
-    tensors). It is None if the operator's results have no static parts.
+    `statics_of` maps a layout number to the static parts of a result, such as strings and dict
+    keys. It is None if the operator's results have no static parts.
     """
 
     def __init__(

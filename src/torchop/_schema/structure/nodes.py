@@ -98,7 +98,7 @@ class Leaf(Node):
             checks the value.
         unwritable_default: the default, if a schema cannot express it. In this case, the schema's
             default is None.
-        is_required_if_given: whether None is valid only if the enclosing structure is None.
+        is_required_if_given: whether the value may be None only if the enclosing structure is None.
     """
 
     def __init__(self, op: str, path: str, name: str, kind: Kind) -> None:
@@ -137,8 +137,7 @@ class Leaf(Node):
 
     @property
     def is_tensor(self) -> bool:
-        # Do not search the whole string, because the name of an opaque type may contain "Tensor"
-        # too.
+        # Test only the start, because the name of an opaque type may contain "Tensor" too.
         return self.kind.schema.startswith("Tensor")
 
     def make_optional(self) -> None:

@@ -1,4 +1,4 @@
-"""Save structures for the backward.
+"""Save structures for the backward pass.
 
 Autograd must own saved tensors, so the tensors are passed to `ctx.save_for_backward`. The rest of
 the value becomes a *template*, in which placeholders replace the tensors. The template is stored as

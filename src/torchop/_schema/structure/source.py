@@ -37,7 +37,7 @@ class Source:
     Generated code is used because a loop over the arguments would be slower, and Dynamo would have
     to unroll the loop.
 
-    `title` is the text that tracebacks show in place of a file name.
+    Tracebacks show `title` in place of a file name.
     """
 
     def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:

@@ -97,9 +97,9 @@ class Structure:
     ) -> tuple[Any, ...]:
         """Group values by parameter.
 
-        `values` contains one value, such as a tangent, for each positional leaf. Return one item
-        for each positional parameter. For a structure, the item is a mapping from field names to
-        values. `statics` contains values of the call, from `statics_of_call`.
+        `values` contains one value, such as a tangent, for each positional leaf. The result has one
+        item for each positional parameter, which for a structure is a mapping from field names to
+        values. `statics` contains the values from `statics_of_call`.
         """
         flat = {**statics, **dict(zip([x.name for x in self.positional], values, strict=False))}
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
@@ -296,7 +296,7 @@ class Structure:
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a kernel so that it takes and returns flat values.
 
-        The kernel itself takes and returns objects, such as dataclasses.
+        The author's kernel takes and returns objects, such as dataclasses.
         """
         if self._bind is None:
             self._bind = self._binder("kernel")
