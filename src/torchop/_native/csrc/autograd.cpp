@@ -1,5 +1,5 @@
-// autograd.cpp: like autograd.Function.apply, we instantiate the Python class of a node and fill in
-// the C++ fields.
+// autograd.cpp: instantiate the Python class of a node and fill in its C++ fields, as
+// autograd.Function.apply does.
 #include "autograd.h"
 
 #if TORCHOP_KNOWS_NODES
@@ -24,8 +24,8 @@ using PythonNode = NewNode<THPFunction>;
 
 namespace {
 
-// Sets `ctx._pt_metadata`, the description of the list arguments. Like torch._library.autograd, we
-// set it after setup_context, and raise an error if setup_context has set it.
+// Sets `ctx._pt_metadata`, the description of the list arguments. As in torch._library.autograd, it
+// is set after setup_context, and it is an error if setup_context has already set it.
 __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
   static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
   TORCH_CHECK(
@@ -35,7 +35,7 @@ __attribute__((noinline)) void set_metadata(PyObject* ctx, PyObject* metadata) {
     throw_python_error();
 }
 
-// Disables grad mode and forward grad mode, as autograd.Function does during `forward`.
+// Disables grad mode and forward grad mode, as autograd.Function does during `forward`. Combining
 // AutoGradMode and AutoFwGradMode would read the thread-local state six times.
 class WithoutGrad {
  public:
@@ -85,8 +85,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
 }
 
 // Returns the tensors that setup_context passed to `ctx.mark_dirty`. This matters for operators
-// that mutate arguments, unless they are in-place or out= operators, whose native calls do not
-// record gradients (see `gradient_of` in plan.py).
+// that mutate arguments, except for in-place and out= operators, whose native calls do not record
+// gradients (see `gradient_of` in plan.py).
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
@@ -101,15 +101,15 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
-    // Like PyTorch, count mark_dirty as a write, which invalidates tensors saved for backward.
+    // As in PyTorch, mark_dirty counts as a write, which invalidates tensors saved for backward.
     impl_of(item)->bump_version();
   }
   return tensors;
 }
 
 // Returns whether we can attach a result to the node ourselves, without PyTorch's `_wrap_outputs`.
-// We can if the result is a single new tensor of a differentiable dtype, and setup_context called
-// no method such as `ctx.mark_dirty`.
+// This requires that the result is a single new tensor of a differentiable dtype, and that
+// setup_context called no method such as `ctx.mark_dirty`.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
@@ -149,9 +149,9 @@ std::vector<std::optional<Variable>> call_wrap_outputs(
   }
 }
 
-// Attaches all kinds of results to the node, by calling `_wrap_outputs`. If a result is one of the
-// inputs, the node must not become the input's grad_fn, so `_wrap_outputs` returns a view of the
-// input. `noinline`, because the attribute `flatten` of `record` would inline it.
+// Attaches any kind of result to the node, by calling `_wrap_outputs`. If a result is an input, the
+// node must not become the input's grad_fn, so `_wrap_outputs` returns a view of the input.
+// `noinline`, because the attribute `flatten` of `record` would inline this function.
 __attribute__((noinline)) THPObjectPtr connect_any_outputs(
     PythonNode& created,
     const torch::autograd::variable_list& inputs,
@@ -189,7 +189,7 @@ __attribute__((noinline)) THPObjectPtr connect_any_outputs(
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// `attached` becomes the node that the results are attached to in the end (see `wrap_outputs` in
+// Sets `attached` to the node that the results end up attached to (see `wrap_outputs` in
 // python_node.h).
 THPObjectPtr connect_outputs(
     PythonNode& created,
@@ -220,7 +220,7 @@ THPObjectPtr connect_outputs(
 }
 
 // Returns the tensors that were passed to `ctx.save_for_backward`, with an undefined tensor for
-// each None. Clears the field that stored them, because saved-tensor hooks could read it later.
+// each None. Clears the field, because saved-tensor hooks could otherwise read it later.
 torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   torch::autograd::variable_list result;
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
@@ -238,8 +238,8 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   return result;
 }
 
-// Saves tensors on the node. Outputs are saved without their grad_fn, which is this node, because
-// it would create a reference cycle.
+// Saves tensors on the node. Outputs are saved without their grad_fn, which is this node, to avoid
+// a reference cycle.
 void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
   std::vector<SavedVariable>& saved = created.fields().saved_variables;
   saved.clear();
@@ -262,8 +262,8 @@ THPObjectPtr call_before_kernel(const Gradient& gradient, const Values& values) 
       gradient.before_kernel, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
-// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`. If it is nullptr,
-// it is not passed.
+// Calls `Gradient::setup_context`. `seen` is the result of `call_before_kernel`, and is not passed
+// if it is nullptr.
 void call_setup_context(
     const Gradient& gradient,
     PyObject* ctx,
@@ -319,8 +319,8 @@ bool has_node_layout() {
   return THPFunctionType.tp_basicsize == Py_ssize_t(sizeof(THPFunction));
 }
 
-// Must return the same as torch._C._any_requires_grad, which torch.library calls to decide whether
-// to record a gradient.
+// Must agree with torch._C._any_requires_grad, which torch.library calls to decide whether to
+// record a gradient.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -372,7 +372,7 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   THPObjectPtr result, guard_of_saved;
   {
     // Do not record the operators that the kernel calls, because the formula computes the gradient
-    // of the whole kernel.
+    // of the kernel as a whole.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     if (residuals == nullptr) {
@@ -404,8 +404,8 @@ __attribute__((noinline, __flatten__)) PyObject* record(
   NodePtr attached;
   THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
   // Store the guard of the residuals (see `Guard` in residuals.h) in the field
-  // `non_differentiable`, which nothing reads from here on. Storing it in an attribute of `ctx`
-  // would allocate a dict.
+  // `non_differentiable`, since nothing reads this field from here on. An attribute of `ctx` would
+  // require a dict to be allocated.
   Py_XSETREF(fields.non_differentiable, guard_of_saved.release());
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);

@@ -1,6 +1,6 @@
-// backward.cpp: if the gradients that a formula returns are certainly valid, we return them
-// directly. Otherwise, Python functions (see `make_backward` in _call_path.pyi) check and convert
-// them, and explain errors.
+// backward.cpp: return the gradients from a formula directly if they are certainly valid.
+// Otherwise, Python functions (see `make_backward` in _call_path.pyi) check and convert them, and
+// explain errors.
 #include "backward.h"
 
 #include <algorithm>
@@ -17,19 +17,18 @@ namespace torchop {
 
 namespace {
 
-// The saved tensors of a node whose formula is running in this thread. They are cached, because
-// with selective checkpointing (torch/utils/checkpoint.py) a saved tensor can be unpacked only
-// once.
+// The saved tensors of a node whose formula is running in this thread. They are cached because with
+// selective checkpointing (torch/utils/checkpoint.py), a saved tensor can be unpacked only once.
 //
-// The cache is not on the C stack, because a greenlet switch inside a formula replaces the stack.
-// If several greenlets run formulas, these may also return in any order.
+// The cache cannot be on the C stack, because a greenlet switch inside a formula replaces the
+// stack. If several greenlets run formulas, the formulas may also return in any order.
 struct Unpacked {
   PyObject* ctx;
   THPObjectPtr tensors;
 };
 thread_local std::vector<Unpacked> unpacked;
 
-// If the node's formula is running several times, finds the tensors of the innermost run.
+// If the node's formula is running more than once, finds the tensors of the innermost run.
 auto find_unpacked(PyObject* ctx) {
   return std::find_if(
       unpacked.rbegin(), unpacked.rend(), [&](const Unpacked& each) { return each.ctx == ctx; });
@@ -43,7 +42,8 @@ class Unpacking {
   }
   ~Unpacking() {
     const auto found = find_unpacked(ctx_);
-    // Destroy the tensors after the cache is updated, because destroying them may run Python code.
+    // Destroy the tensors only after updating the cache, because destroying them may run Python
+    // code.
     const THPObjectPtr tensors = std::move(found->tensors);
     unpacked.erase(std::next(found).base());
   }
@@ -74,8 +74,7 @@ PyObject* part(PyObject* parts, Part which) {
 }
 
 // Returns the formula in the operator's current plan, like `definition.compiled(rule)` in Python.
-// First tries the attribute `_plan`, because `plan` is a property, and calling a Python function is
-// slow.
+// Tries the attribute `_plan` first, because `plan` is a property, which needs a slow Python call.
 THPObjectPtr formula_of(PyObject* parts) {
   static PyObject* const names[] = {
       PyUnicode_InternFromString("_plan"),
@@ -90,7 +89,7 @@ THPObjectPtr formula_of(PyObject* parts) {
 }
 
 // Calls the Python function `failed`, which may raise a better exception than the current one. If
-// it returns, the current exception stays set.
+// it does not, the current exception stays set.
 __attribute__((noinline, cold)) void explain_error(
     PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   if (!PyErr_ExceptionMatches(PyExc_Exception))
@@ -124,8 +123,8 @@ bool need_no_check(PyObject* gradients, PyObject* hold_tensors, PyObject* ctx) {
   return plain && fit_inputs(gradients, ctx);
 }
 
-// Returns whether a gradient is contiguous, so `with_contiguous_grads` (see below) would not copy
-// it.
+// Returns whether a gradient is contiguous, so that `with_contiguous_grads` (see below) would not
+// copy it.
 bool is_contiguous(PyObject* gradient) {
   if (gradient == Py_None)
     return true;
@@ -136,9 +135,9 @@ bool is_contiguous(PyObject* gradient) {
       !tensor.is_neg();
 }
 
-// `with_contiguous_grads` (contiguous_grads.py) wraps a backward function, and makes all gradients
-// contiguous before it calls the function. If `backward` is such a wrapper (recognized by its code
-// object), but the gradients are contiguous already, returns the wrapped function.
+// `with_contiguous_grads` (contiguous_grads.py) wraps a backward function so that it receives only
+// contiguous gradients. If `backward` is such a wrapper (recognized by its code object), but the
+// gradients are already contiguous, returns the wrapped function.
 THPObjectPtr without_copies(
     THPObjectPtr backward, PyObject* code, PyObject* const* gradients, Py_ssize_t count) {
   static PyObject* const name = PyUnicode_InternFromString("__wrapped__");
@@ -175,8 +174,8 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   THPObjectPtr gradients;
   {
     Unpacking unpacking(args[0]);
-    // If the operator has no formula, `backward` is None, and this call raises a TypeError, which
-    // the Python function `failed` (see `explain_error`) replaces by a better error.
+    // If the operator has no formula, `backward` is None, and this call raises a TypeError. The
+    // Python function `failed` (see `explain_error`) then replaces it with a better error.
     gradients = THPObjectPtr(PyObject_Vectorcall(backward.get(), args, size_t(count), nullptr));
   }
   if (C10_UNLIKELY(!gradients)) {
@@ -192,7 +191,7 @@ PyObject* apply(PyObject* parts, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-// Implements `ctx.saved_tensors`. While the formula runs, unpacks the tensors only once.
+// Implements `ctx.saved_tensors`. While the formula runs, the tensors are unpacked only once.
 PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
   HANDLE_TH_ERRORS
   auto found = find_unpacked(ctx);
@@ -200,7 +199,7 @@ PyObject* read_saved_tensors(PyObject* parts, PyObject* ctx) {
     return PyObject_CallOneArg(part(parts, Part::SavedTensors), ctx);
   if (!found->tensors) {
     PyObject* raw = part(parts, Part::Raw);
-    // Unpacking may run saved-tensor hooks, and even another backward pass. Both may invalidate
+    // Unpacking may run saved-tensor hooks, and even another backward pass. Either may invalidate
     // `found`, so look it up again.
     THPObjectPtr tensors = checked(
         c10::GradMode::is_enabled()

@@ -3,9 +3,9 @@
 // Calls go through the dispatcher if, for example, a profiler or a mode is active, or an argument
 // is a tensor subclass. torchop's Python kernels at these two keys usually only bump versions and
 // redispatch. But to call them, the dispatcher must convert all arguments to Python objects and
-// back. We therefore override each of them with a C++ kernel, called a bypass. The bypass does this
-// work itself if it can, and otherwise calls the Python kernel. This makes a call with a profiler
-// twice as fast. The bypass runs without the GIL.
+// back. So we override each of them with a C++ kernel, called a bypass, which does this work itself
+// if it can, and otherwise calls the Python kernel. This makes a call with a profiler twice as
+// fast. The bypass runs without the GIL.
 #include "bypass.h"
 
 #include <memory>
@@ -60,8 +60,8 @@ bool requires_grad(const at::Tensor& tensor) {
 // Returns whether the call may need torchop's Python kernel at Autograd, because an argument
 // requires grad or may have a tangent.
 bool may_need_autograd(Arguments arguments) {
-  // Inside a dual level, any tensor may have a tangent. Don't read the tangents to find out.
-  // Reading a tangent creates a view, and subclasses and modes would see that.
+  // Inside a dual level, any tensor may have a tangent. Do not read the tangents to find out,
+  // because this creates a view, which subclasses and modes would see.
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
     return true;
   bool needed = false;
@@ -83,11 +83,12 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
   }
 }
 
-// Bumps the versions of the mutated tensors. But if one of them is an inference tensor, does
-// nothing and returns false, because the Python kernel must check whether the write is allowed.
-// `count_versions` in call.cpp and in _rules/mutation/kernels.py must bump the same tensors.
+// Bumps the versions of the mutated tensors. But if one of them is an inference tensor, bumps none
+// and returns false, because the Python kernel must check whether the write is allowed. Keep in
+// sync with `count_versions` in call.cpp and in _rules/mutation/kernels.py, which must bump the
+// same tensors.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
-  // Bump all versions or none. If this function returns false, the Python kernel bumps all of them.
+  // Bump all versions or none, because the Python kernel bumps all of them if this returns false.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
@@ -105,8 +106,7 @@ class Bypass final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
     const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
-    // Inside `with torchop.native.disabled():`, the user wants the same kernels to run as without
-    // the extension.
+    // `with torchop.native.disabled():` must run the same kernels as without the extension.
     if (is_disabled()) {
       kernel_.callBoxed(op, keys, stack);
     } else if (key_ == DispatchKey::ADInplaceOrView) {
@@ -132,9 +132,9 @@ class Bypass final : public c10::OperatorKernel {
   DispatchKey key_;
 };
 
-// Suppresses PyTorch's warning about overriding a kernel. PyTorch issues this warning just once per
-// process, even if it is suppressed. `set_warnAlways` removes this limit here, so a user who
-// overrides a kernel later still sees the warning.
+// Suppresses PyTorch's warning about overriding a kernel. PyTorch issues this warning only once per
+// process, and a suppressed warning counts. `set_warnAlways` lifts this limit here, so that a user
+// who overrides a kernel later still sees the warning.
 class WithoutWarning {
  public:
   WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
@@ -165,8 +165,8 @@ struct Registration {
 
 constexpr const char* capsule_name = "torchop._native._call_path.bypass";
 
-// Python code calls this explicitly, because free-threaded Python may run the capsule's destructor
-// much later.
+// Called explicitly from Python, because free-threaded Python may run the capsule's destructor much
+// later.
 PyObject* remove(PyObject* capsule, PyObject*) {
   auto* registration = static_cast<Registration*>(PyCapsule_GetPointer(capsule, capsule_name));
   registration->handle.reset();

@@ -14,8 +14,8 @@ namespace torchop {
 
 namespace {
 
-// Finds the plan's item for a kernel in the dispatch table. A plan has few kernels, so a linear
-// search is fast enough.
+// Finds the plan's item for a kernel in the dispatch table. A linear search is fast enough, because
+// a plan has few kernels.
 const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
   for (const Plan::Kernel& kernel : plan.kernels) {
     if (kernel.dispatcher_kernel == dispatcher_kernel)
@@ -25,7 +25,7 @@ const Plan::Kernel* kernel_for(const Plan& plan, PyObject* dispatcher_kernel) {
 }
 
 // Returns whether elements of the tensor share memory, as in an expanded tensor. Like
-// at::has_internal_overlap, checks only for dimensions of stride 0.
+// at::has_internal_overlap, only checks for dimensions of stride 0.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -36,9 +36,10 @@ bool overlaps_itself(const at::TensorImpl& impl) {
   return overlaps;
 }
 
-// Returns whether a kernel is certainly allowed to mutate the tensor. It may not be if elements of
-// the tensor overlap, if the tensor is an inference tensor and inference mode is off, or if the
-// mutation must be recorded in the tensor's history. The Python kernels then check the tensor.
+// Returns whether a kernel is certainly allowed to mutate the tensor. It may not be allowed if
+// elements of the tensor overlap, if the tensor is an inference tensor and inference mode is off,
+// or if the mutation must be recorded in the tensor's history. In these cases, the Python kernels
+// check the tensor.
 C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
@@ -47,7 +48,7 @@ C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keep
       !(keeps_history && impl.requires_grad());
 }
 
-// Returns whether all arguments have the layouts that the operator declares. If not, the Python
+// Returns whether all arguments have the layouts that the operator declares. Otherwise, the Python
 // kernels copy them.
 bool has_declared_layouts(const Plan& plan, const Values& values) {
   bool fits = true;
@@ -64,10 +65,10 @@ bool has_declared_layouts(const Plan& plan, const Values& values) {
 
 // Returns whether no other argument shares memory with `tensor`, which belongs to the mutated
 // argument at index `written`. An argument that the kernel only reads may be the very same tensor.
-// If arguments share memory in another way, the result of an in-place or out= operator depends on
+// If arguments share memory in any other way, the result of an in-place or out= operator depends on
 // the order of reads and writes in the kernel, so the Python kernels must check the call. Other
 // operators may mutate several tensors that share memory. But if a formula saves an input that
-// shares memory with a mutated tensor, the formula would save the new value.
+// shares memory with a mutated tensor, it would save the new value.
 bool has_no_alias(PyObject* tensor, size_t written, const Plan& plan, const Values& values) {
   bool alone = true;
   for (size_t index = 0; index < values.parameters().size(); ++index) {
@@ -90,7 +91,7 @@ __attribute__((noinline)) bool mutation_is_plain(
     const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
   // Operators that were defined with torch.library.custom_op may mutate a tensor that requires
-  // grad, because PyTorch does not record such a mutation in the tensor's history.
+  // grad, because PyTorch does not record the mutation in the tensor's history.
   const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   const bool may_save = keeps_history && plan.gradient.setup_context != nullptr;
   const bool must_be_alone = may_save || !plan.returns.parameters.empty();
@@ -149,9 +150,9 @@ __attribute__((noinline)) const FallbackOperator& fallback_of(const Plan& plan) 
   return *found; // created by another thread
 }
 
-// Bumps the versions of the mutated tensors. Like torch.library, does this before the kernel runs,
-// because a kernel may write and then raise. `count_versions` in bypass.cpp and in
-// _rules/mutation/kernels.py must bump the same tensors.
+// Bumps the versions of the mutated tensors. As in torch.library, this happens before the kernel
+// runs, because a kernel may write and then raise. Keep in sync with `count_versions` in bypass.cpp
+// and in _rules/mutation/kernels.py, which must bump the same tensors.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -168,8 +169,8 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
-  // The order of these checks matters. `always_dispatches` comes first, because `plan.op` may be
-  // empty if it is true. `inspect` reads the values that `bind` sets.
+  // The order of these checks matters. If `always_dispatches` is true, `plan.op` may be empty, so
+  // it comes first. `inspect` reads the values that `bind` sets.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(is_disabled()))
@@ -235,23 +236,23 @@ PyObject* try_call(
   bool is_unusual = false;
   PyObject* function = decision.kernel->function;
   THPObjectPtr saved;
-  // If a call further up the stack has asked its kernel for residuals, the request may or may not
-  // be for this kernel. Only the Python wrapper can find out, so run the wrapper and not the
-  // author's function.
+  // If a call further up the stack has requested residuals from its kernel, the request may or may
+  // not be for this kernel. Only the Python wrapper can find out, so run it instead of the author's
+  // function.
   const bool calls_author =
       decision.kernel->author != nullptr && !thread_records(plan.residuals.recording);
   if (calls_author)
     function = decision.kernel->author;
   note_call(function);
-  // This call may come from another operator's kernel that was asked for residuals. In our kernel,
-  // `records_gradient()` must return False, because our operator has no residuals.
+  // This call may come from another operator's kernel that must return residuals. But our operator
+  // has no residuals, so `records_gradient()` must return False in our kernel.
   std::optional<Recording> suspended;
   if (plan.residuals.type == nullptr && thread_records(all_recordings))
     suspended.emplace(all_recordings).stop();
   PyObject* result;
   if (decision.records_gradient) {
-    // `record` creates the node before it calls this lambda. So if creating the node raises, the
-    // kernel has not run, and no argument was mutated.
+    // `record` creates the node before it calls this lambda. So if that raises, the kernel has not
+    // run yet, and no argument was mutated.
     const Residuals* residuals =
         calls_author && plan.residuals.setup != Py_None ? &plan.residuals : nullptr;
     result = record(plan.gradient, values, residuals, saved, [&] {
@@ -268,8 +269,8 @@ PyObject* try_call(
   } else {
     count_versions(plan, values, decision.route);
     // Skip the Autograd keys while the kernel runs, as the dispatcher does after an Autograd
-    // kernel. If the operator has no Autograd kernel, the keys stay enabled, so the operators that
-    // the kernel calls are recorded.
+    // kernel. If the operator has no Autograd kernel, the keys stay enabled, so that the operators
+    // that the kernel calls are recorded.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();
@@ -277,7 +278,7 @@ PyObject* try_call(
   }
   if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
     // OpOverload runs calls with keyword arguments in the C++ dispatcher, which converts the
-    // results, so convert the results of native calls too.
+    // results, so native calls must convert them too.
     if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
       return convert(plan, result);
   }

@@ -19,8 +19,8 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 }
 
 // A kernel that was registered from Python is a PythonKernelHolder
-// (torch/csrc/utils/python_dispatch.cpp). No header declares this class, so `probe_kernels` finds
-// out the address of the vtable and the offset of the Python function.
+// (torch/csrc/utils/python_dispatch.cpp). This class is not declared in any header, so
+// `probe_kernels` finds out the address of its vtable and the offset of the Python function.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
@@ -28,8 +28,8 @@ size_t holder_offset = 0;
 // the function (a SafePyObject of two words) and the dispatch key.
 size_t keys_flag_offset = 0;
 
-// PyTorch's autograd fallback, basicAutogradNotImplementedFallback. If no input requires grad, it
-// only redispatches.
+// PyTorch's autograd fallback, basicAutogradNotImplementedFallback, which just redispatches if no
+// input requires grad.
 c10::KernelFunction autograd_fallback;
 const void* autograd_fallback_function = nullptr;
 
@@ -94,8 +94,8 @@ bool is_only_reference(const c10::KernelFunction& kernel) {
 
 namespace {
 
-// Finds PythonKernelHolder's vtable and the offset of the function, by looking for `function` in
-// the CPU kernel of `op`.
+// Finds the vtable of PythonKernelHolder and the offset of its function, by searching the CPU
+// kernel of `op` for `function`.
 bool probe_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
@@ -160,8 +160,8 @@ namespace {
 
 constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 
-// Returns whether dense tensors of a backend have only the Dense and Autograd keys of the backend,
-// as CPU tensors do. Only such backends are supported.
+// Returns whether dense tensors of a backend have only the backend's Dense and Autograd keys, as
+// CPU tensors do. Only these backends are supported.
 bool is_plain(c10::BackendComponent backend) {
   switch (backend) {
     case c10::BackendComponent::MetaBit: // calls with meta tensors run the fake kernel
@@ -191,7 +191,7 @@ const uint64_t plain_backends = [] {
   return keys.raw_repr();
 }();
 
-// All keys that a tensor in a native call may have. These do not include Python, Sparse, Quantized,
+// All keys that a tensor in a native call may have. They do not include Python, Sparse, Quantized,
 // NestedTensor, Conjugate, Negative, ZeroTensor and the functorch keys.
 const uint64_t plain_keys = [] {
   DispatchKeySet keys(DispatchKey::Dense);
@@ -237,8 +237,9 @@ std::vector<DispatchKey> plain_backend_keys() {
 Route find_route(
     const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
-  // Remove the keys that have a fallthrough kernel, as DispatchKeyExtractor does. A few operators
-  // have a different mask for each backend. For these, the loop skips the fallthrough kernels.
+  // Remove the keys with a fallthrough kernel, as DispatchKeyExtractor does. For a few operators,
+  // the mask of these keys depends on the backend, so the loop skips their fallthrough kernels
+  // instead.
   const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
   if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
     keys = keys & member_of(NonFallthrough{}, extractor);
@@ -271,8 +272,8 @@ Route find_route(
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
-        // The same function may also be registered at this key with `with_keyset=True`, so check
-        // that the kernel takes only the arguments.
+        // Check that the kernel takes only the arguments, because the same function may also be
+        // registered at this key with `with_keyset=True`.
         if (C10_UNLIKELY(!is_autocast && takes_keys_or_operator(functor_of(kernel))))
           route.reason = Reason::Kernel;
         route.kernel = function;

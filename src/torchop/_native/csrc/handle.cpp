@@ -3,13 +3,14 @@
 //
 // The extension may be loaded when the user already has handles of the Python class,
 // torchop.CustomOp. To make their calls native, we assign to their `__class__`. CPython allows this
-// only if instances of both classes have the same memory layout. Therefore, the Python class has
-// two additional `__slots__` where the native class stores the vectorcall function and the Entry.
-// Once the extension is loaded, new handles are created as instances of the native class, because
-// an assignment to `__class__` would replace an instance's key-sharing dict with a larger one.
+// only if instances of both classes have the same memory layout, so the Python class has two
+// additional `__slots__` where the native class stores the vectorcall function and the Entry. Once
+// the extension is loaded, new handles are created as instances of the native class right away,
+// because assigning to `__class__` would replace an instance's key-sharing dict with a larger one.
 //
-// We create the class in C. If we wrote it in Python, or assigned to `__call__`, CPython would set
-// tp_call to `slot_tp_call`, which calls the Python method `__call__`.
+// We create the class in C, because for a class that is written in Python, or that has been
+// assigned a `__call__`, CPython sets tp_call to `slot_tp_call`, which calls the Python method
+// `__call__`.
 #include "handle.h"
 
 #include <structmember.h>
@@ -41,7 +42,7 @@ PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyOb
 }
 
 // Deletes the descriptor of a class's `__slots__` entry, because Python code must not access the
-// slot. The memory layout of instances stays the same. Returns the PyMemberDef of the slot
+// slot. The memory layout of instances does not change. Returns the PyMemberDef of the slot
 // (borrowed from the type), or nullptr with an exception set.
 PyMemberDef* remove_descriptor(PyTypeObject* type, const char* name) {
   THPObjectPtr found(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), name));
@@ -86,7 +87,7 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
       {Py_tp_members, members},
       {0, nullptr},
   };
-  // CPython allows an assignment to `__class__` only if these flags are the same in both classes.
+  // CPython allows assigning to `__class__` only if these flags are the same in both classes.
   unsigned long inherited_flags = 0;
 #ifdef Py_TPFLAGS_MANAGED_DICT
   inherited_flags |= Py_TPFLAGS_MANAGED_DICT;
@@ -108,8 +109,8 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   if (!type)
     return nullptr;
   auto* made = reinterpret_cast<PyTypeObject*>(type.get());
-  // Update the class's dict directly, because type.__setattr__ would reset tp_call when it sets
-  // `__call__`.
+  // Update the class's dict directly, because setting `__call__` with type.__setattr__ would reset
+  // tp_call.
   if (PyDict_Update(made->tp_dict, traceable) < 0)
     return nullptr;
   PyType_Modified(made);

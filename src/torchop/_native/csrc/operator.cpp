@@ -1,9 +1,9 @@
 // operator.cpp: make calls through torch.ops native.
 //
-// In a call to an OpOverloadPacket, PyTorch tries the overloads in the order of their definition,
-// until the arguments match a schema. We therefore create one Operator per overload and link them
-// by `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes to the
-// next Operator. If we cannot tell, the call falls back to PyTorch's function, which tries all
+// In a call to an OpOverloadPacket, PyTorch tries the overloads in the order of their definition
+// until the arguments match a schema. So we create one Operator per overload and link them through
+// `next`. If PyTorch would certainly skip an overload (see resolution.h), the call goes to the next
+// Operator. If we cannot tell, the call falls back to PyTorch's function, which tries all
 // overloads.
 #include "operator.h"
 
@@ -38,8 +38,8 @@ Operator& operator_of(PyObject* self) {
 }
 
 // The number of Operators for each owner, i.e. each OpOverload or OpOverloadPacket. Guarded by
-// `owners_mutex`, but `has_operator` reads it without the mutex, because it holds the GIL. Never
-// destroyed, because Operators may be freed after static destructors have run.
+// `owners_mutex`, except that `has_operator` relies on the GIL instead. Never destroyed, because
+// Operators may be freed after static destructors have run.
 auto& owners = *new ska::flat_hash_map<PyObject*, size_t>();
 auto& owners_mutex = *new std::mutex();
 
@@ -101,7 +101,7 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
 }
 
 // The type has no tp_clear, because the garbage collector must not clear these members while a call
-// uses them. It can still break reference cycles, because other objects in each cycle have a
+// uses them. Reference cycles can still be broken, because other objects in each cycle have a
 // tp_clear.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
@@ -120,7 +120,7 @@ Py_hash_t hash_operator(PyObject* self) {
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
   // Return `__module__` of the replaced function, because torch/_ops.py passes it to `_get_packet`
-  // when it refreshes a packet. The generic lookup would find `__module__` of our type.
+  // when it refreshes a packet. The generic lookup would find `__module__` of our type instead.
   if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
     return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);

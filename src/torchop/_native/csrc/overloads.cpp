@@ -3,8 +3,8 @@
 // `OpOverload.__call__` only calls `self._op`, but takes longer than a whole native call. We cannot
 // use a subclass with a faster `__call__`, because PyTorch checks for the exact class in many
 // places. So we replace the slot tp_call of the class, but leave its attribute `__call__`
-// unchanged. If other code later assigns to `__call__`, CPython sets tp_call again, and so removes
-// our function.
+// unchanged. If other code later assigns to `__call__`, CPython sets tp_call again and thereby
+// removes our function.
 #include "overloads.h"
 
 #include <array>
@@ -64,10 +64,10 @@ __attribute__((noinline)) PyObject* call_replaced(
   return PyVectorcall_Call(function.get(), args, keywords);
 }
 
-// There is one instantiation per class, because the function receives only the object, and cannot
-// find out from it whose tp_call it replaces (the object may be an instance of a subclass). The
-// first call below is a tail call, because another stack frame would double the overhead for
-// operators whose `_op` we have not replaced.
+// There is one instantiation per class, because the function receives only the object, which may be
+// an instance of a subclass, so it cannot tell whose tp_call it replaces. The first call below is a
+// tail call, because another stack frame would double the overhead for operators whose `_op` we
+// have not replaced.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   after_replacement();
@@ -86,8 +86,7 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
   for (size_t index = 0; overload && index < patched_types.size(); ++index) {
     // If other code has assigned to `__call__` of the OpOverload class, our function is no longer
-    // in the slot. In that case, the original `CustomOpDef.__call__` runs the newly assigned
-    // function.
+    // in the slot, and the original `CustomOpDef.__call__` must run the newly assigned function.
     if (Py_TYPE(overload.get()) == patched_types[index] &&
         patched_types[index]->tp_call == replacements[index])
       return replacements[index](overload.get(), args, keywords);
@@ -96,7 +95,7 @@ PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) 
   return original_handle_call(self, args, keywords);
 }
 
-// The store is atomic because other threads may read the slot at the same time. They read either
+// The store is atomic, because other threads may read the slot at the same time. They read either
 // the old or the new function, and both work.
 void replace(ternaryfunc& slot, ternaryfunc function) {
   __atomic_store_n(&slot, function, __ATOMIC_RELEASE);

@@ -19,8 +19,8 @@ uint64_t version_of(PyObject* dictionary) {
 #endif
 }
 
-// Returns whether a dict or set from which the plan was built still has the same entry. Looking up
-// the key runs no Python code, because all keys are strings or None.
+// Returns whether a dict or set that the plan was compiled from still has the same entry. All keys
+// are strings or None, so looking them up runs no Python code.
 bool is_current(const Plan::Source& source) {
   if (!PyDict_CheckExact(source.container))
     return (PySet_GET_SIZE(source.container) != 0 &&
@@ -93,7 +93,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
       plan.mutated.push_back(size_t(index));
   }
   // Calls can pass the caller's array to the kernel unchanged, unless the operator has keyword-only
-  // parameters or lists. The kernel receives copies of lists, so calls with lists need a new array.
+  // parameters or lists. Lists are copied for the kernel, so calls with lists need a new array.
   if (keyword_only == 0 && !has_lists)
     parameters.pass_through_count = parameters.positional;
   return true;
@@ -245,7 +245,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
-  // Construct the plan before anything can fail, because dealloc_plan will destroy it. tp_alloc
+  // Construct the plan before anything can fail, because dealloc_plan will destroy it, and tp_alloc
   // only fills the memory with zeros.
   Plan& plan = *new (&plan_of(self.get())) Plan();
   plan.finish = finish;
@@ -286,7 +286,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (residuals != Py_None && !read_residuals(residuals, plan.residuals))
     return nullptr;
   if (residuals != Py_None)
-    // `all_recordings` needs a reference of its own, because it outlives the plan.
+    // `all_recordings` outlives the plan, so it needs its own reference.
     Py_XDECREF(all_recordings.exchange(Py_NewRef(plan.residuals.recording)));
   plan.own = OwnKernels{
       none_to_null(autograd), none_to_null(version_counter), none_to_null(backend_select)};
@@ -320,8 +320,8 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
 }
 
 // The type has no tp_clear, because the garbage collector must not clear a plan that a call uses.
-// It can still break reference cycles, because each cycle with a plan also contains an Entry, and
-// Entry has a tp_clear.
+// Reference cycles can still be broken, because each cycle with a plan also contains an Entry,
+// which has a tp_clear.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
