@@ -4,8 +4,8 @@ Operators created by `torch.library.custom_op` are slow to call, so inference en
 functions to register operators: `direct_register_custom_op` in vLLM and SGLang,
 `register_custom_op` in SGLang, and `fast_custom_op` in TensorRT-LLM. The functions in this module
 have the same signatures, but they define operators with `torchop.custom_op`, which makes calls
-faster. As in the engines, a result that shares memory with an argument or another result only
-causes a warning, whereas it is an error for other operators of torchop.
+faster. A result that shares memory with an argument or another result is an error for other
+operators of torchop, but here it only causes a warning, as in the engines.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
-    """The arguments of a registration, stored to recognize a later call that repeats it."""
+    """The arguments of a registration, stored to recognize a later call that repeats them."""
 
     function: Callable[..., Any]
     mutates_args: str | tuple[str, ...]
@@ -78,7 +78,8 @@ def direct_register_custom_op(
         tags: a tuple of `torch.Tag`.
 
     Returns:
-        The operator. The engines' functions return None, so their callers use `torch.ops` instead.
+        The operator. (The engines' own functions return None, so their callers look the operator up
+        in `torch.ops`.)
 
     Raises:
         ValueError: a name, annotation, `mutates_args` or `dispatch_key` is invalid. Nothing is
@@ -162,7 +163,7 @@ def register_custom_op(
         op_name: the name, as in `direct_register_custom_op`. By default, the function's name.
         mutates_args: the names of the tensor arguments that the function writes to, or `"unknown"`.
         out_shape: the name or position of an argument that has the same shape and other metadata as
-            the result. Used instead of a fake kernel.
+            the result. Pass it instead of a fake kernel.
         out_dtype: the dtype of the result, if it differs from the dtype of that argument.
         fake_impl: the fake kernel, if `out_shape` is omitted.
         device_types: device types such as `"cuda"`, or dispatch keys such as `"CUDA"`. None means

@@ -71,8 +71,8 @@ def _mark(context: ClassDefContext) -> bool:
     # Make CustomOp the metaclass, because mypy falls back to the metaclass for attributes that the
     # class itself lacks.
     info.metaclass_type = handle
-    # Remove the decorator. Otherwise mypy would also check whether the decorator accepts the class
-    # as an argument.
+    # Remove the decorator, because mypy would otherwise also check whether the decorator accepts
+    # the class as an argument.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 

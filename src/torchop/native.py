@@ -34,8 +34,8 @@ def disabled() -> Iterator[None]:
     """Disable native calls in this thread inside a `with` block.
 
     All calls in the block go through PyTorch's dispatcher and give the same results. This includes
-    calls in backward passes that are started in the block. It is useful for comparing results or
-    timings. Blocks can be nested.
+    calls in backward passes that are started in the block. Use it to compare the results or timings
+    of native and other calls. Blocks can be nested.
 
     Example:
         >>> import torch, torchop
@@ -65,8 +65,8 @@ def wait(timeout: float | None = None) -> bool:
     loaded. `wait` starts the compilation immediately, and returns once the extension is loaded.
 
     Args:
-        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` loads
-            a compiled extension, or starts to compile it and returns.
+        timeout: the maximum number of seconds to wait, or None for no limit. With 0, `wait` returns
+            immediately, after loading the compiled extension or starting to compile it.
 
     Returns:
         Whether calls are native now. False if the timeout expired, if TORCHOP_NATIVE=0 is set, or
@@ -94,7 +94,7 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """Return how many calls to an operator were native, and why other calls were not.
+    """Return the number of native calls to an operator, and the number of other calls by reason.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

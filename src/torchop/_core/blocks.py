@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class Block(contextlib.ContextDecorator):
     """A context manager that can also decorate functions, but not generators or coroutines.
 
-    A call to a generator or coroutine function returns before the function's body runs, so the
+    Calling a generator or coroutine function returns before the body of the function runs, so the
     context manager would exit too early.
     """
 

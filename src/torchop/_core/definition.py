@@ -2,7 +2,7 @@
 
 A rule holds the registrations for one subsystem of PyTorch, such as the kernels or the backward
 formula. The call plan is compiled from all rules, and calls read only the plan. A registration
-changes a rule and invalidates the plan, so the next call compiles a new plan.
+changes a rule and invalidates the plan, so that the next call compiles a new one.
 """
 
 from __future__ import annotations

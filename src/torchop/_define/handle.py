@@ -370,7 +370,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
-    """Return the handle of an operator. If the operator does not exist yet, import `module`."""
+    """Return the handle of an operator. If it is not defined yet, import `module` to define it."""
     if registries.published_handle(name) is None:
         try:
             __import__(module)

@@ -1,7 +1,7 @@
 """The members that a class decorated with `torchop.operator` may have, such as `forward`.
 
 To support another member, add an entry to `MEMBERS`. Kernels (`cpu`, `cuda` and so on) and
-instances of `torchop.Rule` need no entry.
+instances of `torchop.Rule` are found by name and need no entry.
 """
 
 from __future__ import annotations
