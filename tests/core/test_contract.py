@@ -339,3 +339,22 @@ def test_the_replacement_of_an_inference_tensor_has_its_memory(namespace):
     result = sine(namespace, kernel)(torch.ones(3))
     assert result.data_ptr() == made[0].data_ptr()
     assert result.stride() == made[0].stride() == (1, 6)
+
+
+def test_an_out_argument_may_be_an_inference_tensor(namespace: str) -> None:
+    def write(x: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(x)
+
+    op = torchop.custom_op(
+        f"{namespace}::f",
+        write,
+        schema="(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+        mutates_args=("out",),
+        tags=torch.Tag.out,
+    )
+    with torch.inference_mode():
+        out = torch.zeros(2)
+    with torch._C._AutoDispatchBelowAutograd(), torchop.native.disabled():
+        excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            assert op(torch.ones(2), out=out) is out

@@ -26,10 +26,12 @@ class ResultCheck:
     many. If a result has the wrong type, PyTorch's error only mentions a failed C++ cast.
     """
 
-    __slots__ = ("_checks", "_returns")
+    __slots__ = ("_checks", "_finish", "_returns")
 
-    def __init__(self, returns: Sequence[str]) -> None:
+    def __init__(self, returns: Sequence[str], *, returns_arguments: bool = False) -> None:
         self._returns = kinds = returns
+        # An argument may be an inference tensor, and must be returned as it is.
+        self._finish: Callable[[Any], Any] = _same if returns_arguments else without_inference
         if len(returns) > 1:
             # With several results, accept None for a tensor, just as a C++ kernel may return an
             # undefined tensor. Reject None as the only result, because it usually means that the
@@ -42,7 +44,7 @@ class ResultCheck:
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
-                return without_inference(result)
+                return self._finish(result)
             if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
                 return self(list(result), name, what)  # PyTorch accepts iterators too
         elif not checks:
@@ -53,11 +55,15 @@ class ResultCheck:
             and len(result) == len(checks)
             and all(check(item) for check, item in zip(checks, result, strict=True))
         ):
-            return tuple(map(without_inference, result))
+            return tuple(map(self._finish, result))
         raise ResultError(
             f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
             f"but returned {spell_result(result)}.{_fix_of_result(self._returns, result)}"
         )
+
+
+def _same(result: Any) -> Any:
+    return result
 
 
 def without_inference(result: Any) -> Any:
@@ -87,8 +93,8 @@ def without_inference(result: Any) -> Any:
 
 
 @functools.cache
-def result_check(returns: tuple[str, ...]) -> ResultCheck:
-    return ResultCheck(returns)
+def result_check(returns: tuple[str, ...], *, returns_arguments: bool = False) -> ResultCheck:
+    return ResultCheck(returns, returns_arguments=returns_arguments)
 
 
 def _tensors(value: Any) -> bool:

@@ -138,16 +138,20 @@ class KernelRule(CompiledRule[Kernels]):
             }
 
         functions = each_checked(self._chosen())
+        returns_arguments = definition.schema.form is not Form.PLAIN
         return Kernels(
             functions=functions,
             references=functions if self.providers is None else each_checked(self._active()),
-            check_result=result_check(definition.schema.returns),
+            check_result=result_check(
+                definition.schema.returns,
+                returns_arguments=returns_arguments,
+            ),
             # Operators of other packages may return views that their schema does not declare.
             outputs_are_fresh=definition.is_ours
             and not definition.schema.is_view
             and not self.has_aliases,
             accept_alias=self._accept_alias if definition.declaration.is_lenient else None,
-            returns_arguments=definition.schema.form is not Form.PLAIN,
+            returns_arguments=returns_arguments,
             required_tensors=definition.schema.required_tensors if definition.is_ours else (),
             arrange=definition.rule(LayoutRule).compile(),
         )
