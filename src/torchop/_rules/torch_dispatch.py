@@ -72,8 +72,8 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
             return result  # another Tensor subclass may handle the call
-        # Check the results here, because PyTorch does not check their number when it converts them
-        # to the return types of the schema.
+        # Check the results here, because PyTorch converts them to the schema's return types without
+        # checking how many there are.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call

@@ -1,7 +1,7 @@
 """Copy gradients into the layouts that a formula declares.
 
-Annotations declare layouts of single gradients. The option `contiguous_grads` declares a contiguous
-layout for all of them.
+An annotation declares the layout of one gradient, and the option `contiguous_grads` makes all
+gradients contiguous.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torchop._schema.layouts import Layout, contiguous, declared_layouts
 def with_contiguous_grads(backward: Callable[..., Any]) -> FunctionType:
     """Wrap a backward formula so that it receives only contiguous gradients.
 
-    Autograd may pass gradients that are expanded (from `sum`), slices (from `torch.cat`) or lazily
-    conjugated (from `conj`).
+    Without the wrapper, autograd may pass gradients that are expanded (from `sum`), sliced (from
+    `torch.cat`) or lazily conjugated (from `conj`).
     """
 
     @functools.wraps(backward)
@@ -53,12 +53,13 @@ def _arranged(grad: Any, layout: Layout | None) -> Any:
     if layout is None or grad is None:
         return grad
     if isinstance(grad, Tensor):
-        # `copied` does not resolve lazy conjugation and negation. Kernels that ignore strides also
-        # ignore these bits, so resolve them too.
+        # `copied` does not resolve lazy conjugation and negation. Resolve them here, because a
+        # kernel that ignores strides most likely ignores the conj and neg bits as well.
         return layout.copied(grad).resolve_conj().resolve_neg()
     return [_arranged(item, layout) for item in grad]
 
 
-# All wrapped formulas share this code object, so the C++ implementation of the backward can
-# recognize them. If all gradients are contiguous, C++ skips the wrapper and calls `__wrapped__`.
+# All wrapped formulas share this code object, which is how the C++ backward implementation
+# recognizes them. If all gradients are already contiguous, it skips the wrapper and calls
+# `__wrapped__` directly.
 CONTIGUOUS_CODE = with_contiguous_grads(print).__code__

@@ -32,16 +32,17 @@ def missing_formula(definition: Definition) -> MissingFormulaError:
 def raise_if_data_was_read(
     definition: Definition, part: str, values: Iterable[Any], error: Exception
 ) -> None:
-    """Raise TracingError if a user's function failed because it read a tensor that has no data.
+    """Raise TracingError if a user's function failed because it read a tensor without data.
 
-    For example, tensors have no data in a compiler's trace. The message suggests a backward kernel.
-    `part` names the function that failed, such as "backward formula". `values` are its arguments.
+    Tensors have no data in a compiler's trace, for example, so the message suggests registering a
+    backward kernel instead. `part` names the failed function in the message, such as "backward
+    formula", and `values` are the arguments of that function.
     """
     tensor = next((t for t in tensors_in(values) if tracing.has_no_data(t)), None)
     if tensor is None or not reads_data(error, definition.overload):
         return
-    # Quote only the first line of PyTorch's message. The other lines are advice about logging, and
-    # `__cause__` still contains them.
+    # Quote only the first line of PyTorch's message, since the rest is advice about logging. The
+    # full message is still available as `__cause__`.
     reading = short_text(str(error).partition("\n")[0])
     raise TracingError(
         f"{definition}: the {part} cannot run {_place(tensor)}, because it read the data of a "
@@ -55,8 +56,9 @@ def raise_if_data_was_read(
 def raise_if_attribute_was_read(definition: Definition, part: str, error: Exception) -> None:
     """Raise TracingError if a user's function failed because it read an opaque object's attribute.
 
-    In a trace, an opaque result is the object that the fake kernel returned, so the graph would
-    contain the value of the fake kernel's object as a constant.
+    While tracing, an opaque result (a Python object instead of a tensor) is the object returned by
+    the fake kernel. Reading its attribute would bake the fake kernel's value into the graph as a
+    constant.
     """
     attribute = tracing.attribute_without_value(error)
     if attribute is None:

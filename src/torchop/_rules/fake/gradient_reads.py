@@ -1,8 +1,8 @@
-"""Reject fake kernels whose outputs depend on `requires_grad` of an input while a program compiles.
+"""Reject fake kernels whose outputs depend on an input's `requires_grad` during compilation.
 
-A compiled program calls the kernel on tensors that do not require grad, even if the fake kernel ran
-on tensors that do. If the fake kernel promised another number of outputs for these, PyTorch would
-fail later, with an error that names neither the operator nor the reason.
+A compiled program calls the real kernel on tensors that do not require grad, even if the fake
+kernel saw tensors that do. If the fake kernel returns, for example, a different number of outputs
+in the two cases, PyTorch fails later, with an error that names neither the operator nor the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchop._core.call import named_outputs, replace_all, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import FakeKernelError
 
-# The attributes that depend on whether autograd records a tensor, with their values if it does not.
+# Attributes that depend on whether autograd tracks a tensor, with their values if it does not.
 _ATTRIBUTES = {"requires_grad": False, "grad_fn": None, "is_leaf": True}
 _GETTERS: dict[Any, str] = {getattr(Tensor, name).__get__: name for name in _ATTRIBUTES}
 
@@ -56,7 +56,7 @@ def call_watched(
 
 
 class _Watch(TorchFunctionMode):
-    """Detect reads of an attribute of `inputs` that would differ if autograd did not record it."""
+    """Detect reads of autograd attributes that would differ if `inputs` did not require grad."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _metadata(result: Any) -> list[tuple[object, ...]]:
-    """Return comparable metadata. Sizes that depend on data differ in each call, so omit them."""
+    """Return comparable metadata, without data-dependent sizes, since they differ in each call."""
     return [
         (
             place,

@@ -1,10 +1,10 @@
 """Copy mutated views that PyTorch's functionalization describes incorrectly.
 
 In a compiled program, functionalization replaces a mutated view with its base, and recreates the
-view from a description: its sizes, strides and storage offset, or the start and end of a slice. In
-some cases, the description is incorrect, so the operator would read and write the wrong elements
-(see `tracing.is_misread_view`). In these cases, the operator writes into a copy of the view
-instead, and the new value of the copy is then copied into the view.
+view from metadata: its sizes, strides and storage offset, or the start and end of a slice. This
+metadata is sometimes incorrect (see `tracing.is_misread_view`), and the operator would then read
+and write the wrong elements. To avoid this, the operator mutates a copy of the view, and the result
+is copied back into the view.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def names_if_shared(
 ) -> str:
     """Return the names of all mutated arguments, or an empty string if no memory is shared.
 
-    `tensors` contains some of the mutated arguments. Memory is shared if a tensor in `tensors` may
-    overlap another mutated argument.
+    `tensors` is a subset of the mutated arguments. Memory counts as shared if a tensor in `tensors`
+    may overlap another mutated argument.
     """
     mutated = mutated_tensors(schema, args, kwargs)
     if all(sum(tracing.may_overlap(one, other) for _, other in mutated) < 2 for one in tensors):

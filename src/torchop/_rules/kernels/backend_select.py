@@ -1,9 +1,9 @@
-"""Select the backend of calls if the dispatcher cannot infer it from the arguments.
+"""Select the backend of a call if the dispatcher cannot infer it from the arguments.
 
-This concerns factory functions, because they take a device instead of tensors, and operators with
-optional lists of tensors (`Tensor[]?`), because the dispatcher ignores such lists when it computes
-the dispatch keys. For both, a kernel at the BackendSelect key redispatches the call to the right
-backend, after autograd and modes.
+There are two such cases: factory functions, which take a device instead of tensors, and operators
+with optional lists of tensors (`Tensor[]?`), which the dispatcher ignores when it computes the
+dispatch keys. In both cases, a kernel at the BackendSelect key redispatches the call to the right
+backend, after autograd and modes have run.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
         return None
     values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
     device = values.get(argument.name, argument.default)
-    # None means the CPU, even inside a block `with torch.device(...)`: such a block changes the
-    # default device of functions such as torch.zeros, but not of operators in torch.ops.
+    # None means the CPU, even under `with torch.device(...)`, because that context manager changes
+    # the default device of functions such as torch.zeros, but not of operators in torch.ops.
     return "cpu" if device is None else dispatch.device(device).type
 
 
@@ -83,9 +83,9 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_transforms(definition: Definition) -> Callable[..., Any]:
-    # functorch does not see tensors in optional lists. If all wrapped tensors of a call are in such
-    # lists, functorch would silently skip its transforms, so raise an error. Check this at
-    # functorch's own dispatch key, because the BackendSelect kernel runs after functorch.
+    # functorch does not see tensors in optional lists, so it would silently skip its transforms if
+    # all wrapped tensors of a call are in such lists. Raise an error instead. The check runs at
+    # functorch's own dispatch key, because a BackendSelect kernel would run too late.
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
     visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)

@@ -1,7 +1,7 @@
 """Handle calls on devices without a kernel.
 
-If the backend has a fallback, such as one that runs every operator on the CPU, the call uses the
-fallback. Otherwise the call raises an error that lists the supported devices.
+If the backend has a fallback, such as one that runs unsupported operators on the CPU, the call goes
+to that fallback. Otherwise, it raises an error that lists the supported devices.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ EVERY_DEVICE = dispatch.kernel_key("default")
 class RaisingKernels:
     """The dispatcher kernels that raise an error on devices without a kernel.
 
-    At first, a single raising kernel at CompositeExplicitAutograd covers every device. But the
-    dispatcher prefers it to a backend's own fallback. So the first call on a device with a fallback
-    removes the single kernel and registers a raising kernel for each of the other backends.
+    Initially, a single raising kernel at CompositeExplicitAutograd covers every device. Since the
+    dispatcher prefers this kernel to a backend's fallback, the first call on a device with a
+    fallback replaces it by separate raising kernels for all other backends.
     """
 
     def __init__(self, definition: Definition, kernel: Callable[..., Any]) -> None:
         self._definition = definition
         self._run = kernel
-        # Removed kernels. They must stay alive, because other threads may still be running them.
+        # Keeps removed kernels alive, because other threads may still be running them.
         self._held: list[Any] = []
         definition.implement_temporarily(EVERY_DEVICE, self.kernel)
 
@@ -53,8 +53,8 @@ class RaisingKernels:
     ) -> DispatchKeySet | None:
         """If the call's backend has a fallback, remove the raising kernel that hides the fallback.
 
-        Return the dispatch keys that make a redispatch reach the fallback, or None if there is no
-        fallback.
+        Return the dispatch keys for redispatching the call to the fallback, or None if the backend
+        has no fallback.
         """
         schema = self._definition.schema
         device = backend_select.requested_device(schema, args, kwargs)

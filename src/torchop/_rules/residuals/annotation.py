@@ -1,6 +1,6 @@
-"""Residuals that are declared in the return annotation of a kernel.
+"""Declare residuals in the return annotation of a kernel.
 
-Residuals are outputs of the kernel that only the backward uses.
+Residuals are extra kernel outputs that only the backward pass uses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchop._schema.naming import OpName
 class Residuals:
     """Declare the residuals of an operator in the return annotation of the kernel.
 
-    Residuals are outputs of the kernel that only the backward uses. Use this class in
-    `typing.Annotated`, as an alternative to the argument `residuals` of `custom_op`. The residuals
-    do not appear in the schema and the signature of the operator.
+    Residuals are extra kernel outputs that only the backward pass uses, so they do not appear in
+    the operator's schema or signature. Use this class in `typing.Annotated`, as an alternative to
+    the `residuals` argument of `custom_op`.
 
     Args:
         types: the type of each residual, as keyword arguments.

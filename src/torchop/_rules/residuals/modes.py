@@ -18,8 +18,8 @@ from torchop._rules.residuals.vmap import Calls
 def follow(form: Any, cls: type) -> None:
     """Make the operator's torch_dispatch rule for `cls` apply to `name__with_residuals` too.
 
-    If the user has registered a rule for `name__with_residuals` itself, that rule takes precedence.
-    The modes of compilers need no rule, because they only record the call in a graph.
+    A rule that the user registered directly for `name__with_residuals` takes precedence. Compiler
+    modes are skipped, because they only record the call in a graph.
     """
     if issubclass(cls, TorchDispatchMode) and cls.is_infra_mode():
         return
@@ -50,8 +50,8 @@ def _under_mode(
 
 
 def _on_subclass(form: Any, cls: type, *_: Any) -> Any:
-    # The torch_dispatch rule may unwrap the arguments and wrap the results. The residuals must be
-    # wrapped in the same way, but only the author of the rule knows how, so raise an error.
+    # A torch_dispatch rule typically unwraps its arguments and wraps the results. Residuals must be
+    # wrapped the same way, but only the rule's author knows how, so raise an error.
     raise ResultError(
         f"{form.definition}: the torch_dispatch rule for {cls.__name__} returns no residuals, but "
         f"a call that records a gradient needs {form.declared.spelled}. Register a rule for "

@@ -1,8 +1,8 @@
-"""Detect bodies that return other values when they run again.
+"""Detect operator bodies that return different values when they are rerun.
 
-The derived formula runs the body of an operator again in the backward. It restores PyTorch's random
-number generators, but a body may also read the generators of NumPy or Python, a counter or the
-time. The gradient would then not match the results of the forward.
+A derived formula reruns the operator's body in the backward pass. It restores the state of
+PyTorch's random number generators, but a body may also depend on NumPy's or Python's generators, a
+counter or the time. In that case, the gradient would not match the results of the forward pass.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from torchop._errors import GradientError
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
-# The number of comparisons, by operator and by the arguments that are not tensors. A body may draw
-# random numbers only for some values of these arguments, such as `training=True`.
+# The number of comparisons so far, per operator and combination of non-tensor arguments, because a
+# body may draw random numbers only for some values of these arguments, such as `training=True`.
 _comparisons: weakref.WeakKeyDictionary[Definition, dict[str, int]] = weakref.WeakKeyDictionary()
-# Two runs may agree by chance, for example if a random mask has one element.
+# Compare several times, because two runs may agree by chance, for example if a random mask has only
+# one element.
 _ENOUGH = 3
 _MOST_KEYS = 32
-# The largest difference between two runs, relative to the largest value. It is far above the
-# rounding errors of kernels that add numbers in another order in each run.
+# The largest allowed difference between two runs, relative to the largest value. It is far above
+# the rounding errors of kernels with a nondeterministic summation order.
 _TOLERANCE = 1e-3
 _TOLERANCE_OF_SMALL_DTYPES = 5e-2
 
@@ -39,9 +40,10 @@ def check_repeats(
     outputs: Sequence[Tensor | None],
     run_again: Callable[[], Sequence[Tensor | None]],
 ) -> None:
-    """Raise if the body returns other values than `outputs` when it runs again.
+    """Raise GradientError if rerunning the body does not reproduce `outputs`.
 
-    To keep later backwards fast, compare only the first runs with the same arguments.
+    Only the first few runs with the same arguments are compared, so later backward passes stay
+    fast.
     """
     tensors = [tensor for tensor in outputs if tensor is not None]
     counts = _comparisons.setdefault(definition, {})
@@ -64,7 +66,7 @@ def check_repeats(
 
 
 def _states() -> Iterator[tuple[str, object]]:
-    """Yield the states of the generators of other libraries, with their names."""
+    """Yield the name and state of each random number generator outside PyTorch."""
     yield "Python's module random", random.getstate()
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
