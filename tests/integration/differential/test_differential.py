@@ -46,7 +46,8 @@ NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 25
 # The number of calls that must use the dispatcher for a reason, for reasons that are too rare for
 # CALLS_PER_REASON. Most calls that record a gradient are native, and CAPTURE needs an accelerator.
-RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}
+# Generated operators declare no memory layouts.
+RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0, Reason.LAYOUT: 0}
 
 
 class Tally:
